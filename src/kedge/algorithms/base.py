@@ -1,0 +1,53 @@
+"""An algorithm is two pure functions and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kedge.types import Annotation, Credit, Judgement, Loss, MicroBatch, PolicyOutput, Rollout
+
+
+def one_rank(x: Tensor) -> Tensor:
+    """The sum over all ranks when there is one."""
+    return x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything known about a batch when credit is assigned.
+
+    ``rollout.mask`` is already False on rows whose judgement is not valid.
+    """
+
+    rollout: Rollout
+    judgement: Judgement
+    annotation: Annotation
+    total: Callable[[Tensor], Tensor] = field(default=one_rank)  # sum over ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """A learning rule: how credit is assigned, and the loss that uses it.
+
+    Args:
+        name: shown in logs and model cards.
+        credit: ``(evidence, kl_coef) -> Credit``, run once per batch without gradient.
+        loss: ``(policy output, micro-batch) -> Loss``, already weighted, never averaged.
+        needs_values: a value model predicts V before every response token.
+        needs_reference: the reference policy's log-probabilities are computed.
+        needs_full_kl: the KL over the whole vocabulary is computed per token.
+        weighting: how tokens share the loss, a name in ``kedge.math.weights.WEIGHTINGS``.
+        min_group: responses per prompt below which the algorithm is undefined.
+    """
+
+    name: str
+    credit: Callable[[Evidence, float], Credit]
+    loss: Callable[[PolicyOutput, MicroBatch], Loss]
+    needs_values: bool = False
+    needs_reference: bool = True
+    needs_full_kl: bool = False
+    weighting: str = "token_mean"
+    min_group: int = 1

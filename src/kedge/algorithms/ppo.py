@@ -1,0 +1,118 @@
+"""PPO with a learned value baseline.
+
+Schulman et al. 2017 (arXiv:1707.06347); for language models Ziegler et al. 2019
+(arXiv:1909.08593) and Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO"
+(arXiv:2403.17031).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from kedge.algorithms.base import Algorithm, Evidence
+from kedge.math.advantage import gae
+from kedge.math.kl import per_token_kl
+from kedge.math.losses import (
+    clipped_policy_loss,
+    clipped_value_loss,
+    policy_is_clipped,
+    value_is_clipped,
+)
+from kedge.math.masked import extend, whiten
+from kedge.math.rewards import place_score
+from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
+
+ScorePosition = Literal["last", "after_last"]
+
+
+def ppo(
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    cliprange: float = 0.2,
+    cliprange_value: float = 0.2,
+    vf_coef: float = 0.1,
+    kl_estimator: str = "k1",
+    whiten_rewards: bool = False,
+    whiten_advantages: bool = True,
+    score_position: ScorePosition = "last",
+    bootstrap_truncated: bool = False,
+    reference: bool = True,
+) -> Algorithm:
+    """PPO: GAE on KL-penalised rewards, clipped policy and value losses.
+
+        r_t = -kl_coef KL_t + [t is the score's place] score      A = whiten(GAE(r, V))
+        L = sum_t w_t (-min(rho_t A_t, clip(rho_t) A_t)) + vf_coef sum_t v_t L_value,t
+
+    Args:
+        gamma: discount per token.
+        lam: GAE's lambda.
+        cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.
+        cliprange_value: clip of the value around its old prediction.
+        vf_coef: weight of the value loss.
+        kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
+        whiten_rewards: scale rewards to unit variance, keeping their mean.
+        whiten_advantages: scale advantages to mean 0 and unit variance.
+        score_position: "last" puts the score on the last real token; "after_last" one slot later
+            where there is room, as TRL and arXiv:2403.17031 do.
+        bootstrap_truncated: the value continues a response that was cut off by the length limit.
+        reference: whether there is a reference policy to stay close to.
+    """
+
+    def credit(e: Evidence, kl_coef: float) -> Credit:
+        mask = e.rollout.mask
+        spare = extend(mask) if score_position == "after_last" else mask
+        kl = per_token_kl(e.annotation, kl_estimator) * mask if reference else None
+        rewards = place_score(e.judgement.scores, spare)
+        if e.judgement.token_rewards is not None:
+            rewards = rewards + e.judgement.token_rewards * mask
+        if kl is not None:
+            rewards = rewards - kl_coef * kl
+        if whiten_rewards:
+            rewards = whiten(rewards, spare, center=False, total=e.total)
+        values = given(e.annotation.values, "values")
+        raw = gae(rewards, values, spare, gamma=gamma, lam=lam, after=_bootstrap(e))
+        returns = (raw + values) * spare
+        advantages = whiten(raw, mask, total=e.total) if whiten_advantages else raw * mask
+        return Credit(
+            rewards=rewards, advantages=advantages, returns=returns, kl=kl, value_mask=spare
+        )
+
+    def _bootstrap(e: Evidence) -> Tensor | None:
+        if not bootstrap_truncated:
+            return None
+        return given(e.annotation.last_values, "values") * ~e.rollout.finished
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        x, w, v = mb.rows, mb.token_weight, mb.value_weight
+        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
+        ratio = log_ratio.exp()
+        policy = (w * clipped_policy_loss(ratio, x.advantages, clip=cliprange)).sum()
+        values, old = given(new.values, "values"), given(x.old_values, "values")
+        returns = given(x.returns, "values")
+        value = (v * clipped_value_loss(values, old, returns, clip=cliprange_value)).sum()
+        stuck = policy_is_clipped(ratio, x.advantages, clip=cliprange)
+        value_stuck = value_is_clipped(values, old, returns, clip=cliprange_value)
+        return Loss(
+            parts={"policy": policy, "value": vf_coef * value},
+            metrics={
+                "loss/policy_avg": policy,
+                "loss/value_avg": value,
+                "policy/approxkl_avg": (w * 0.5 * log_ratio**2).sum(),
+                "policy/clipfrac_avg": (w * stuck).sum(),
+                "policy/entropy_avg": (w * new.entropy).sum(),
+                "val/ratio": (w * ratio).sum(),
+                "val/clipfrac_avg": (v * value_stuck).sum(),
+            },
+        )
+
+    return Algorithm(
+        name="ppo",
+        credit=credit,
+        loss=loss,
+        needs_values=True,
+        needs_reference=reference,
+        needs_full_kl=reference and kl_estimator == "full",
+    )

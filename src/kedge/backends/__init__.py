@@ -1,0 +1,1 @@
+"""Adapters to third-party packages; each is imported in one folder, lazily."""

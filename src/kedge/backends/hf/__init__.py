@@ -1,0 +1,1 @@
+"""Policies, values and rollouts on transformers models."""

@@ -1,0 +1,1 @@
+"""Where metrics and tables go."""

@@ -1,0 +1,1 @@
+"""Public options, and how they become typed parts."""

@@ -1,0 +1,1 @@
+"""The one loop: rollouts to experience to weight updates."""

@@ -1,0 +1,47 @@
+"""Every exception Kedge raises on purpose.
+
+    KedgeError
+    ├── ConfigError (ValueError)      an option, or a combination of options, that cannot work
+    ├── DataError (ValueError)        a dataset, a prompt or a tokenizer that cannot be used
+    ├── RewardError (RuntimeError)    a reward function or model failed, or returned nonsense
+    ├── RolloutError (RuntimeError)   an engine could not generate, or broke its contract
+    ├── SyncError (RuntimeError)      new weights did not arrive where samples are drawn
+    ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
+    └── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or of another run
+
+A message names the thing, its value, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class KedgeError(Exception):
+    """Base of all errors that Kedge raises on purpose."""
+
+
+class ConfigError(KedgeError, ValueError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class DataError(KedgeError, ValueError):
+    """A dataset, a prompt or a tokenizer that cannot be used."""
+
+
+class RewardError(KedgeError, RuntimeError):
+    """A reward function or model failed, or returned something that is no reward."""
+
+
+class RolloutError(KedgeError, RuntimeError):
+    """An engine could not generate, or returned something that breaks its contract."""
+
+
+class SyncError(KedgeError, RuntimeError):
+    """New weights did not arrive where samples are drawn."""
+
+
+class PreflightError(KedgeError, RuntimeError):
+    """The first batch shows that training would be wrong."""
+
+
+class CheckpointError(KedgeError, RuntimeError):
+    """A checkpoint is missing, damaged, or belongs to another run."""

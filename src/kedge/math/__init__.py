@@ -1,0 +1,1 @@
+"""Formulas: functions of tensors that import nothing but torch."""

@@ -1,0 +1,69 @@
+"""Reductions over real tokens only, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def _here(x: Tensor) -> Tensor:
+    return x
+
+
+def masked_mean(x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _here) -> Tensor:
+    """Mean of ``x`` where ``mask``; 0 when the mask is empty everywhere.
+
+    Args:
+        x: float [*].
+        mask: bool [*].
+        total: sums a tensor over ranks; the default is one rank.
+    """
+    sums = total(torch.stack([torch.where(mask, x, 0.0).sum(), mask.sum().to(x.dtype)]))
+    return sums[0] / sums[1].clamp(min=1)
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    center: bool = True,
+    total: Callable[[Tensor], Tensor] = _here,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Scale ``x`` to unit variance over the real tokens of all ranks; ``center`` removes the mean.
+
+        (x - mean) / sqrt(var + eps)  [+ mean]        var = sum (x - mean)^2 / (n - 1)
+
+    The variance is the unbiased one, as in TRL; arXiv:2403.17031 divides by n.  A single real
+    token has no variance: it becomes 0 (or its mean).
+
+    Args:
+        x: float [*].
+        mask: bool [*]; the result is 0 off it.
+        center: whether the mean is removed; False is reward whitening.
+        total: sums a tensor over ranks.
+        eps: added to the variance.
+    """
+    mean = masked_mean(x, mask, total=total)
+    off = torch.where(mask, x - mean, 0.0)
+    sums = total(torch.stack([(off**2).sum(), mask.sum().to(x.dtype)]))
+    scaled = off * (sums[0] / (sums[1] - 1).clamp(min=1) + eps).rsqrt()
+    return scaled if center else torch.where(mask, scaled + mean, 0.0)
+
+
+def last_true(mask: Tensor) -> Tensor:
+    """Index i64[B] of the last True of each row of bool[B, R]; -1 for a row without one."""
+    slots = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, slots, -1).max(dim=1).values if mask.shape[1] else mask.sum(1) - 1
+
+
+def extend(mask: Tensor) -> Tensor:
+    """``mask`` with one more True after the last one of each row, where there is room.
+
+    A row without a True stays empty.  bool[B, R] -> bool[B, R].
+    """
+    slots = torch.arange(mask.shape[1], device=mask.device)
+    last = last_true(mask)[:, None]
+    return mask | ((slots == last + 1) & (last >= 0))

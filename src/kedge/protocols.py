@@ -1,0 +1,133 @@
+"""What the engine asks of the outside world.  Backends implement these; nothing inherits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from kedge.types import (
+    Annotation,
+    Judgement,
+    Loss,
+    MicroBatch,
+    PolicyOutput,
+    PromptBatch,
+    Receipt,
+    Rollout,
+    Sampling,
+)
+
+LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
+Total = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
+
+
+class Stateful(Protocol):
+    """Something a checkpoint holds: tensors, numbers and strings in nested dicts and lists."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly here."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Where prompts come from."""
+
+    def batch(self, step: int) -> PromptBatch:
+        """This rank's prompts of training step ``step``: a pure function, nothing to save."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Samples responses."""
+
+    @property
+    def live(self) -> bool:
+        """True if it samples from the learner's own modules, so that no weights need copying."""
+        ...
+
+    @property
+    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+        """What ``behavior_logprobs`` are of: the distribution sampled from, another, or absent."""
+        ...
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """One response per row.  A row's response depends on (weights, prompt, row, seed) alone."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
+        """Sample from these weights from now on.  A live engine is told the version alone."""
+        ...
+
+
+class RewardSource(Protocol):
+    """Scores responses."""
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """One judgement for all rows; raises RewardError, never returns None."""
+        ...
+
+
+class Learner(Stateful, Protocol):
+    """Holds the models that train and the optimiser."""
+
+    version: int  # optimiser steps taken so far
+
+    def annotate(
+        self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
+    ) -> Annotation:
+        """Log-probabilities, reference and values of a rollout, without gradient."""
+        ...
+
+    def update(
+        self, step: Iterable[MicroBatch], loss: LossFn, *, only_value: bool = False
+    ) -> dict[str, float]:
+        """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks."""
+        ...
+
+    def end_batch(self) -> None:
+        """A training step (all its optimiser steps) is over: the schedule moves on."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """A copy of the policy's weights."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A short hash of the policy's weights: differs if any weight differs."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of ``x`` over all ranks."""
+        ...
+
+
+class KLController(Stateful, Protocol):
+    """The coefficient of the KL penalty."""
+
+    value: float
+
+    def update(self, kl: float, episodes: int) -> None:
+        """Adapt to the KL (nats per response) measured over ``episodes`` responses."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record one row of metrics."""
+        ...
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Record a table, one mapping per row, all with the same keys."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...

@@ -1,0 +1,1 @@
+"""Public trainers: thin shells over the engine."""
