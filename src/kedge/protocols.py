@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kedge.types import (
     Annotation,
+    Experience,
     Judgement,
     Loss,
     MicroBatch,
@@ -60,8 +61,11 @@ class RolloutEngine(Protocol):
         """One response per row.  A row's response depends on (weights, prompt, row, seed) alone."""
         ...
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Sample from these weights from now on.  A live engine is told the version alone."""
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+        """Sample from these weights from now on.  A live engine is told the version alone.
+
+        None means that the engine holds no weights at all (scripted responses).
+        """
         ...
 
 
@@ -76,7 +80,7 @@ class RewardSource(Protocol):
 class Learner(Stateful, Protocol):
     """Holds the models that train and the optimiser."""
 
-    version: int  # optimiser steps taken so far
+    version: int  # training steps (updates) finished; end_batch adds 1
 
     def annotate(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
@@ -90,8 +94,12 @@ class Learner(Stateful, Protocol):
         """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks."""
         ...
 
+    def probe(self, rows: Experience) -> PolicyOutput:
+        """The forward pass of ``update`` (train mode, autocast), without gradient or step."""
+        ...
+
     def end_batch(self) -> None:
-        """A training step (all its optimiser steps) is over: the schedule moves on."""
+        """A training step is over: the version and the learning-rate schedule move on by one."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

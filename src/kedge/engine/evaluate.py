@@ -1,0 +1,82 @@
+"""Evaluation: sample, score, compare with the reference.  Nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kedge.engine.metrics import Tally
+from kedge.engine.seeds import seed_for
+from kedge.engine.stages import collect
+from kedge.protocols import Learner, PromptSource, RewardSource, RolloutEngine
+from kedge.types import Judgement, Rollout, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found."""
+
+    metrics: dict[str, float]  # without the eval_ prefix
+    samples: list[tuple[Rollout, Judgement]]  # this rank's rows
+
+
+def evaluate(
+    source: PromptSource,
+    *,
+    batches: int,
+    rows: int,
+    rollouts: RolloutEngine,
+    judge: RewardSource,
+    learner: Learner,
+    sampling: Sampling,
+    reference: bool,
+    seed: int,
+    clock: Callable[[], float],
+) -> Evaluation:
+    """Score one response to each evaluation prompt.
+
+    Args:
+        source: batch i holds the prompts of evaluation batch i.
+        batches: how many batches there are.
+        rows: prompts in all; rows of the last batch beyond it are repeats and are left out.
+        rollouts: the sampler.
+        judge: the reward.
+        learner: the models, for the KL to the reference.
+        sampling: how to sample; usually colder than in training.
+        reference: whether there is a reference.
+        seed: base of the random streams.
+        clock: seconds.
+    """
+    tally, samples = Tally(), []
+    begin = clock()
+    for i in range(batches):
+        prompts = source.batch(i)
+        rollout, judgement, _ = collect(
+            prompts,
+            rollouts,
+            judge,
+            sampling=sampling,
+            seed=seed_for(seed, "evaluate", i),
+            clock=clock,
+        )
+        keep = judgement.valid & (prompts.row + i * _global_rows(prompts.row, learner) < rows)
+        tally.mean("objective/scores", judgement.scores, keep)
+        for name, part in judgement.parts.items():
+            tally.mean(f"rewards/{name}", part, keep & ~part.isnan())
+        tally.mean("completions/mean_length", rollout.present.sum(1), keep)
+        tally.mean("completions/truncated_ratio", ~rollout.finished, keep)
+        if reference:
+            note = learner.annotate(rollout, values=False, reference=True, full_kl=False)
+            assert note.ref_logprobs is not None
+            kl = ((note.logprobs - note.ref_logprobs) * rollout.mask).sum(1)
+            tally.mean("objective/kl", kl, keep)
+        samples.append((rollout, judgement))
+    metrics = tally.read(learner.total)
+    metrics["time/step"] = clock() - begin
+    return Evaluation(metrics=metrics, samples=samples)
+
+
+def _global_rows(row: torch.Tensor, learner: Learner) -> int:
+    return int(learner.total(torch.tensor(float(len(row)), dtype=torch.float64)))

@@ -1,0 +1,56 @@
+"""Who listens to the loop: logging, evaluation, saving, callbacks.  The loop asks no more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kedge.types import Judgement, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One finished update."""
+
+    step: int  # updates finished, this one included
+    metrics: Mapping[str, float]
+    rollout: Rollout
+    judgement: Judgement
+
+
+class Hooks(Protocol):
+    """Called by the loop, in this order, on every rank."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Update ``step`` (0 is the first) is about to begin."""
+        ...
+
+    def on_sample(self, step: int, rollout: Rollout, judgement: Judgement) -> None:
+        """The batch that update ``step`` will learn from; nothing was trained on it yet."""
+        ...
+
+    def on_optimizer_step(self) -> None:
+        """One optimiser step was taken."""
+        ...
+
+    def on_step_end(self, report: StepReport) -> bool:
+        """An update is finished; True asks the loop to stop here."""
+        ...
+
+
+class NoHooks:
+    """Nobody listens."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Ignore."""
+
+    def on_sample(self, step: int, rollout: Rollout, judgement: Judgement) -> None:
+        """Ignore."""
+
+    def on_optimizer_step(self) -> None:
+        """Ignore."""
+
+    def on_step_end(self, report: StepReport) -> bool:
+        """Never stop."""
+        return False

@@ -1,0 +1,221 @@
+"""The training loop.  There is one; ``max_lag`` makes it synchronous or asynchronous.
+
+Sampling and weight loading run on one first-in-first-out worker.  The driver decides the order
+of both, so the schedule -- and with it every number -- is the same on a slow and a fast machine.
+At lag 0 the worker is the driver itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from kedge.algorithms.base import Algorithm
+from kedge.engine.hooks import Hooks, NoHooks, StepReport
+from kedge.engine.metrics import check_known
+from kedge.engine.plan import BatchPlan
+from kedge.engine.seeds import seed_for
+from kedge.engine.stages import collect, make_experience, optimise
+from kedge.errors import SyncError
+from kedge.protocols import KLController, Learner, PromptSource, RewardSource, RolloutEngine
+from kedge.types import Judgement, Receipt, Rollout, Sampling
+
+Sample = tuple[Rollout, Judgement, dict[str, float]]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class InlineExecutor(Executor):
+    """Runs what is submitted at once, in the caller's thread."""
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Call ``fn`` now; its result or exception waits in the returned future."""
+        future: Future[R] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # handed over to whoever asks for the result
+            future.set_exception(error)
+        return future
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """Everything one training run needs, and where it stands."""
+
+    source: PromptSource
+    rollouts: RolloutEngine
+    judge: RewardSource
+    learner: Learner
+    algorithm: Algorithm
+    kl: KLController
+    plan: BatchPlan
+    sampling: Sampling
+    hooks: Hooks = field(default_factory=NoHooks)
+    seed: int = 0
+    max_lag: int = 0
+    value_warmup_steps: int = 0  # first updates that train the value alone
+    clock: Callable[[], float] = time.perf_counter
+    step: int = 0  # updates finished
+    waiting: deque[Future[Sample]] = field(default_factory=deque)  # sampled ahead, not trained on
+    _loaded: str = field(default="", init=False)  # fingerprint that the sampler last confirmed
+    _moved: bool = field(default=False, init=False)  # the policy trained since then
+
+    def __post_init__(self) -> None:
+        if self.plan.group < self.algorithm.min_group:
+            raise ValueError(
+                f"{self.algorithm.name} compares responses to one prompt: it needs num_generations"
+                f" >= {self.algorithm.min_group}, got {self.plan.group}"
+            )
+
+    def run(self, until: int) -> None:
+        """Train up to update ``until``, or to where a hook asks to stop; what is in flight is kept."""
+        with self._worker() as worker:
+            syncs = deque([self._sync(worker)])
+            sent = self.step + len(self.waiting)
+            stop = False
+            while self.step < until and not stop:
+                while sent < until and sent - self.step <= self.max_lag:
+                    self.waiting.append(self._sample(worker, sent))
+                    sent += 1
+                self.hooks.on_step_begin(self.step)
+                begin = self.clock()
+                sample = self.waiting.popleft().result()
+                self._settle(syncs)
+                metrics = self.train_on(*sample, begin=begin)
+                syncs.append(self._sync(worker))
+                rollout, judgement, _ = sample
+                report = StepReport(
+                    step=self.step, metrics=metrics, rollout=rollout, judgement=judgement
+                )
+                stop = self.hooks.on_step_end(report)
+            self._settle(syncs, wait=True)
+
+    def train_on(
+        self,
+        rollout: Rollout,
+        judgement: Judgement,
+        times: dict[str, float],
+        *,
+        begin: float | None = None,
+    ) -> dict[str, float]:
+        """Everything after sampling.  A ``step`` API enters here."""
+        self.hooks.on_sample(self.step, rollout, judgement)
+        start = self.clock()
+        experience, metrics = make_experience(
+            rollout, judgement, self.learner, self.algorithm, self.kl.value
+        )
+        ready = self.clock()
+        metrics |= optimise(
+            experience,
+            self.learner,
+            self.algorithm,
+            epochs=self.plan.epochs,
+            minibatches=self.plan.minibatches,
+            micro_rows=self.plan.micro_rows,
+            seed=seed_for(self.seed, "shuffle", self.step),
+            only_value=self.step < self.value_warmup_steps,
+            after_step=self.hooks.on_optimizer_step,
+        )
+        self.learner.end_batch()
+        self.kl.update(metrics.get("objective/kl", 0.0), self.plan.batch_size)
+        self.step += 1
+        moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
+        self._moved |= moved and self.step > self.value_warmup_steps
+        done = self.clock()
+        whole = done - (start if begin is None else begin)
+        metrics |= times | {
+            "time/annotate": ready - start,
+            "time/update": done - ready,
+            "time/step": whole,
+            "episode": float(self.step * self.plan.batch_size),
+        }
+        if "completions/mean_length" in metrics:
+            tokens = metrics["completions/mean_length"] * self.plan.batch_size
+            metrics["tokens_per_second"] = tokens / max(whole, 1e-9)
+        check_known(metrics)
+        return metrics
+
+    def _worker(self) -> Executor:
+        if self.max_lag == 0:
+            return InlineExecutor()
+        return ThreadPoolExecutor(1, thread_name_prefix="rollout")
+
+    def _sync(self, worker: Executor) -> Future[tuple[Receipt | None, int, str]]:
+        """Send the newest weights after everything already asked of the sampler."""
+        weights = {} if self.rollouts.live else self.learner.weights()
+        version, expected = self.learner.version, self.learner.fingerprint()
+
+        def load() -> tuple[Receipt | None, int, str]:
+            return self.rollouts.load_weights(weights, version), version, expected
+
+        return worker.submit(load)
+
+    def _settle(
+        self, syncs: deque[Future[tuple[Receipt | None, int, str]]], *, wait: bool = False
+    ) -> None:
+        """Check the receipts that have come back; a lost weight update must never be silent."""
+        while syncs and (wait or syncs[0].done()):
+            receipt, version, expected = syncs.popleft().result()
+            if receipt is None:
+                continue
+            if (receipt.version, receipt.fingerprint) != (version, expected):
+                raise SyncError(
+                    f"the sampler reports weights {receipt.fingerprint} (version {receipt.version})"
+                    f" after being sent {expected} (version {version}): it would sample from"
+                    " another policy than the one that trains"
+                )
+            if self._moved and receipt.fingerprint == self._loaded:
+                raise SyncError(
+                    f"training step {self.step} had a gradient and a learning rate above 0, but the"
+                    f" policy's weights did not change (fingerprint {expected}): the learning rate"
+                    " is too small for their precision, or the optimiser holds other weights"
+                )
+            self._loaded, self._moved = receipt.fingerprint, False
+
+    def _sample(self, worker: Executor, step: int) -> Future[Sample]:
+        prompts = self.source.batch(step)
+
+        def draw() -> Sample:
+            return collect(
+                prompts,
+                self.rollouts,
+                self.judge,
+                sampling=self.sampling,
+                seed=seed_for(self.seed, "rollout", step),
+                clock=self.clock,
+            )
+
+        return worker.submit(draw)
+
+    @property
+    def in_flight(self) -> list[Sample]:
+        """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
+        return [future.result() for future in self.waiting]
+
+    def put_back(self, samples: list[Sample]) -> None:
+        """Take samples as already drawn for the next updates, as after a resume."""
+        self.waiting = deque(_done(sample) for sample in samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the run, without what is in flight (that is saved as records)."""
+        return {
+            "step": self.step,
+            "learner": self.learner.state_dict(),
+            "kl": self.kl.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self.step = int(state["step"])
+        self.learner.load_state_dict(state["learner"])
+        self.kl.load_state_dict(state["kl"])
+
+
+def _done(sample: Sample) -> Future[Sample]:
+    future: Future[Sample] = Future()
+    future.set_result(sample)
+    return future

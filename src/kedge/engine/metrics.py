@@ -1,0 +1,92 @@
+"""The one table of metric names; the docs page is made from it, and an unknown name raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+NAMES: dict[str, str] = {
+    "episode": "responses trained on since the start of the run",
+    "epoch": "passes over the training prompts",
+    "eps": "episodes per second since the start of this process",
+    "tokens_per_second": "response tokens sampled and trained per second of this update",
+    "lr": "learning rate of the policy during this update",
+    "grad_norm": "gradient norm of all trained weights before clipping, mean over optimiser steps",
+    "grad_norm/policy": "the same, of the policy's weights alone",
+    "grad_norm/value": "the same, of the value model's weights alone",
+    "skipped_steps": "optimiser steps skipped because a gradient was not finite, since the start",
+    "objective/kl": "nats per response; KL estimator summed over a response, mean over responses",
+    "objective/kl_coef": "coefficient of the KL penalty used for this batch",
+    "objective/entropy": "nats per response; minus the summed log-probability of its tokens",
+    "objective/non_score_reward": "mean over responses of the summed KL penalty",
+    "objective/rlhf_reward": "mean over responses of score plus KL penalty: what PPO maximises",
+    "objective/scores": "mean score per response, penalties for a missing stop token included",
+    "objective/scores_std": "standard deviation of the scores over the batch",
+    "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the policy that sampled",
+    "policy/clipfrac_avg": "share of tokens whose clipped policy loss was the larger one",
+    "policy/entropy_avg": "nats per token; entropy of the policy's distribution during the update",
+    "loss/policy_avg": "policy loss, mean over optimiser steps",
+    "loss/value_avg": "value loss before vf_coef, mean over optimiser steps",
+    "val/clipfrac_avg": "share of tokens whose clipped value loss was the larger one",
+    "val/ratio": "probability ratio against the policy that sampled, mean over tokens and steps",
+    "val/ratio_var": "variance over the optimiser steps of an update of their mean ratio",
+    "val/num_eos_tokens": "responses of the batch that ended by themselves, over all ranks",
+    "val/explained_variance": "1 - Var(return - value) / Var(return), values of before the update",
+    "val/value_mean": "mean predicted value per token",
+    "val/return_mean": "mean return per token",
+    "completions/mean_length": "tokens per response, stop token included",
+    "completions/min_length": "tokens of the shortest response",
+    "completions/max_length": "tokens of the longest response",
+    "completions/truncated_ratio": "share of responses cut off by the length limit",
+    "rollout/lag": "updates between sampling and training, mean over responses",
+    "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
+    "rollout/logprob_gap": "nats per token; |log-probability of the sampler - of the learner|",
+    "time/rollout": "seconds of this update spent generating",
+    "time/reward": "seconds spent scoring",
+    "time/annotate": "seconds spent on log-probabilities, reference and values before the update",
+    "time/update": "seconds spent on the optimiser steps",
+    "time/step": "seconds of the whole update",
+}
+PREFIXES: dict[str, str] = {
+    "rewards/": "mean of one reward source over the responses it applies to",
+    "eval_": "the same metric on the evaluation prompts",
+    "log/": "what a reward function recorded through log_metric, mean over its calls",
+}
+
+
+def check_known(metrics: Mapping[str, float]) -> None:
+    """Raise KeyError for a metric that no table describes."""
+    unknown = sorted(n for n in metrics if n not in NAMES and not n.startswith(tuple(PREFIXES)))
+    if unknown:
+        raise KeyError(f"metrics missing from engine/metrics.py NAMES: {unknown}")
+
+
+class Tally:
+    """Collects means and sums over this rank's rows, then adds them over all ranks in one call."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[str, Tensor | float] = {}
+
+    def mean(self, name: str, x: Tensor, keep: Tensor) -> None:
+        """Mean of ``x`` over the entries where ``keep`` (bool, the same shape); calls add up."""
+        kept = torch.where(keep, x.to(torch.float64), 0.0).sum().cpu()
+        top, count = self._means.get(name, (torch.zeros((), dtype=torch.float64),) * 2)
+        self._means[name] = (top + kept, count + keep.sum().cpu())
+
+    def sum(self, name: str, x: Tensor) -> None:
+        """Sum of the entries of ``x``; calls add up."""
+        self._sums[name] = self._sums.get(name, 0.0) + x.to(torch.float64).sum().cpu()
+
+    def read(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Values over all ranks; the mean of nothing is left out."""
+        flat = [x for pair in self._means.values() for x in pair]
+        flat += [torch.as_tensor(x, dtype=torch.float64) for x in self._sums.values()]
+        if not flat:
+            return {}
+        merged = iter(total(torch.stack(flat)).tolist())
+        pairs = {name: (next(merged), next(merged)) for name in self._means}
+        out = {name: top / count for name, (top, count) in pairs.items() if count}
+        return out | {name: next(merged) for name in self._sums}

@@ -1,0 +1,206 @@
+"""One look at the first batch before the first update: would training be right?
+
+Every check states a number that must hold on the first batch of any correct set-up, and the
+likely cause when it does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kedge.algorithms.base import Algorithm
+from kedge.engine.stages import make_experience
+from kedge.errors import PreflightError
+from kedge.protocols import Learner, RolloutEngine
+from kedge.types import Annotation, Judgement, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Largest accepted mean difference of log-probabilities, nats per token."""
+
+    same_kernel: float = 1e-4  # the same module on the same tokens, laid out differently
+    engines: float = 1e-3  # sampler against learner
+
+
+FULL_PRECISION = Tolerance()
+LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16 or fp16 autocast
+
+
+def preflight(
+    rollout: Rollout,
+    judgement: Judgement,
+    *,
+    engine: RolloutEngine,
+    learner: Learner,
+    algorithm: Algorithm,
+    kl_coef: float,
+    fresh_reference: bool,
+    tolerance: Tolerance = FULL_PRECISION,
+) -> list[str]:
+    """Check one sampled and scored batch.  Nothing is trained.
+
+    Args:
+        rollout: the batch that the first update will use.
+        judgement: its scores.
+        engine: what sampled it.
+        learner: the models.
+        algorithm: the learning rule.
+        kl_coef: coefficient of the KL penalty.
+        fresh_reference: the reference was made from the policy's weights and nothing has trained.
+        tolerance: accepted differences.
+
+    Returns:
+        Warnings: things that are unusual but may be meant.
+
+    Raises:
+        PreflightError: a check failed; the message holds its number and the likely cause.
+    """
+    _rewards_are_finite(judgement)
+    _stop_token_is_trained(rollout)
+    note = _annotate(learner, algorithm, replace(rollout, behavior_logprobs=None))
+    mask = rollout.mask & judgement.valid[:, None]
+    _engine_agrees(engine, rollout, note, mask, tolerance.engines)
+    _padding_does_not_matter(learner, algorithm, rollout, note, tolerance.same_kernel)
+    if fresh_reference and note.ref_logprobs is not None:
+        _reference_is_fresh(note, mask, tolerance.same_kernel)
+    experience, _ = make_experience(
+        replace(rollout, behavior_logprobs=None), judgement, learner, algorithm, kl_coef
+    )
+    few = experience.rows(torch.arange(min(4, len(experience))))
+    _ratio_is_one(learner.probe(few).logprobs, few.old_logprobs, few.mask, tolerance.same_kernel)
+    return _unusual(rollout, judgement, learner)
+
+
+def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> Annotation:
+    return learner.annotate(
+        rollout,
+        values=algorithm.needs_values,
+        reference=algorithm.needs_reference,
+        full_kl=False,
+    )
+
+
+def _gap(a: Tensor, b: Tensor, mask: Tensor) -> float:
+    return float(torch.where(mask, (a - b).abs(), 0.0).sum() / mask.sum().clamp(min=1))
+
+
+def _rewards_are_finite(judgement: Judgement) -> None:
+    bad = judgement.valid & ~judgement.scores.isfinite()
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise PreflightError(
+            f"preflight: the score of row {row} is {float(judgement.scores[row])}; a reward must be"
+            " a finite number. A reward model in float16 may overflow; a reward function may divide"
+            " by zero"
+        )
+
+
+def _stop_token_is_trained(rollout: Rollout) -> None:
+    ends = (rollout.present.sum(1) - 1).clamp(min=0)
+    trained = rollout.mask.gather(1, ends[:, None]).squeeze(1)
+    wrong = rollout.finished & ~trained
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise PreflightError(
+            f"preflight: row {row} ended by a stop token that takes no part in the loss, so the"
+            " policy could never learn to stop. The engine's mask must include the stop token, also"
+            " when it equals the pad token"
+        )
+
+
+def _engine_agrees(
+    engine: RolloutEngine, rollout: Rollout, note: Annotation, mask: Tensor, limit: float
+) -> None:
+    if rollout.behavior_logprobs is None or engine.logprobs != "sampled":
+        return
+    gap = _gap(rollout.behavior_logprobs, note.logprobs, mask)
+    if not gap <= limit:
+        raise PreflightError(
+            f"preflight: sampler and learner disagree by {gap:.3g} nats per token on the sampled"
+            f" tokens (limit {limit:g}). Likely causes: another temperature, a generation_config"
+            " that leaks into sampling, other weights, or log-probabilities of the unscaled"
+            " distribution"
+        )
+
+
+def _padding_does_not_matter(
+    learner: Learner, algorithm: Algorithm, rollout: Rollout, note: Annotation, limit: float
+) -> None:
+    index = torch.arange(min(3, len(rollout))).flip(0)
+    prompts = rollout.prompts
+    padded = Rollout(
+        prompts=replace(
+            prompts,
+            ids=pad(prompts.ids[index], (3, 0)),
+            mask=pad(prompts.mask[index], (3, 0)),
+            group=prompts.group[index],
+            row=prompts.row[index],
+            columns={},
+        ),
+        ids=pad(rollout.ids[index], (0, 2)),
+        mask=pad(rollout.mask[index], (0, 2)),
+        present=pad(rollout.present[index], (0, 2)),
+        finished=rollout.finished[index],
+        version=rollout.version[index],
+        support=None
+        if rollout.support is None
+        else pad(rollout.support[index], (0, 0, 0, 2), value=-1),
+    )
+    width = rollout.ids.shape[1]
+    again = _annotate(learner, algorithm, padded)
+    gap = _gap(again.logprobs[:, :width], note.logprobs[index], rollout.mask[index])
+    if not gap <= limit:
+        raise PreflightError(
+            f"preflight: adding padding and reversing rows changes log-probabilities by {gap:.3g}"
+            f" nats per token (limit {limit:g}). The model mixes tokens or rows that it must not:"
+            " attention that is not causal, batch statistics, or active dropout"
+        )
+
+
+def _reference_is_fresh(note: Annotation, mask: Tensor, limit: float) -> None:
+    assert note.ref_logprobs is not None
+    gap = _gap(note.ref_logprobs, note.logprobs, mask)
+    if not gap <= limit:
+        raise PreflightError(
+            f"preflight: before any training the policy is {gap:.3g} nats per token away from a"
+            f" reference that was made from it (limit {limit:g}). Likely causes: active dropout,"
+            " adapters that are not switched off for the reference, or another precision"
+        )
+
+
+def _ratio_is_one(new: Tensor, old: Tensor, mask: Tensor, limit: float) -> None:
+    gap = _gap(new, old, mask)
+    if not gap <= limit:
+        raise PreflightError(
+            f"preflight: before any training the log ratio of the training pass to the policy that"
+            f" sampled is {gap:.3g} nats per token, not 0 (limit {limit:g}): the ratio starts away"
+            " from 1 and clipping acts on noise. Likely causes: dropout in training mode, or"
+            " another precision or temperature than in the first pass"
+        )
+
+
+def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner) -> list[str]:
+    scores = torch.where(judgement.valid, judgement.scores, 0.0).double()
+    n, s, ss = learner.total(
+        torch.stack([judgement.valid.sum().double(), scores.sum(), (scores**2).sum()])
+    ).tolist()
+    warnings = []
+    if n > 1 and ss / n - (s / n) ** 2 <= 1e-12:
+        warnings.append(
+            f"all {int(n)} scores of the first batch equal {s / n:g}: without differences there is"
+            " nothing to learn"
+        )
+    rows, finished = learner.total(
+        torch.tensor([float(len(rollout)), float(rollout.finished.sum())], dtype=torch.float64)
+    ).tolist()
+    if finished == 0 and rows:
+        warnings.append(
+            f"none of the {int(rows)} responses ended by itself: set stop_token, or raise"
+            " response_length, if responses should end"
+        )
+    return warnings

@@ -1,0 +1,221 @@
+"""The stages of one training step, each a function of the record before it.
+
+collect -> make_experience -> optimise (cut -> Learner.update, once per optimiser step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import Algorithm, Evidence
+from kedge.engine.metrics import Tally
+from kedge.errors import RewardError, RolloutError
+from kedge.math.weights import WEIGHTINGS, row_mean
+from kedge.protocols import Learner, RewardSource, RolloutEngine, Total
+from kedge.types import (
+    Annotation,
+    Credit,
+    Experience,
+    Judgement,
+    MicroBatch,
+    PromptBatch,
+    Rollout,
+    Sampling,
+)
+
+
+def collect(
+    prompts: PromptBatch,
+    engine: RolloutEngine,
+    judge: RewardSource,
+    *,
+    sampling: Sampling,
+    seed: int,
+    clock: Callable[[], float],
+) -> tuple[Rollout, Judgement, dict[str, float]]:
+    """Sample one response per prompt row and score it; also the seconds each took."""
+    begin = clock()
+    rollout = engine.generate(prompts, sampling=sampling, seed=seed)
+    if len(rollout) != len(prompts):
+        raise RolloutError(
+            f"{type(engine).__name__}.generate returned {len(rollout)} rows for {len(prompts)}"
+            " prompts; it must return one response per prompt row, in order"
+        )
+    sampled = clock()
+    judgement = judge.score(rollout)
+    times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
+    return rollout, judgement, times
+
+
+def make_experience(
+    rollout: Rollout, judgement: Judgement, learner: Learner, algo: Algorithm, kl_coef: float
+) -> tuple[Experience, dict[str, float]]:
+    """Ask the models what they think of the rollout, and assign credit."""
+    if not float(learner.total(judgement.valid.sum())):
+        raise RewardError(
+            f"none of the {len(rollout)} responses of this batch could be scored; see the log for"
+            ' the first failure, or use on_reward_error="raise" to stop at it'
+        )
+    rollout = replace(rollout, mask=rollout.mask & judgement.valid[:, None])
+    note = learner.annotate(
+        rollout,
+        values=algo.needs_values,
+        reference=algo.needs_reference,
+        full_kl=algo.needs_full_kl,
+    )
+    stale = (rollout.version >= 0) & (rollout.version < learner.version)
+    gap = None
+    if rollout.behavior_logprobs is not None and note.logprobs is not rollout.behavior_logprobs:
+        gap = (rollout.behavior_logprobs - note.logprobs).abs()
+        anchor = torch.where(stale[:, None], rollout.behavior_logprobs, note.logprobs)
+        note = replace(note, logprobs=anchor)
+    evidence = Evidence(rollout=rollout, judgement=judgement, annotation=note, total=learner.total)
+    credit = algo.credit(evidence, kl_coef)
+    tally = Tally()
+    if gap is not None:
+        tally.mean("rollout/logprob_gap", gap, rollout.mask & ~stale[:, None])
+    lag = (learner.version - rollout.version).clamp(min=0)
+    tally.mean("rollout/lag", lag, rollout.version >= 0)
+    _describe_batch(tally, evidence, credit, kl_coef)
+    metrics = tally.read(learner.total) | _lengths(rollout, judgement.valid, learner.total)
+    metrics["objective/kl_coef"] = kl_coef
+    _derive(metrics)
+    return _experience(rollout, note, credit), metrics
+
+
+def _experience(rollout: Rollout, note: Annotation, credit: Credit) -> Experience:
+    return Experience(
+        prompt_ids=rollout.prompts.ids,
+        prompt_mask=rollout.prompts.mask,
+        ids=rollout.ids,
+        mask=rollout.mask,
+        present=rollout.present,
+        value_mask=rollout.mask if credit.value_mask is None else credit.value_mask,
+        old_logprobs=note.logprobs,
+        ref_logprobs=note.ref_logprobs,
+        old_values=note.values,
+        rewards=credit.rewards,
+        advantages=credit.advantages,
+        returns=credit.returns,
+        behavior_logprobs=rollout.behavior_logprobs,
+        support=rollout.support,
+    )
+
+
+def _describe_batch(tally: Tally, e: Evidence, credit: Credit, kl_coef: float) -> None:
+    """What the batch was like, rows that could not be scored left out."""
+    valid, mask, note = e.judgement.valid, e.rollout.mask, e.annotation
+    scores = e.judgement.scores
+    tally.mean("objective/scores", scores, valid)
+    tally.mean("_scores_squared", scores.double() ** 2, valid)
+    for name, part in e.judgement.parts.items():
+        tally.mean(f"rewards/{name}", part, valid & ~part.isnan())
+    tally.mean("objective/entropy", -(note.logprobs * mask).sum(1), valid)
+    if credit.kl is not None:
+        kl = (credit.kl * mask).sum(1)
+        tally.mean("objective/kl", kl, valid)
+        tally.mean("objective/non_score_reward", -kl_coef * kl, valid)
+    if credit.returns is not None and note.values is not None:
+        where = mask if credit.value_mask is None else credit.value_mask
+        error = credit.returns.double() - note.values
+        tally.mean("val/value_mean", note.values, where)
+        tally.mean("val/return_mean", credit.returns, where)
+        tally.mean("_return_squared", credit.returns.double() ** 2, where)
+        tally.mean("_error", error, where)
+        tally.mean("_error_squared", error**2, where)
+    tally.sum("val/num_eos_tokens", e.rollout.finished & valid)
+    tally.sum("rollout/dropped_rows", ~valid)
+    tally.mean("completions/truncated_ratio", ~e.rollout.finished, valid)
+
+
+def _derive(metrics: dict[str, float]) -> None:
+    """Metrics that are functions of other means; the private inputs are removed."""
+    score = metrics["objective/scores"]
+    metrics["objective/rlhf_reward"] = score + metrics.get("objective/non_score_reward", 0.0)
+    metrics["objective/scores_std"] = max(metrics.pop("_scores_squared") - score**2, 0.0) ** 0.5
+    if "_return_squared" in metrics:
+        spread = metrics.pop("_return_squared") - metrics["val/return_mean"] ** 2
+        left = metrics.pop("_error_squared") - metrics.pop("_error") ** 2
+        if spread > 0:
+            metrics["val/explained_variance"] = 1 - left / spread
+
+
+def _lengths(rollout: Rollout, valid: Tensor, total: Total) -> dict[str, float]:
+    """Mean, shortest and longest response over all ranks, from one histogram."""
+    lengths = rollout.present.sum(1)[valid]
+    widest = _bound(rollout.ids.shape[1], total)
+    histogram = total(torch.bincount(lengths.cpu(), minlength=widest + 1).double())
+    seen = histogram.nonzero().squeeze(1)
+    if not len(seen):
+        return {}
+    mean = (histogram * torch.arange(widest + 1)).sum() / histogram.sum()
+    return {
+        "completions/mean_length": float(mean),
+        "completions/min_length": float(seen[0]),
+        "completions/max_length": float(seen[-1]),
+    }
+
+
+def _bound(x: int, total: Total) -> int:
+    """At least the largest ``x`` of any rank: their sum."""
+    return int(total(torch.tensor(float(x), dtype=torch.float64)))
+
+
+def cut(
+    experience: Experience, index: Tensor, algo: Algorithm, micro_rows: int, total: Total
+) -> Iterator[MicroBatch]:
+    """One optimiser step's rows as micro-batches; weights are fixed before the cut.
+
+    Rows of like length go together, which saves padding and changes no number.
+    """
+    lengths = (experience.prompt_mask.sum(1) + experience.present.sum(1))[index]
+    step = experience.rows(index[lengths.argsort(descending=True, stable=True)])
+    weigh = WEIGHTINGS[algo.weighting]
+    token, value, row = (
+        weigh(step.mask, total),
+        weigh(step.value_mask, total),
+        row_mean(step.mask, total),
+    )
+    for part in torch.arange(len(step)).split(micro_rows):
+        yield MicroBatch(
+            rows=step.rows(part),
+            token_weight=token[part],
+            value_weight=value[part],
+            row_weight=row[part],
+        )
+
+
+def optimise(
+    experience: Experience,
+    learner: Learner,
+    algo: Algorithm,
+    *,
+    epochs: int,
+    minibatches: int,
+    micro_rows: int,
+    seed: int,
+    only_value: bool = False,
+    after_step: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """``epochs`` passes over the experience, ``minibatches`` optimiser steps each."""
+    shuffle = torch.Generator().manual_seed(seed)
+    history: list[dict[str, float]] = []
+    for _ in range(epochs):
+        order = torch.randperm(len(experience), generator=shuffle)
+        for index in order.chunk(minibatches):
+            step = cut(experience, index, algo, micro_rows, learner.total)
+            history.append(learner.update(step, algo.loss, only_value=only_value))
+            after_step()
+    metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}
+    ratios = [h["val/ratio"] for h in history if "val/ratio" in h]
+    if len(ratios) > 1:
+        mean = fmean(ratios)
+        metrics["val/ratio_var"] = sum((r - mean) ** 2 for r in ratios) / (len(ratios) - 1)
+    elif ratios:
+        metrics["val/ratio_var"] = 0.0
+    return metrics

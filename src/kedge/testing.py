@@ -1,0 +1,164 @@
+"""Public fakes and tiny models, for tests of Kedge and of code built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.errors import RolloutError
+from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ScriptedRollouts:
+    """A rollout engine that answers with given token ids.
+
+    Args:
+        responses: ``responses[step][row]`` are the token ids (list or 1-D tensor) that row ``row``
+            of the whole batch answers at the engine's ``step``-th call.  A response ends after its
+            first stop token; what follows is ignored, as a sampler would not have drawn it.
+    """
+
+    live = True
+    logprobs: Literal["sampled", "raw", "none"] = "none"
+
+    def __init__(self, responses: Sequence[Sequence[Sequence[int] | Tensor]]) -> None:
+        self.responses = responses
+        self.calls = 0
+        self.version = 0
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """The scripted responses of the next call.
+
+        Raises:
+            RolloutError: the script has no such step or row.
+        """
+        if self.calls >= len(self.responses):
+            raise RolloutError(
+                f"the script holds {len(self.responses)} steps and step {self.calls} was asked for"
+            )
+        script = self.responses[self.calls]
+        self.calls += 1
+        if int(prompts.row.max()) >= len(script):
+            raise RolloutError(
+                f"the script's step {self.calls - 1} holds {len(script)} rows and row"
+                f" {int(prompts.row.max())} was asked for"
+            )
+        picked = [torch.as_tensor(script[int(r)])[: sampling.max_new_tokens] for r in prompts.row]
+        ids = torch.nn.utils.rnn.pad_sequence(picked, batch_first=True)
+        lengths = torch.tensor([len(p) for p in picked])
+        slots = torch.arange(ids.shape[1])
+        stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=ids.dtype))
+        stop &= slots < lengths[:, None]
+        before = stop.long().cumsum(1) - stop.long()
+        present = (slots < lengths[:, None]) & (before == 0)
+        return Rollout(
+            prompts=prompts,
+            ids=ids * present,
+            mask=present,
+            present=present,
+            finished=stop.any(1),
+            version=torch.full((len(ids),), self.version),
+        )
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+        """Remember the version; there are no weights to load."""
+        self.version = version
+        return None
+
+
+class ConstantReward:
+    """A reward source that gives every response the same score."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """``value`` for every row."""
+        rows = len(rollout)
+        return Judgement(
+            scores=torch.full((rows,), self.value), valid=torch.ones(rows, dtype=torch.bool)
+        )
+
+
+class FunctionReward:
+    """A reward source from a function of the record: ``f(rollout) -> float32 [B]``."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """What the function says."""
+        scores = torch.as_tensor(self.function(rollout), dtype=torch.float32)
+        return Judgement(scores=scores, valid=torch.ones(len(rollout), dtype=torch.bool))
+
+
+def tiny_policy(
+    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama",
+    *,
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    max_positions: int = 128,
+    seed: int = 0,
+    **config: Any,
+) -> PreTrainedModel:
+    """A randomly initialised causal language model of a few thousand weights, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+
+
+def tiny_reward_model(
+    family: Literal["llama", "gpt2", "gpt_neox", "qwen2"] = "llama",
+    *,
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    max_positions: int = 128,
+    seed: int = 1,
+    **config: Any,
+) -> PreTrainedModel:
+    """A randomly initialised sequence-classification model with one label, float32."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = AutoConfig.for_model(family, num_labels=1, pad_token_id=0, **shape)
+        return AutoModelForSequenceClassification.from_config(made)
+
+
+def _shape(
+    family: str, vocab: int, hidden: int, layers: int, heads: int, positions: int
+) -> dict[str, Any]:
+    if family == "gpt2":
+        return {
+            "vocab_size": vocab,
+            "n_embd": hidden,
+            "n_layer": layers,
+            "n_head": heads,
+            "n_positions": positions,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        }
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
