@@ -1,4 +1,4 @@
-"""Who listens to the loop: logging, evaluation, saving, callbacks.  The loop asks no more of them."""
+"""Who listens to the loop: logging, evaluation, saving, callbacks."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Engine:
             )
 
     def run(self, until: int) -> None:
-        """Train up to update ``until``, or to where a hook asks to stop; what is in flight is kept."""
+        """Train up to update ``until``, or until a hook asks to stop; what is in flight is kept."""
         with self._worker() as worker:
             syncs = deque([self._sync(worker)])
             sent = self.step + len(self.waiting)

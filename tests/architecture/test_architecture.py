@@ -1,0 +1,107 @@
+"""The rules of the layout: who may import whom, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "kedge"
+FILES = sorted(SRC.rglob("*.py"))
+STDLIB = sys.stdlib_module_names
+
+KEDGE_RULES = {
+    "errors": set(),
+    "types": set(),
+    "protocols": {"types"},
+    "math": {"math"},
+    "algorithms": {"types", "math", "algorithms"},
+    "config": {"config", "errors", "types"},
+    "engine": {"types", "math", "protocols", "algorithms", "engine", "errors"},
+    "backends": {"types", "math", "protocols", "config", "backends", "errors"},
+    "testing": {"types", "errors"},
+}
+THIRD_PARTY = {
+    "errors": set(),
+    "types": {"torch"},
+    "protocols": {"torch"},
+    "math": {"torch"},
+    "algorithms": {"torch"},
+    "config": {"transformers"},
+    "engine": {"torch", "safetensors"},
+}
+LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> list[tuple[str, int]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.append((node.module, node.lineno))
+    return found
+
+
+def violations(path: Path, text: str) -> list[str]:
+    """Imports of one file that its layer may not have."""
+    own, bad = layer(path), []
+    for name, line in imports(ast.parse(text)):
+        top, *rest = name.split(".")
+        if top == "kedge":
+            if own in KEDGE_RULES and rest and rest[0] not in KEDGE_RULES[own]:
+                bad.append(f"{path.relative_to(SRC)}:{line} imports {name}")
+        elif top not in STDLIB and own in THIRD_PARTY and top not in THIRD_PARTY[own]:
+            bad.append(f"{path.relative_to(SRC)}:{line} imports {name}")
+    return bad
+
+
+def test_import_rules() -> None:
+    assert [v for path in FILES for v in violations(path, path.read_text())] == []
+
+
+def test_import_rules_notice_a_breach() -> None:
+    bad = "from kedge.engine.plan import BatchPlan\nimport numpy\n"
+    assert len(violations(SRC / "math" / "kl.py", bad)) == 2
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_sizes(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body
+            start = body[1].lineno if len(body) > 1 and ast.get_docstring(node) else body[0].lineno
+            lines = (node.end_lineno or start) - start + 1
+            assert lines <= 60 or node.name == factory(path), f"{node.name}: {lines} lines"
+        if isinstance(node, ast.ClassDef):
+            public = [
+                n
+                for n in node.body
+                if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")
+            ]
+            assert len(public) <= 12, f"{node.name}: {len(public)} public methods"
+
+
+def factory(path: Path) -> str:
+    """An algorithm's factory holds its two functions, so its length is theirs together."""
+    return path.stem if layer(path) == "algorithms" else ""
+
+
+def test_import_kedge_is_light() -> None:
+    code = (
+        "import sys, kedge; kedge.PPOConfig, kedge.ppo;"
+        f"heavy = {sorted(LAZY)!r}; print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,208 @@
+"""The loop: order of sampling and learning, receipts, exact resume at any lag."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.algorithms import ppo
+from kedge.engine.hooks import NoHooks, StepReport
+from kedge.engine.kl_control import AdaptiveKL, FixedKL
+from kedge.engine.loop import Engine
+from kedge.engine.metrics import check_known
+from kedge.engine.plan import BatchPlan
+from kedge.errors import RewardError, RolloutError, SyncError
+from kedge.testing import FunctionReward
+from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
+
+from .toys import ToyEngine, ToyLearner, ToyPrompts
+
+PLAN = BatchPlan(
+    world_size=1, micro_rows=2, local_rows=6, minibatches=2, epochs=2, group=2, updates=100
+)
+
+
+def count_threes(rollout: Rollout) -> Tensor:
+    return ((rollout.ids == 3) & rollout.mask).sum(1).float()
+
+
+def engine(max_lag: int = 0, **changes: Any) -> Engine:
+    learner = ToyLearner()
+    parts: dict[str, Any] = {
+        "source": ToyPrompts(),
+        "rollouts": ToyEngine(learner.log),
+        "judge": FunctionReward(count_threes),
+        "learner": learner,
+        "algorithm": ppo(),
+        "kl": AdaptiveKL(value=0.05, target=1.0, horizon=100.0),
+        "plan": PLAN,
+        "sampling": Sampling(max_new_tokens=4),
+        "max_lag": max_lag,
+    }
+    return Engine(**(parts | changes))
+
+
+def order(max_lag: int, steps: int = 3) -> list[str]:
+    e = engine(
+        max_lag,
+        plan=BatchPlan(
+            world_size=1, micro_rows=6, local_rows=6, minibatches=1, epochs=1, group=2, updates=9
+        ),
+    )
+    e.run(steps)
+    return e.learner.log
+
+
+def test_synchronous_order() -> None:
+    assert order(0) == [
+        "generate with 0",
+        "learn 0",
+        "generate with 1",
+        "learn 1",
+        "generate with 2",
+        "learn 2",
+    ]
+
+
+def test_every_sample_is_as_old_as_the_lag_allows_and_no_older() -> None:
+    class Versions(NoHooks):
+        def __init__(self) -> None:
+            self.lags: list[float] = []
+
+        def on_step_end(self, report: StepReport) -> bool:
+            self.lags.append(report.metrics["rollout/lag"])
+            return False
+
+    for max_lag in (0, 1, 2):
+        hooks = Versions()
+        engine(max_lag, hooks=hooks).run(5)
+        assert hooks.lags == [min(step, max_lag) for step in range(5)]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int) -> None:
+    whole = engine(max_lag)
+    whole.run(6)
+    first = engine(max_lag)
+
+    class StopAfterThree(NoHooks):
+        def on_step_end(self, report: StepReport) -> bool:
+            return report.step == 3
+
+    first.hooks = StopAfterThree()
+    first.run(6)
+    assert first.step == 3
+    second = engine(max_lag)
+    second.load_state_dict(first.state_dict())
+    second.put_back(first.in_flight)
+    second.run(6)
+    assert torch.equal(second.learner.logits, whole.learner.logits)
+    assert torch.equal(second.learner.value, whole.learner.value)
+    assert second.kl.value == whole.kl.value
+
+
+def test_training_reaches_the_reward() -> None:
+    e = engine(kl=FixedKL(value=0.0))
+    e.run(40)
+    assert float(e.learner.logits.softmax(0)[3]) > 0.6
+
+
+def test_metrics_are_known_and_true() -> None:
+    class Keep(NoHooks):
+        report: StepReport
+
+        def on_step_end(self, report: StepReport) -> bool:
+            Keep.report = report
+            return False
+
+    engine(hooks=Keep()).run(1)
+    m, rollout, judged = Keep.report.metrics, Keep.report.rollout, Keep.report.judgement
+    check_known(m)
+    assert m["objective/scores"] == pytest.approx(float(judged.scores.mean()))
+    assert m["objective/scores_std"] == pytest.approx(
+        float(judged.scores.std(correction=0)), abs=1e-6
+    )
+    lengths = rollout.mask.sum(1)
+    assert m["completions/mean_length"] == pytest.approx(float(lengths.float().mean()))
+    assert m["completions/min_length"] == float(lengths.min())
+    assert m["completions/max_length"] == float(lengths.max())
+    assert m["val/num_eos_tokens"] == float(rollout.finished.sum())
+    assert m["objective/kl"] == 0.0
+    assert m["rollout/logprob_gap"] == pytest.approx(0.0, abs=1e-6)
+    assert m["episode"] == 6
+    with pytest.raises(KeyError, match="loss/valeu"):
+        check_known({"loss/valeu": 1.0})
+
+
+def test_an_engine_that_keeps_old_weights_is_caught() -> None:
+    class Deaf(ToyEngine):
+        def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+            if version:
+                return Receipt(version=version, fingerprint=repr(self.logits.tolist()))
+            return super().load_weights(weights, version)
+
+    with pytest.raises(SyncError, match="sample from another policy"):
+        engine(rollouts=Deaf()).run(3)
+
+
+def test_a_sync_that_changed_nothing_is_caught() -> None:
+    class Frozen(ToyLearner):
+        def fingerprint(self) -> str:
+            return "same"
+
+    class Agreeable(ToyEngine):
+        def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+            super().load_weights(weights, version)
+            return Receipt(version=version, fingerprint="same")
+
+    with pytest.raises(SyncError, match="did not change"):
+        engine(learner=Frozen(), rollouts=Agreeable()).run(3)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_an_exception_in_the_sampler_reaches_the_caller(max_lag: int) -> None:
+    class Broken(ToyEngine):
+        def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+            raise RolloutError("out of paper")
+
+    with pytest.raises(RolloutError, match="out of paper"):
+        engine(max_lag, rollouts=Broken()).run(2)
+
+
+def test_value_warm_up_leaves_the_policy_alone() -> None:
+    e = engine(value_warmup_steps=2)
+    e.run(2)
+    assert torch.equal(e.learner.logits, torch.zeros(6))
+    assert float(e.learner.value) != 0.0
+    e.run(3)
+    assert not torch.equal(e.learner.logits, torch.zeros(6))
+
+
+def test_dropped_rows_take_no_part() -> None:
+    class HalfJudge:
+        def __init__(self, spoil: float) -> None:
+            self.spoil = spoil
+
+        def score(self, rollout: Rollout) -> Judgement:
+            valid = torch.arange(len(rollout)) % 2 == 0
+            scores = torch.where(valid, count_threes(rollout), self.spoil)
+            return Judgement(scores=scores, valid=valid)
+
+    runs = [engine(judge=HalfJudge(spoil)) for spoil in (0.0, 1e6)]
+    for e in runs:
+        e.run(2)
+    assert torch.equal(runs[0].learner.logits, runs[1].learner.logits)
+
+
+def test_a_batch_without_any_score_is_an_error() -> None:
+    class Nobody:
+        def score(self, rollout: Rollout) -> Judgement:
+            rows = len(rollout)
+            return Judgement(scores=torch.zeros(rows), valid=torch.zeros(rows, dtype=torch.bool))
+
+    with pytest.raises(RewardError, match="none of the 6 responses"):
+        engine(judge=Nobody()).run(1)
