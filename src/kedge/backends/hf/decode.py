@@ -1,0 +1,147 @@
+"""One token at a time through a transformers model: what a generation loop asks of it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kedge.errors import RolloutError
+
+_SPARE = 64  # token slots that a layer has free when it is allocated
+
+
+class Stepper(Protocol):
+    """A batch of sequences that grow by one token per step."""
+
+    def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
+        """Read prompts ids, mask [u, P] once; row i continues prompt copies[i].  Logits [b, V]."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append tokens int64 [b].  Logits [b, V] of what follows."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the rows int64 [n] of the batch, in that order."""
+        ...
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer with free slots at the end, so that a step copies one token."""
+
+    keys: Tensor  # [b, heads, used, size]; the first slots of a larger tensor
+    values: Tensor
+    _slots: tuple[Tensor, Tensor]  # keys and values [b, heads, used + free, size]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values [b, heads, n, size]; all that are held."""
+        used = self.keys.shape[-2] if self.is_initialized else 0
+        new = key_states.shape[-2]
+        if not self.is_initialized or used + new > self._slots[0].shape[-2]:
+            self._allocate(key_states, value_states, used)
+        for slots, states in zip(self._slots, (key_states, value_states), strict=True):
+            slots.narrow(-2, used, new).copy_(states)
+        self._show(used + new)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows in ``indices``."""
+        keys, values = self._slots
+        self._slots = keys.index_select(0, indices), values.index_select(0, indices)
+        self._show(self.keys.shape[-2])
+
+    def _show(self, used: int) -> None:
+        self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor, used: int) -> None:
+        needed = used + key_states.shape[-2]
+        free = max(_SPARE, needed // 2)
+        keys, values = (
+            x.new_empty(*x.shape[:-2], needed + free, x.shape[-1])
+            for x in (key_states, value_states)
+        )
+        if used:
+            keys.narrow(-2, 0, used).copy_(self.keys)
+            values.narrow(-2, 0, used).copy_(self.values)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._slots = keys, values
+        self.is_initialized = True
+
+
+def growing_cache(config: Any) -> DynamicCache:
+    """The cache that ``config`` asks for, with its plain full-attention layers made growing."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in cache.layers]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = GrowingLayer
+    return cache
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT model; any other model itself."""
+    inner: Any = model
+    return inner.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class CausalStepper:
+    """Decoder-only models: left-padded prompts, one growing cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        config: Any = base_of(model).config
+        accepted = inspect.signature(base_of(model).forward).parameters
+        self._cache = growing_cache(config)
+        self._options: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True}
+        if "logits_to_keep" in accepted:
+            self._options["logits_to_keep"] = 1
+        self._takes_positions = "position_ids" in accepted
+
+    def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
+        """Read the prompts once, then repeat their keys and values for each row."""
+        # Positions count real tokens: a left-padded row sees what it would see alone.
+        positions = (mask.long().cumsum(-1) - 1).clamp_(min=0)
+        logits = self._forward(ids, mask, positions)
+        if len(copies) != len(ids) or not torch.equal(copies, torch.arange(len(ids)).to(copies)):
+            self._cache.batch_select_indices(copies)
+            logits, mask, positions = logits[copies], mask[copies], positions[copies]
+        self._position = positions[:, -1:] + 1
+        self._mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+        return logits
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One forward pass over one token per row."""
+        logits = self._forward(tokens[:, None], self._mask, self._position)
+        self._position = self._position + 1
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=-1)
+        return logits
+
+    def select(self, rows: Tensor) -> None:
+        """Drop the other rows from the cache, the mask and the positions."""
+        self._cache.batch_select_indices(rows)
+        self._mask, self._position = self._mask[rows], self._position[rows]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        if self._takes_positions:
+            self._options["position_ids"] = positions
+        out = self._model(input_ids=ids, attention_mask=mask, **self._options)
+        return out.logits[:, -1]
+
+
+def stepper_for(model: nn.Module) -> Stepper:
+    """The stepper that fits the model.
+
+    Raises:
+        RolloutError: for an encoder-decoder model.
+    """
+    if getattr(base_of(model).config, "is_encoder_decoder", False):
+        raise RolloutError(
+            f"{type(base_of(model)).__name__} is an encoder-decoder model; "
+            "the embedded engine samples from decoder-only models"
+        )
+    return CausalStepper(model)

@@ -1,0 +1,189 @@
+"""Drawing tokens: which may be drawn, with what probability, and by which random number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kedge.errors import ConfigError
+from kedge.types import Sampling
+
+_BLOCK = 256  # width of the first level of the search
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+
+
+def _signed(x: int) -> int:
+    """The int64 with the same 64 bits as ``x`` modulo 2^64."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        # >> copies the sign bit of an int64: mask it, to shift in zeros.
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniforms(seed: int, rows: Tensor, t: int | Tensor) -> Tensor:
+    """Random numbers in [0, 1) that depend on (seed, row, t) alone, the same on every device.
+
+    Args:
+        seed: any integer; it counts modulo 2^64.
+        rows: int64 [B]; global row numbers.
+        t: token index, or int64 [T].
+
+    Returns:
+        float64 [B], or [B, T] for a tensor ``t``; multiples of 2^-52.
+    """
+    steps = torch.as_tensor(t, dtype=torch.int64, device=rows.device)
+    golden = _signed(_GOLDEN)
+    start = _mix(torch.tensor(_signed(seed + _GOLDEN), device=rows.device))
+    stream = _mix(start + (rows + 1) * golden)
+    state = _mix(stream.view(-1, *[1] * steps.ndim) + (steps + 1) * golden)
+    return ((state >> 12) & ((1 << 52) - 1)).to(torch.float64) * 2.0**-52
+
+
+def check(sampling: Sampling, vocabulary: int) -> None:
+    """Refuse a Sampling that no token could satisfy.
+
+    Raises:
+        ConfigError: names the field, its value and the range.
+    """
+    s = sampling
+    wrong = [
+        (s.max_new_tokens < 1, f"max_new_tokens={s.max_new_tokens}; it must be at least 1"),
+        (
+            not 0 <= s.min_new_tokens <= s.max_new_tokens,
+            f"min_new_tokens={s.min_new_tokens}; it must lie in 0..max_new_tokens="
+            f"{s.max_new_tokens}",
+        ),
+        (
+            not (math.isfinite(s.temperature) and s.temperature >= 0),
+            f"temperature={s.temperature}; it must be 0 (greedy) or positive",
+        ),
+        (s.top_k < 0, f"top_k={s.top_k}; it must be 0 (off) or positive"),
+        (not 0 < s.top_p <= 1, f"top_p={s.top_p}; it must lie in (0, 1], 1 is off"),
+        (not 0 <= s.min_p <= 1, f"min_p={s.min_p}; it must lie in [0, 1], 0 is off"),
+        (
+            any(not 0 <= i < vocabulary for i in s.stop_ids),
+            f"stop_ids={s.stop_ids}; the model has token ids 0..{vocabulary - 1}",
+        ),
+        (
+            s.min_new_tokens > 0 and len(set(s.stop_ids)) >= vocabulary,
+            f"stop_ids holds all {vocabulary} tokens, so min_new_tokens={s.min_new_tokens} "
+            "leaves nothing to sample; lower it to 0",
+        ),
+        ("" in s.stop_strings, "stop_strings holds an empty string; remove it"),
+    ]
+    for bad, text in wrong:
+        if bad:
+            raise ConfigError(text)
+
+
+def restrict(logits: Tensor, sampling: Sampling, t: int, stop_ids: Tensor) -> Tensor:
+    """Logits of the distribution that token ``t`` is drawn from; -inf where it cannot be drawn.
+
+    In this order: stop tokens are banned while t < min_new_tokens, logits are divided by the
+    temperature, then top-k, top-p and min-p each keep at least the most likely token.
+
+    Args:
+        logits: float [B, V]; as the model gave them.
+        sampling: the distribution.
+        t: index of the token in the response.
+        stop_ids: int64 [S]; ``sampling.stop_ids`` on the device of the logits.
+
+    Returns:
+        float32 [B, V]; may share memory with ``logits``, which is not changed.
+    """
+    logits = logits.float()
+    if t < sampling.min_new_tokens and sampling.stop_ids:
+        logits = logits.index_fill(-1, stop_ids, -math.inf)
+    if sampling.temperature not in (0.0, 1.0):
+        logits = logits / sampling.temperature
+    if sampling.truncates:
+        logits = _truncate(logits, sampling)
+    return logits
+
+
+def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p."""
+    if sampling.top_k or sampling.top_p < 1:
+        k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+        best, index = logits.topk(k)
+        if sampling.top_p < 1:
+            probs = best.softmax(-1)
+            best = best.masked_fill(probs.cumsum(-1) - probs >= sampling.top_p, -math.inf)
+        logits = torch.full_like(logits, -math.inf).scatter_(-1, index, best)
+    if sampling.min_p > 0:
+        floor = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < floor, -math.inf)
+    return logits
+
+
+def support(restricted: Tensor) -> Tensor:
+    """The tokens that can be drawn from ``restricted`` logits: int64 [B, K], unused slots -1."""
+    k = int((restricted > -math.inf).sum(-1).max())
+    best, index = restricted.topk(k)
+    return index.masked_fill(best == -math.inf, -1)
+
+
+def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The token at quantile ``u`` of softmax(logits), and its log-probability.
+
+    The token is the first whose cumulative probability exceeds u times the total, so one of
+    probability zero is never drawn.  Large vocabularies are searched in two levels: sums of blocks
+    of 256 are accumulated in float64, then the tokens of one block.  That is faster than one long
+    cumulative sum, and its rounding (1e-7 of a block) does not grow with the vocabulary.
+
+    Args:
+        logits: float32 [B, V]; -inf is probability zero.
+        u: float64 [B]; in [0, 1).
+
+    Returns:
+        token int64 [B] and log-probability float32 [B]; both undefined where logits hold NaN.
+    """
+    probs = logits.softmax(-1)
+    if probs.shape[-1] <= 4 * _BLOCK:
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1]
+        token = _above(cumulative, u * total)
+    else:
+        token, total = _search_blocks(probs, u)
+    # The float32 sum inside softmax is off by 1e-6 for large vocabularies; ``total`` is not.
+    drawn = probs.gather(-1, token[:, None])[:, 0]
+    return token, (drawn / total).log().float()
+
+
+def _above(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """First index whose cumulative sum exceeds the threshold, which lies below the total."""
+    found = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
+    return found.clamp_(max=cumulative.shape[-1] - 1)  # only NaN gets past the end
+
+
+def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The token at quantile ``u``, and the sum of all probabilities in float64."""
+    vocabulary = probs.shape[-1]
+    whole = vocabulary - vocabulary % _BLOCK
+    sums = probs[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
+    if whole < vocabulary:
+        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], dim=-1)
+    cumulative = sums.cumsum(-1, dtype=torch.float64)
+    # u <= 1 - 2^-52, so the product is below the total even after rounding.
+    threshold = u * cumulative[:, -1]
+    block = _above(cumulative, threshold)
+
+    first = block[:, None] * _BLOCK
+    # The last block starts early enough to be whole; tokens of the block before it count nothing.
+    index = first.clamp(max=vocabulary - _BLOCK) + torch.arange(_BLOCK, device=probs.device)
+    inside = probs.gather(-1, index).masked_fill_(index < first, 0.0)
+    inner = inside.cumsum(-1, dtype=torch.float64)
+    before = (cumulative - sums).gather(-1, block[:, None])[:, 0]
+    # The block's sum was rounded to float32, so the rest can reach the total: stay just below it.
+    below = torch.nextafter(inner[:, -1], torch.zeros_like(u))
+    picked = _above(inner, torch.minimum((threshold - before).clamp_(min=0), below))
+    return index.gather(-1, picked[:, None])[:, 0], cumulative[:, -1]

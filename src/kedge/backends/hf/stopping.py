@@ -1,0 +1,82 @@
+"""Where a response ends: stop tokens and stop strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.errors import ConfigError
+from kedge.types import Sampling
+
+_MARGIN = 8  # tokens before the longest possible match: decoding may trim the first of a window
+
+
+class StopStrings:
+    """Says which rows have just completed a stop string, decoding a short tail of each."""
+
+    def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
+        if tokenizer is None:
+            raise ConfigError(
+                f"stop_strings={sampling.stop_strings} need a tokenizer; "
+                "give the engine tokenizer=, or use stop_ids"
+            )
+        self._stops = sampling.stop_strings
+        self._decode = tokenizer.decode
+        self._first = sampling.min_new_tokens  # a string completed earlier does not stop
+        longest = max(len(s.encode()) for s in self._stops)
+        self._window = longest + _MARGIN  # in byte-fallback text each token is one byte
+        self._may_end: dict[int, bool] = {}
+
+    def completed(self, responses: list[list[int]]) -> list[bool]:
+        """Whether the last token of each response completes a stop string."""
+        return [self._completes(ids) for ids in responses]
+
+    def _completes(self, ids: list[int]) -> bool:
+        if len(ids) < self._first or not self._ends_one(ids[-1]):
+            return False
+        tail = ids[-self._window :]
+        after = self._text(tail)
+        if not any(s in after for s in self._stops):
+            return False
+        before = self._text(tail[:-1])
+        return any(after.count(s) > before.count(s) for s in self._stops)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _ends_one(self, token: int) -> bool:
+        """Whether the token could hold the last character of a stop string."""
+        if token not in self._may_end:
+            text = self._text([token])
+            # Part of a character, or a space that decoding trims at the start, proves nothing.
+            unsure = not text.strip() or "\N{REPLACEMENT CHARACTER}" in text
+            self._may_end[token] = unsure or any(
+                s[-1] in text or s[-1].isspace() for s in self._stops
+            )
+        return self._may_end[token]
+
+
+class Stopper:
+    """Collects the tokens of a chunk of rows and says which rows have just ended."""
+
+    def __init__(self, sampling: Sampling, tokenizer: Any, rows: int, device: torch.device) -> None:
+        self._ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+        self._strings = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
+        self._responses: list[list[int]] = [[] for _ in range(rows)]
+
+    def ended(self, tokens: Tensor) -> Tensor | None:
+        """Which rows end with ``tokens`` int64 [b]: bool [b]; None if nothing can end a row."""
+        hit = (tokens[:, None] == self._ids).any(-1) if len(self._ids) else None
+        if self._strings is None:
+            return hit
+        for response, token in zip(self._responses, tokens.tolist(), strict=True):
+            response.append(token)
+        done = torch.tensor(self._strings.completed(self._responses), device=tokens.device)
+        return done if hit is None else hit | done
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the rows int64 [n], in that order."""
+        if self._strings is not None:
+            self._responses = [self._responses[i] for i in rows.tolist()]

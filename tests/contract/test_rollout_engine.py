@@ -1,0 +1,116 @@
+"""What every rollout engine promises.  A new engine joins by one line in ENGINES."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.types import PromptBatch, Sampling
+
+PAD = 0
+STOP = (5, 6, 7)
+
+
+def prompts(rows=6, width=7, copies=1):
+    """Left-padded prompts of different lengths, each ``copies`` times in a row."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(8, 64, (rows, width), generator=generator)
+    lengths = torch.tensor([width, 3, 5, 1, width - 1, 2])[:rows]
+    mask = torch.arange(width) >= width - lengths[:, None]
+    group = torch.arange(rows).repeat_interleave(copies)
+    return PromptBatch(
+        ids=ids.masked_fill(~mask, PAD)[group],
+        mask=mask[group],
+        group=group,
+        row=torch.arange(rows * copies),
+    )
+
+
+def scripted():
+    generator = torch.Generator().manual_seed(1)
+    step = torch.randint(0, 64, (64, 12), generator=generator).tolist()
+    return ScriptedRollouts([step] * 8)
+
+
+def embedded():
+    return EmbeddedEngine(tiny_policy("llama", initializer_range=0.3), pad_id=PAD, chunk_rows=4)
+
+
+def embedded_copy():
+    model = tiny_policy("gpt2", initializer_range=0.3)
+    return EmbeddedEngine(model, pad_id=PAD, live=False)
+
+
+ENGINES = {"scripted": scripted, "embedded": embedded, "embedded_copy": embedded_copy}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return ENGINES[request.param]()
+
+
+class TestRolloutEngine:
+    sampling = Sampling(max_new_tokens=10, stop_ids=STOP)
+
+    def test_shapes_and_types(self, engine):
+        batch = prompts()
+        rollout = engine.generate(batch, sampling=self.sampling, seed=0)
+        rows, size = rollout.ids.shape
+        assert rollout.prompts is batch
+        assert rows == len(batch)
+        assert size <= self.sampling.max_new_tokens
+        assert rollout.ids.dtype == torch.int64
+        assert rollout.mask.dtype == rollout.present.dtype == rollout.finished.dtype == torch.bool
+        assert rollout.mask.shape == rollout.present.shape == (rows, size)
+        assert rollout.version.tolist() == [0] * rows
+
+    def test_a_response_is_a_prefix_that_ends_at_its_first_stop_token(self, engine):
+        rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
+        lengths = rollout.present.sum(1).tolist()
+        size = rollout.ids.shape[1]
+        for ids, present, length, finished in zip(
+            rollout.ids.tolist(),
+            rollout.present.tolist(),
+            lengths,
+            rollout.finished.tolist(),
+            strict=True,
+        ):
+            assert present == [t < length for t in range(size)]
+            stops = [t for t in range(length) if ids[t] in STOP]
+            assert finished == bool(stops)
+            assert length == (stops[0] + 1 if stops else self.sampling.max_new_tokens)
+        assert rollout.finished.any()
+        assert torch.equal(rollout.mask, rollout.present)
+
+    def test_behaviour_logprobs_are_as_declared(self, engine):
+        rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
+        recorded = rollout.behavior_logprobs
+        if engine.logprobs == "none":
+            assert recorded is None
+            return
+        assert recorded.dtype == torch.float32
+        assert (recorded[rollout.present] <= 0).all()
+        assert (recorded[rollout.present] < 0).any()
+        assert (recorded[~rollout.present] == 0).all()
+
+    def test_one_new_token(self, engine):
+        one = replace(self.sampling, max_new_tokens=1)
+        rollout = engine.generate(prompts(), sampling=one, seed=0)
+        assert rollout.ids.shape == (6, 1)
+        assert rollout.present.all()
+
+    def test_tensors_can_be_constants_of_an_autograd_graph(self, engine):
+        rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
+        weight = torch.ones(64, requires_grad=True)
+        (weight[rollout.ids] * rollout.present).sum().backward()
+        assert not any(x.is_inference() for x in (rollout.ids, rollout.mask, rollout.present))
+        assert weight.grad.sum() == rollout.present.sum()
+
+    def test_the_version_is_the_one_last_loaded(self, engine):
+        weights = {} if engine.live else dict(engine.model.named_parameters())
+        receipt = engine.load_weights(weights, 7)
+        assert receipt is None or receipt.version == 7
+        rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
+        assert rollout.version.tolist() == [7] * 6
