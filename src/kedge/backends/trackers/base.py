@@ -1,0 +1,120 @@
+"""Trackers that need nothing: into memory, into files, into several at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kedge.protocols import Tracker
+
+
+class Memory:
+    """Keeps everything; for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []  # each with its "step"
+        self.tables: list[tuple[str, int, list[dict[str, object]]]] = []  # name, step, rows
+        self.closed = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record one row of metrics."""
+        self.rows.append({"step": step, **metrics})
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Record a table."""
+        self.tables.append((name, step, [dict(row) for row in rows]))
+
+    def close(self) -> None:
+        """Note that training is over."""
+        self.closed = True
+
+
+class Many:
+    """Passes everything on to several trackers, in order.
+
+    Args:
+        trackers: where to; none at all on the ranks that report nothing.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self.trackers = list(trackers)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record one row of metrics everywhere."""
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Record a table everywhere."""
+        for tracker in self.trackers:
+            tracker.table(name, rows, step=step)
+
+    def close(self) -> None:
+        """Close all."""
+        for tracker in self.trackers:
+            tracker.close()
+
+
+class Jsonl:
+    """One JSON object per line: metrics in ``metrics.jsonl``, tables in ``NAME/step-000012.jsonl``.
+
+    A number that is not finite is written as null, for JSON has no name for it.
+
+    Args:
+        folder: the run's output folder.
+        start: the step that training goes on from.  Rows behind it belong to a run that was cut
+            off or to an earlier one; that file is kept as ``metrics.1.jsonl`` (2, 3, ...).
+    """
+
+    def __init__(self, folder: str | Path, *, start: int = 0) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = self.folder / "metrics.jsonl"
+        kept = _rows_until(self.file, start) if self.file.exists() else []
+        self._out = self.file.open("w", encoding="utf-8")
+        self._out.writelines(kept)
+        self._out.flush()
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Append one row; it is in the file when this returns."""
+        self._out.write(_line({"step": step, **metrics}))
+        self._out.flush()
+
+    def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Write one table; a table of the same name and step is replaced."""
+        file = self.folder / name / f"step-{step:06d}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(_line(row) for row in rows), encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._out.close()
+
+
+def _rows_until(file: Path, start: int) -> list[str]:
+    """The lines of steps up to ``start``; if there are others, the file is set aside first."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _step(line) <= start]
+    if len(kept) < len(lines):
+        number = 1
+        while (aside := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
+            number += 1
+        file.rename(aside)
+    return kept
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinity for a line that a kill cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _line(row: Mapping[str, object]) -> str:
+    clean = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }
+    return json.dumps(clean, ensure_ascii=False, default=str) + "\n"

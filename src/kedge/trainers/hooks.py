@@ -1,0 +1,155 @@
+"""The loop's hooks for a Trainer-style trainer: callbacks, logging, evaluation, saving."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kedge.backends.trackers import Screen
+from kedge.engine import checkpoint
+from kedge.engine.hooks import StepReport
+from kedge.trainers.hf_callbacks import Callbacks, merge_rows, share_control
+from kedge.types import Judgement, Rollout
+
+
+class TrainerHooks:
+    """Turns what happens in the loop into events, rows, evaluations and checkpoints.
+
+    Order within one update, as in ``transformers.Trainer``: on_step_begin; per optimiser step
+    on_optimizer_step; on_step_end; then, where control asks for it, on_log, evaluation with
+    on_evaluate, saving with on_save; at the end of a pass over the prompts on_epoch_end and once
+    more what control asks for.
+
+    Args:
+        callbacks: the callbacks; ``begin`` was called (and ``restore`` before it on a resume).
+        steps_per_epoch: updates of one pass over the prompts, may be a fraction.
+        evaluate: runs an evaluation, which calls ``callbacks.evaluated``; returns its metrics.
+        save: writes a checkpoint of the present state, ``trainer_state.json`` (by
+            ``callbacks.write_state``) included; every rank calls it.
+        screen: moved after each update, on the rank that has one.
+        on_sample: called with every batch before it is trained on (recording).
+        after_step: called after each update, before logging (completions tables).
+        anyone: "or" of flags over all ranks; None for one process.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        callbacks: Callbacks,
+        *,
+        steps_per_epoch: float,
+        evaluate: Callable[[], Mapping[str, float]] | None = None,
+        save: Callable[[], Path] | None = None,
+        screen: Screen | None = None,
+        on_sample: Callable[[int, Rollout, Judgement], None] | None = None,
+        after_step: Callable[[StepReport], None] | None = None,
+        anyone: Callable[[list[bool]], list[bool]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.callbacks, self.steps_per_epoch = callbacks, steps_per_epoch
+        self._evaluate, self._save, self._screen = evaluate, save, screen
+        self._on_sample, self._after_step = on_sample, after_step
+        self._anyone, self._clock = anyone, clock
+        self._begin, self._first = clock(), callbacks.state.episode
+        self._epoch_open = False
+
+    def on_step_begin(self, step: int) -> None:
+        """Open a pass over the prompts if none is open, then the step."""
+        if not self._epoch_open:
+            self.callbacks.fire("on_epoch_begin")
+            self._epoch_open = True
+        self.callbacks.fire("on_step_begin")
+
+    def on_sample(self, step: int, rollout: Rollout, judgement: Judgement) -> None:
+        """Hand the batch on."""
+        if self._on_sample is not None:
+            self._on_sample(step, rollout, judgement)
+
+    def on_optimizer_step(self) -> None:
+        """Pass the event on."""
+        self.callbacks.fire("on_optimizer_step")
+
+    def on_step_end(self, report: StepReport) -> bool:
+        """Everything that follows an update; True if a callback asks to stop."""
+        state = self.callbacks.state
+        before = math.floor(state.epoch + 1e-9)
+        state.global_step = report.step
+        state.epoch = report.step / self.steps_per_epoch
+        state.episode = int(report.metrics.get("episode", state.episode))
+        elapsed = max(self._clock() - self._begin, 1e-9)
+        metrics = {**report.metrics, "eps": (state.episode - self._first) / elapsed}
+        state.pending.append(metrics)
+        if self._screen is not None:
+            self._screen.advance(report.step, metrics)
+        if self._after_step is not None:
+            self._after_step(report)
+        self.callbacks.fire("on_step_end")
+        self._act()
+        if math.floor(state.epoch + 1e-9) > before:
+            self._end_epoch()
+        return self.callbacks.control.should_training_stop
+
+    def finish(self) -> None:
+        """Training is over: end the open pass, log what is left, fire on_train_end."""
+        if self._epoch_open:
+            self._end_epoch()
+        if self.callbacks.args.logging_strategy != "no":
+            self._log()
+        self.callbacks.fire("on_train_end")
+        self.callbacks.tracker.close()
+
+    def evaluate_at_start(self) -> None:
+        """The evaluation that ``eval_on_start`` asks for."""
+        if self.callbacks.args.eval_on_start and self._evaluate is not None:
+            self._evaluate()
+
+    def _end_epoch(self) -> None:
+        self._epoch_open = False
+        control = self.callbacks.control
+        control.should_log = control.should_evaluate = control.should_save = False
+        self.callbacks.fire("on_epoch_end")
+        self._act()
+
+    def _act(self) -> None:
+        """Log, evaluate and save as control says."""
+        callbacks = self.callbacks
+        if self._anyone is not None:
+            share_control(callbacks.control, self._anyone)
+        if callbacks.control.should_epoch_stop:
+            callbacks.control.should_epoch_stop = False
+            warnings.warn(
+                "a callback set should_epoch_stop, which has no meaning here: the prompts of an "
+                "update follow from its number; should_training_stop ends training",
+                stacklevel=3,
+            )
+        if callbacks.control.should_log:
+            self._log()
+        if callbacks.control.should_evaluate and self._evaluate is not None:
+            best = callbacks.note_best(self._evaluate())
+            if callbacks.args.save_strategy == "best":
+                callbacks.control.should_save = best
+        if callbacks.control.should_save and self._save is not None:
+            self._save_now()
+
+    def _log(self) -> None:
+        """Log the mean of the updates since the last row."""
+        state = self.callbacks.state
+        if state.pending:
+            row, state.pending = merge_rows(state.pending), []
+            self.callbacks.log(row)
+
+    def _save_now(self) -> None:
+        assert self._save is not None
+        callbacks, state = self.callbacks, self.callbacks.state
+        root = Path(callbacks.args.output_dir or ".")
+        best = root / f"checkpoint-{state.best_global_step}"
+        if state.best_global_step == state.global_step or best.is_dir():
+            state.best_model_checkpoint = str(best)
+        saved = self._save()
+        if state.is_world_process_zero:
+            keep = (saved, state.best_model_checkpoint)
+            checkpoint.rotate(root, callbacks.args.save_total_limit, keep=keep)
+        callbacks.fire("on_save")

@@ -1,0 +1,420 @@
+"""Callbacks see the events, the state and the control that transformers.Trainer gives them."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from kedge.backends.trackers import Memory
+from kedge.engine import checkpoint
+from kedge.engine.hooks import StepReport
+from kedge.errors import CheckpointError, ConfigError
+from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
+from kedge.trainers.hooks import TrainerHooks
+
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+class Spy(TrainerCallback):
+    def __init__(self):
+        self.events = []
+        self.seen = {}
+
+    def __getattribute__(self, name):
+        if name not in EVENTS:
+            return super().__getattribute__(name)
+
+        def event(args, state, control, **kwargs):
+            self.events.append(name)
+            self.seen[name] = kwargs
+
+        return event
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def args(folder, **kwargs):
+    defaults = {"save_strategy": "no", "logging_steps": 1, "report_to": "none", "use_cpu": True}
+    return TrainingArguments(output_dir=str(folder), **(defaults | kwargs))
+
+
+class Run:
+    """A loop without models: the score is the step, evaluations return ``evals`` in turn."""
+
+    def __init__(self, arguments, callbacks=(), *, max_steps=4, steps_per_epoch=2.0, evals=()):
+        self.memory, self.max_steps = Memory(), max_steps
+        self.callbacks = Callbacks(arguments, callbacks, tracker=self.memory, model="the model")
+        self.evals, self.saved, self.evaluated_at = iter(evals), [], []
+        self.steps_per_epoch = steps_per_epoch
+
+    @property
+    def state(self):
+        return self.callbacks.state
+
+    def evaluate(self):
+        self.evaluated_at.append(self.state.global_step)
+        metrics = {"eval_objective/scores": next(self.evals, 0.0)}
+        self.callbacks.evaluated(metrics)
+        return metrics
+
+    def save(self):
+        self.saved.append(self.state.global_step)
+        return checkpoint.save(
+            self.callbacks.args.output_dir,
+            self.state.global_step,
+            {"n": self.state.global_step},
+            write_models=self.callbacks.write_state,
+        )
+
+    def train(self, resume=None):
+        if resume is not None:
+            self.callbacks.restore(resume)
+        self.callbacks.begin(
+            max_steps=self.max_steps, epochs=self.max_steps / self.steps_per_epoch, batch_size=8
+        )
+        hooks = TrainerHooks(
+            self.callbacks,
+            steps_per_epoch=self.steps_per_epoch,
+            evaluate=self.evaluate,
+            save=self.save,
+            clock=iter(range(1000)).__next__,
+        )
+        hooks.evaluate_at_start()
+        for step in range(self.state.global_step, self.max_steps):
+            hooks.on_step_begin(step)
+            hooks.on_sample(step, None, None)
+            hooks.on_optimizer_step()
+            metrics = {
+                "objective/scores": float(step + 1),
+                "episode": (step + 1) * 8.0,
+                "lr": 1 / 2**step,
+            }
+            report = StepReport(step=step + 1, metrics=metrics, rollout=None, judgement=None)
+            if hooks.on_step_end(report):
+                break
+        hooks.finish()
+        return self
+
+
+# ---------------------------------------------------------------------- order and kwargs
+
+
+def test_events_come_in_the_order_of_the_transformers_trainer(tmp_path):
+    spy = Spy()
+    arguments = args(
+        tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2
+    )
+    Run(arguments, [spy], max_steps=3).train()
+    step = ["on_step_begin", "on_optimizer_step", "on_step_end", "on_log"]
+    evaluate = ["on_log", "on_evaluate"]
+    assert spy.events == [
+        *("on_init_end", "on_train_begin", "on_epoch_begin"),
+        *step,
+        *(*step, *evaluate, "on_save", "on_epoch_end"),
+        *("on_epoch_begin", *step, *evaluate, "on_save", "on_epoch_end", "on_train_end"),
+    ]
+    assert spy.seen["on_step_end"]["model"] == "the model"
+    assert spy.seen["on_evaluate"]["metrics"] == {"eval_objective/scores": 0.0}
+    assert spy.seen["on_log"]["logs"]["epoch"] == 1.5
+    assert {"optimizer", "lr_scheduler", "processing_class", "train_dataloader"} <= {
+        *spy.seen["on_log"]
+    }
+
+
+def test_the_optimiser_itself_fires_the_event_before_its_step(tmp_path):
+    spy = Spy()
+    callbacks = Callbacks(args(tmp_path), [spy])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    callbacks.watch(optimizer, "schedule")
+    optimizer.step()
+    assert spy.events == ["on_init_end", "on_pre_optimizer_step"]
+    assert spy.seen["on_pre_optimizer_step"]["optimizer"] is optimizer
+    assert spy.seen["on_pre_optimizer_step"]["lr_scheduler"] == "schedule"
+
+
+def test_state_counts_steps_epochs_and_episodes(tmp_path):
+    state = Run(args(tmp_path), max_steps=3, steps_per_epoch=2.0).train().state
+    assert isinstance(state, TrainerState)
+    assert (state.global_step, state.max_steps, state.num_train_epochs) == (3, 3, 2)
+    assert (state.epoch, state.episode, state.train_batch_size) == (1.5, 24, 8)
+    assert [row["step"] for row in state.log_history] == [1, 2, 3]
+    assert state.log_history[1]["objective/scores"] == 2.0
+
+
+def test_a_dataset_smaller_than_a_batch_ends_a_pass_every_step(tmp_path):
+    spy = Spy()
+    Run(args(tmp_path), [spy], max_steps=3, steps_per_epoch=0.4).train()
+    assert spy.events.count("on_epoch_begin") == spy.events.count("on_epoch_end") == 3
+
+
+# -------------------------------------------------------------------------------- control
+
+
+def test_should_training_stop_stops(tmp_path):
+    run = Run(args(tmp_path), [StopAt(1)], max_steps=8).train()
+    assert run.state.global_step == 1
+
+
+def test_callbacks_can_ask_for_log_evaluation_and_save(tmp_path):
+    class Ask(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                control.should_log = control.should_evaluate = control.should_save = True
+
+    run = Run(args(tmp_path, logging_strategy="no"), [Ask]).train()
+    assert (run.evaluated_at, run.saved) == ([2], [2])
+    assert [row["step"] for row in run.memory.rows] == [2, 2]
+
+
+def test_a_returned_control_is_used(tmp_path):
+    class Fresh(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            new = type(control)(should_training_stop=True)
+            assert new is not control
+            return new
+
+    assert Run(args(tmp_path), [Fresh]).train().state.global_step == 1
+
+
+def test_should_epoch_stop_is_refused_aloud(tmp_path):
+    class Skip(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 1
+
+    with pytest.warns(UserWarning, match="should_epoch_stop, which has no meaning"):
+        run = Run(args(tmp_path), [Skip]).train()
+    assert run.state.global_step == 4
+
+
+def test_a_flag_set_on_another_rank_counts_here(tmp_path):
+    run = Run(args(tmp_path))
+    run.callbacks.begin(max_steps=4, epochs=2, batch_size=8)
+    hooks = TrainerHooks(
+        run.callbacks, steps_per_epoch=2.0, anyone=lambda flags: [True, *flags[1:]]
+    )
+    hooks.on_step_begin(0)
+    report = StepReport(step=1, metrics={}, rollout=None, judgement=None)
+    assert hooks.on_step_end(report) is True
+
+
+# -------------------------------------------------------------------------------- cadence
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "steps"),
+    [
+        ({"logging_steps": 1}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"logging_steps": 3}, [3, 6, 7]),
+        ({"logging_steps": 3, "logging_first_step": True}, [1, 3, 6, 7]),
+        ({"logging_steps": 0.5}, [4, 7]),
+        ({"logging_strategy": "epoch"}, [2, 4, 6, 7]),
+        ({"logging_strategy": "no"}, []),
+    ],
+)
+def test_logging_cadence(tmp_path, kwargs, steps):
+    run = Run(args(tmp_path, **kwargs), max_steps=7).train()
+    assert [row["step"] for row in run.memory.rows] == steps
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "steps"),
+    [
+        ({"eval_strategy": "no"}, []),
+        ({"eval_strategy": "steps", "eval_steps": 3}, [3, 6, 7]),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, [4, 7]),
+        ({"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 4}, [4, 6, 7]),
+        ({"eval_strategy": "epoch"}, [2, 4, 6, 7]),
+        ({"eval_strategy": "epoch", "eval_on_start": True}, [0, 2, 4, 6, 7]),
+    ],
+)
+def test_evaluation_cadence(tmp_path, kwargs, steps):
+    assert Run(args(tmp_path, **kwargs), max_steps=7).train().evaluated_at == steps
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "steps"),
+    [
+        ({"save_strategy": "steps", "save_steps": 3}, [3, 6, 7]),
+        ({"save_strategy": "steps", "save_steps": 0.5}, [4, 7]),
+        ({"save_strategy": "epoch"}, [2, 4, 6, 7]),
+        ({"save_strategy": "no"}, []),
+    ],
+)
+def test_save_cadence(tmp_path, kwargs, steps):
+    run = Run(args(tmp_path, **kwargs), max_steps=7).train()
+    assert run.saved == steps
+    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path)] == steps
+
+
+def test_rows_between_two_logs_are_averaged(tmp_path):
+    run = Run(args(tmp_path, logging_steps=4)).train()
+    (row,) = run.memory.rows
+    assert row["objective/scores"] == (1 + 2 + 3 + 4) / 4
+    assert (row["episode"], row["lr"], row["epoch"]) == (32.0, 0.125, 2.0)
+    assert row["eps"] == 32.0 / 4  # the clock ticks once per update
+
+
+def test_merging_rows_keeps_extremes_and_skips_what_is_absent():
+    rows = [
+        {"completions/min_length": 4.0, "completions/max_length": 9.0, "val/ratio": 1.0},
+        {"completions/min_length": 2.0, "completions/max_length": 5.0, "rewards/a": 7.0},
+    ]
+    assert merge_rows(rows) == {
+        "completions/min_length": 2.0,
+        "completions/max_length": 9.0,
+        "val/ratio": 1.0,
+        "rewards/a": 7.0,
+    }
+
+
+# ---------------------------------------------------------------------- best and stopping
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "metric_for_best_model": "eval_objective/scores",
+    "greater_is_better": True,
+}
+
+
+def test_early_stopping_works(tmp_path):
+    stop = EarlyStoppingCallback(early_stopping_patience=2)
+    arguments = args(
+        tmp_path, **BEST, save_strategy="steps", save_steps=1, load_best_model_at_end=True
+    )
+    run = Run(arguments, [stop], max_steps=9, evals=[1.0, 3.0, 2.0, 2.5, 9.0]).train()
+    assert run.state.global_step == 4
+    assert run.state.best_metric == 3.0
+    assert run.state.best_global_step == 2
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_rotation_spares_the_best(tmp_path):
+    arguments = args(tmp_path, **BEST, save_strategy="steps", save_steps=1, save_total_limit=2)
+    run = Run(arguments, max_steps=6, evals=[1.0, 3.0, 2.0, 2.5, 1.0, 0.5]).train()
+    left = [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path)]
+    assert left == [2, 6]
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_save_strategy_best_saves_improvements_alone(tmp_path):
+    arguments = args(tmp_path, **(BEST | {"greater_is_better": False}), save_strategy="best")
+    run = Run(arguments, max_steps=5, evals=[3.0, math.nan, 4.0, 2.0, 2.0]).train()
+    assert run.saved == [1, 4]
+
+
+def test_an_unknown_best_metric_is_named(tmp_path):
+    arguments = args(tmp_path, **(BEST | {"metric_for_best_model": "scores"}))
+    with pytest.raises(ConfigError, match=r"'scores' is not a metric .* eval_objective/scores"):
+        Run(arguments).train()
+
+
+# ------------------------------------------------------------------------ state and resume
+
+
+class Counter(TrainerCallback, ExportableState):
+    def __init__(self, by=1):
+        self.by, self.count = by, 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.count += self.by
+
+    def state(self):
+        return {"args": {"by": self.by}, "attributes": {"count": self.count}}
+
+
+def test_a_resumed_run_logs_what_the_uninterrupted_one_logs(tmp_path):
+    settings = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4}
+    whole = Run(args(tmp_path / "a", **settings), max_steps=8).train()
+    half = Run(args(tmp_path / "b", **settings), [StopAt(4)], max_steps=8).train()
+    assert half.state.global_step == 4
+    rest = Run(args(tmp_path / "b", **settings), max_steps=8)
+    rest.train(resume=tmp_path / "b" / "checkpoint-4")
+
+    def rows(run):
+        return [{k: v for k, v in r.items() if k != "eps"} for r in run.state.log_history]
+
+    assert rows(rest) == rows(whole)
+    assert [r["step"] for r in rest.memory.rows] == [6, 8]
+
+
+def test_callbacks_get_their_state_back_when_asked(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    Run(args(tmp_path, **saving), [Counter(2), Counter(5)]).train()
+    for restore, counts in ((True, [8, 20]), (False, [0, 0])):
+        arguments = args(tmp_path, **saving, restore_callback_states_from_checkpoint=restore)
+        callbacks = Callbacks(arguments, [Counter(2), Counter(5)])
+        callbacks.restore(tmp_path / "checkpoint-4")
+        found = [c for c in callbacks.handler.callbacks if isinstance(c, Counter)]
+        assert [c.count for c in found] == counts
+        assert [c.by for c in found] == [2, 5]
+    callbacks = Callbacks(args(tmp_path, restore_callback_states_from_checkpoint=True))
+    with pytest.warns(UserWarning, match="does not have: Counter"):
+        callbacks.restore(tmp_path / "checkpoint-4")
+
+
+def test_trainer_state_is_readable_by_transformers(tmp_path):
+    Run(args(tmp_path, save_strategy="steps", save_steps=4)).train()
+    data = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    for name in ("episode", "pending"):
+        del data[name]
+    state = TrainerState(**data)
+    assert state.global_step == 4
+    assert len(state.log_history) == 4
+
+
+def test_a_damaged_trainer_state_is_named(tmp_path):
+    (tmp_path / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"could not read .*trainer_state.json"):
+        Callbacks(args(tmp_path)).restore(tmp_path)
+
+
+def test_add_pop_and_remove(tmp_path):
+    callbacks = Callbacks(args(tmp_path), [Counter])
+    extra = StopAt(3)
+    callbacks.add(extra)
+    assert callbacks.pop(Counter).by == 1
+    assert callbacks.pop(Counter) is None
+    callbacks.remove(extra)
+    assert [type(c).__name__ for c in callbacks.handler.callbacks] == ["DefaultFlowCallback"]
+
+
+# ------------------------------------------------------------------------------ report_to
+
+
+def test_tensorboard_gets_the_rows(tmp_path):
+    run = Run(args(tmp_path, report_to="tensorboard"), max_steps=2).train()
+    assert [type(c).__name__ for c in run.callbacks.handler.callbacks][1] == "TensorBoardCallback"
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    assert [e.value for e in events.Scalars("train/objective/scores")] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("nothing", [None, "none", [], ["none"]])
+def test_report_to_nothing(nothing):
+    assert reporting_callbacks(nothing) == []
+
+
+def test_report_to_all_takes_what_is_installed():
+    assert "TensorBoardCallback" in [type(c).__name__ for c in reporting_callbacks("all")]
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    with pytest.raises(ConfigError, match=r"pip install 'kedge\[wandb\]'"):
+        reporting_callbacks(["wandb"])
+
+
+def test_an_unknown_integration_is_named():
+    with pytest.raises(ConfigError, match="report_to='wandbb'"):
+        reporting_callbacks("wandbb")

@@ -1,0 +1,173 @@
+"""Metrics reach files, screen and memory as they are."""
+
+import io
+import json
+import math
+import struct
+
+import pytest
+from rich.console import Console
+
+from kedge.backends.trackers import Jsonl, Many, Memory, Screen, draw_curves
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# ----------------------------------------------------------------------- memory, many
+
+
+def test_many_passes_everything_to_all():
+    a, b = Memory(), Memory()
+    many = Many([a, b])
+    many.log({"lr": 0.5}, step=3)
+    many.table("completions", [{"query": "q", "score": 1.0}], step=3)
+    many.close()
+    for tracker in (a, b):
+        assert tracker.rows == [{"step": 3, "lr": 0.5}]
+        assert tracker.tables == [("completions", 3, [{"query": "q", "score": 1.0}])]
+        assert tracker.closed
+
+
+# -------------------------------------------------------------------------------- jsonl
+
+
+def test_jsonl_writes_rows_at_once_and_tables_apart(tmp_path):
+    tracker = Jsonl(tmp_path / "run")
+    tracker.log({"loss/policy_avg": 0.1 + 0.2, "val/ratio": math.nan}, step=1)
+    want = [{"step": 1, "loss/policy_avg": 0.30000000000000004, "val/ratio": None}]
+    assert lines(tmp_path / "run" / "metrics.jsonl") == want  # before close
+    tracker.table(
+        "completions", [{"query": "a\nb", "score": 1.5}, {"query": "ü", "score": 2}], step=12
+    )
+    want = [{"query": "a\nb", "score": 1.5}, {"query": "ü", "score": 2}]
+    assert lines(tmp_path / "run" / "completions" / "step-000012.jsonl") == want
+    tracker.close()
+
+
+def test_jsonl_goes_on_from_a_step_without_losing_or_doubling_rows(tmp_path):
+    first = Jsonl(tmp_path)
+    for step in (1, 2, 3):
+        first.log({"n": step}, step=step)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 4, "n"')  # killed in mid-line
+    second = Jsonl(tmp_path, start=2)
+    second.log({"n": 30}, step=3)
+    second.close()
+    assert [r["n"] for r in lines(tmp_path / "metrics.jsonl")] == [1, 2, 30]
+    assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 3
+
+
+def test_a_new_run_in_an_old_folder_keeps_the_old_rows_aside(tmp_path):
+    for n in (1, 2, 3):
+        tracker = Jsonl(tmp_path)
+        tracker.log({"n": n}, step=1)
+        tracker.close()
+    names = ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert [lines(tmp_path / name)[0]["n"] for name in names] == [1, 2, 3]
+
+
+# ------------------------------------------------------------------------------- screen
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def screen(terminal=False, **kwargs):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, color_system=None)
+    clock = Clock()
+    return Screen(10, console=console, clock=clock, **kwargs), out, clock
+
+
+def test_without_a_terminal_one_plain_line_per_row():
+    shown, out, clock = screen(start=2)
+    clock.now = 20.0
+    shown.advance(4, {})
+    metrics = {"objective/scores": 1.23456, "objective/kl": 0.5, "eps": 12.0, "episode": 256.0}
+    shown.log(metrics, step=4)
+    shown.close()
+    want = "step 4/10  episode 256  score 1.235  kl 0.5  eps 12  0:01:00 left\n"
+    assert out.getvalue() == want  # 2 updates took 20 s, 6 are left
+
+
+def test_disable_tqdm_gives_plain_lines_on_a_terminal_too():
+    shown, out, _ = screen(terminal=True, bar=False)
+    shown.log({"objective/scores": 1.0}, step=1)
+    assert out.getvalue() == "step 1/10  score 1  0:00:00 left\n"
+
+
+def test_on_a_terminal_a_bar_moves_with_every_update():
+    shown, out, clock = screen(terminal=True)
+    clock.now = 30.0
+    shown.advance(3, {"objective/scores": 1.5, "objective/kl": 0.25, "eps": 8.0})
+    shown.log({"objective/scores": 1.5}, step=3)
+    shown.close()
+    text = out.getvalue()
+    assert "3/10" in text
+    assert "score 1.5  kl 0.25  eps 8" in text
+    assert "0:01:10 left" in text
+    assert "step 3/10" not in text  # rows do not scroll over the bar
+
+
+def test_evaluations_are_printed_above_the_bar():
+    shown, out, _ = screen(terminal=True)
+    shown.log({"eval_objective/scores": 2.0}, step=3)
+    shown.close()
+    assert "eval score 2" in out.getvalue()
+
+
+def test_the_table_escapes_markup_and_cuts_long_cells():
+    shown, out, _ = screen(max_rows=2, max_chars=30)
+    rows = [
+        {"query": "[bold]q[/bold]", "model response": "x" * 50 + "END", "score": 3.921875},
+        {"query": "[/oops] \x1b[31m", "model response": "r", "score": 2.0},
+        {"query": "third", "model response": "r", "score": 0.0},
+    ]
+    shown.table("completions", rows, step=7)
+    text = out.getvalue()
+    assert "[bold]q[/bold]" in text
+    assert "[/oops]" in text
+    assert "\x1b" not in text
+    assert "model response" in text
+    assert "3.92188" in text
+    assert "x" * 29 + "…" in text
+    assert "END" not in text
+    assert "third" not in text
+    shown.table("completions", [], step=8)
+
+
+# ------------------------------------------------------------------------------- curves
+
+
+def png_size(file):
+    data = file.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_curves_are_drawn_without_pyplot(tmp_path):
+    rows = [{"step": i, "objective/scores": i * 0.1, "loss/value_avg": 1 / i} for i in range(1, 9)]
+    rows.append({"step": 9, "eval_objective/scores": 1.0, "objective/scores": math.nan})
+    file = draw_curves(rows, tmp_path / "deep" / "curves.png")
+    assert file == tmp_path / "deep" / "curves.png"
+    width, height = png_size(file)
+    assert width > 1000
+    assert height < 400  # two panels fit into one row
+    import matplotlib._pylab_helpers as figures
+
+    assert figures.Gcf.figs == {}
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"step": 1, "lr": math.nan}]])
+def test_nothing_to_draw_gives_no_file(tmp_path, rows):
+    assert draw_curves(rows, tmp_path / "curves.png") is None
+    assert not (tmp_path / "curves.png").exists()
