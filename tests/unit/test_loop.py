@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kedge.engine.plan import BatchPlan
 from torch import Tensor
 
 from kedge.algorithms import ppo
@@ -14,7 +15,6 @@ from kedge.engine.hooks import NoHooks, StepReport
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.engine.metrics import check_known
-from kedge.engine.plan import BatchPlan
 from kedge.errors import RewardError, RolloutError, SyncError
 from kedge.testing import FunctionReward
 from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
