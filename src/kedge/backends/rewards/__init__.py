@@ -1,1 +1,21 @@
 """Reward models and reward functions."""
+
+from kedge.backends.rewards.build import FunctionOptions, ModelOptions, reward_source
+from kedge.backends.rewards.eos import EosPenalty
+from kedge.backends.rewards.function import RewardFunction
+from kedge.backends.rewards.log import RewardLog
+from kedge.backends.rewards.mixture import Mixture
+from kedge.backends.rewards.model import RewardModel
+from kedge.backends.rewards.texts import TextCache
+
+__all__ = [
+    "EosPenalty",
+    "FunctionOptions",
+    "Mixture",
+    "ModelOptions",
+    "RewardFunction",
+    "RewardLog",
+    "RewardModel",
+    "TextCache",
+    "reward_source",
+]

@@ -1,0 +1,265 @@
+"""Prompts to token ids: once, before training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.backends.data.table import ArrowTable, Table
+from kedge.errors import DataError
+
+logger = logging.getLogger(__name__)
+CHUNK = 1000  # rows tokenised at a time
+SOURCES = ("input_ids", "prompt", "query")  # the first one found is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReport:
+    """What became of the dataset's rows."""
+
+    rows: int  # in the dataset
+    dropped: int  # longer than max_prompt_length, left out
+    truncated: int  # longer than max_prompt_length, first tokens cut off
+    longest: int  # tokens of the longest prompt kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompts:
+    """Token ids of all prompts, end to end."""
+
+    tokens: Tensor  # int32 [total]
+    starts: Tensor  # int64 [N + 1]; prompt i is tokens[starts[i] : starts[i + 1]]
+    rows: Tensor  # int64 [N]; row of the dataset
+    report: PromptReport
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+    def lengths(self, index: Tensor) -> Tensor:
+        """Tokens of the prompts in ``index``, int64 [n]."""
+        return self.starts[index + 1] - self.starts[index]
+
+    def tokens_of(self, index: int) -> Tensor:
+        """Token ids of one prompt, int64 [length]."""
+        return self.tokens[int(self.starts[index]) : int(self.starts[index + 1])].long()
+
+
+def prompt_column(table: Table) -> str:
+    """The column that holds the prompts: ``input_ids``, else ``prompt``, else ``query``."""
+    for name in SOURCES:
+        if name in table.names:
+            return name
+    found = ", ".join(map(repr, table.names)) or "none"
+    raise DataError(
+        f"the dataset has no prompts: its columns are {found}; it needs 'prompt' or 'query' (text"
+        " or chat messages) or 'input_ids' (token ids), so rename the column that holds them"
+    )
+
+
+def encode_prompts(
+    table: Table,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    overlong: Literal["drop", "truncate"],
+    chat_template_kwargs: Mapping[str, Any],
+    num_proc: int | None,
+) -> EncodedPrompts:
+    """Tokenise every prompt of ``table``.
+
+    Raises:
+        DataError: no rows, no prompt column, a row of the wrong type, an empty prompt, or nothing
+            left after dropping the over-long ones.
+    """
+    if len(table) == 0:
+        raise DataError("the dataset is empty: there is no prompt to train on")
+    column = prompt_column(table)
+    if column == "input_ids":
+        encode: Callable[[dict[str, list[Any]], list[int]], dict[str, Any]] = _given_ids
+    else:
+        _check_chat_template(table, column, tokenizer)
+        encode = partial(
+            _tokenize,
+            column=column,
+            tokenizer=tokenizer,
+            template=dict(chat_template_kwargs),
+            drop_eos=appends_eos(tokenizer),
+        )
+    names = [column]
+    if column == "input_ids" and "attention_mask" in table.names:
+        names.append("attention_mask")
+    return _gather(_chunks(table, names, encode, num_proc), len(table), max_length, overlong)
+
+
+def appends_eos(tokenizer: Any) -> bool:
+    """Whether ``tokenizer`` ends every text with its eos token, which would end every prompt."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        return False
+    ids, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    return len(ids) > 1 and ids[-1] == eos and bare[-1:] != [eos]
+
+
+def _chunks(
+    table: Table,
+    names: list[str],
+    encode: Callable[[dict[str, list[Any]], list[int]], dict[str, Any]],
+    num_proc: int | None,
+) -> Iterable[list[list[int]]]:
+    if isinstance(table, ArrowTable) and num_proc is not None and num_proc > 1:
+        done = table.dataset.select_columns(names).map(
+            encode,
+            batched=True,
+            with_indices=True,
+            num_proc=min(num_proc, len(table)),
+            remove_columns=[name for name in names if name != "input_ids"],
+        )
+        for start in range(0, len(done), CHUNK):
+            yield done[start : start + CHUNK]["input_ids"]
+        return
+    for start in range(0, len(table), CHUNK):
+        rows = list(range(start, min(start + CHUNK, len(table))))
+        yield encode(table.take(rows, names), rows)["input_ids"]
+
+
+def _gather(
+    chunks: Iterable[list[list[int]]],
+    rows: int,
+    max_length: int | None,
+    overlong: Literal["drop", "truncate"],
+) -> EncodedPrompts:
+    parts: list[Tensor] = []
+    kept: list[int] = []
+    lengths: list[int] = []
+    row = dropped = truncated = longest = 0
+    for chunk in chunks:
+        wanted = []
+        for ids in chunk:
+            if not ids:
+                raise DataError(
+                    f"row {row} of the dataset is an empty prompt (no token); remove such rows,"
+                    " or use a tokenizer that starts every text with a bos token"
+                )
+            over = max_length is not None and len(ids) > max_length
+            longest = max(longest, len(ids))
+            if over and overlong == "drop":
+                dropped += 1
+            else:
+                truncated += over
+                wanted.append(ids[-max_length:] if over and max_length else ids)
+                kept.append(row)
+                lengths.append(len(wanted[-1]))
+            row += 1
+        parts.append(torch.tensor(list(chain.from_iterable(wanted)), dtype=torch.int32))
+    if not kept:
+        raise DataError(
+            f"all {rows} prompts are longer than max_prompt_length={max_length} tokens (the longest"
+            f" has {longest}); raise it, or cut prompts with overlong_prompts='truncate'"
+        )
+    report = PromptReport(rows=rows, dropped=dropped, truncated=truncated, longest=max(lengths))
+    if dropped or truncated:
+        logger.warning(
+            "of %d prompts, %d were dropped and %d cut to their last %s tokens",
+            *_counts(report, max_length),
+        )
+    return EncodedPrompts(
+        tokens=torch.cat(parts),
+        starts=torch.tensor([0, *accumulate(lengths)]),
+        rows=torch.tensor(kept),
+        report=report,
+    )
+
+
+def _counts(report: PromptReport, max_length: int | None) -> tuple[int, int, int, int | None]:
+    return report.rows, report.dropped, report.truncated, max_length
+
+
+def _check_chat_template(table: Table, column: str, tokenizer: Any) -> None:
+    first = table.take([0], [column])[column][0]
+    if isinstance(first, str) or getattr(tokenizer, "chat_template", None):
+        return
+    if is_chat(first):
+        raise DataError(
+            f"column {column!r} holds chat messages, but the tokenizer has no chat template;"
+            " set tokenizer.chat_template, or give the prompts as text"
+        )
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether ``prompt`` is a non-empty list of ``{"role": ..., "content": ...}`` messages."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    )
+
+
+def _tokenize(
+    columns: dict[str, list[Any]],
+    rows: list[int],
+    *,
+    column: str,
+    tokenizer: Any,
+    template: dict[str, Any],
+    drop_eos: bool,
+) -> dict[str, Any]:
+    prompts = columns[column]
+    chat = is_chat(prompts[0])
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not (is_chat(prompt) if chat else isinstance(prompt, str)):
+            shown = repr(prompt)[:80]
+            raise DataError(
+                f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'},"
+                f" found {type(prompt).__name__} {shown}; every row must hold text, or every row"
+                " a list of {'role': ..., 'content': ...} messages"
+            )
+    if chat:
+        texts = [_render(tokenizer, messages, template) for messages in prompts]
+        return {"input_ids": tokenizer(texts, add_special_tokens=False)["input_ids"]}
+    ids = tokenizer(prompts)["input_ids"]
+    return {"input_ids": [one[:-1] for one in ids] if drop_eos else ids}
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: dict[str, Any]) -> str:
+    answered = messages[-1]["role"] == "assistant"  # a response that is already begun
+    options = {"add_generation_prompt": not answered, "continue_final_message": answered}
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **(options | template))
+
+
+def _given_ids(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, Any]:
+    ids = columns["input_ids"]
+    for row, one in zip(rows, ids, strict=True):
+        if not _are_ids(one):
+            raise DataError(
+                f"column 'input_ids', row {row}: expected a list of token ids (integers >= 0),"
+                f" found {type(one).__name__} {repr(one)[:80]}"
+            )
+    masks = columns.get("attention_mask")
+    if masks is None:
+        return {"input_ids": [list(map(int, one)) for one in ids]}
+    for row, one, mask in zip(rows, ids, masks, strict=True):
+        if mask is None or len(mask) != len(one):
+            raise DataError(f"row {row}: attention_mask and input_ids differ in length")
+    return {
+        "input_ids": [
+            [int(token) for token, real in zip(one, mask, strict=True) if real]
+            for one, mask in zip(ids, masks, strict=True)
+        ]
+    }
+
+
+def _are_ids(ids: object) -> bool:
+    if isinstance(ids, str) or not hasattr(ids, "__iter__"):
+        return False
+    try:
+        return all(int(token) == token and token >= 0 for token in ids)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,220 @@
+"""The prompts of a training step, from a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.backends.data.encode import EncodedPrompts, PromptReport, encode_prompts, prompt_column
+from kedge.backends.data.table import read_table
+from kedge.errors import ConfigError, DataError
+from kedge.types import PromptBatch
+
+logger = logging.getLogger(__name__)
+
+
+class DatasetPrompts:
+    """Prompts drawn from a dataset; every batch is a pure function of the step.
+
+    Prompt ``i`` of the run (``i = step * prompts_per_step + slot``) is entry ``i mod N`` of a
+    permutation drawn anew for pass ``i div N`` over the N prompts, so a batch may span passes and
+    a dataset smaller than a batch repeats.  All ranks see slices of one global batch.
+
+    Column ``input_ids`` is taken as it is, else ``prompt``, else ``query`` is tokenised: text with
+    the tokenizer's special tokens (an eos that the tokenizer appends is left off), chat messages
+    with its chat template.  In ``input_ids`` padding is what ``attention_mask`` says; without that
+    column every id is real, whatever its value.  All other columns go along in
+    ``PromptBatch.columns``, with the raw prompt under ``"prompt"``.
+
+    Args:
+        dataset: a ``datasets.Dataset``, list of dicts, dict of columns, or map-style torch dataset.
+        tokenizer: the policy's.  Without a pad token its eos fills padding; masks mark it.
+        prompts_per_step: prompts in a step, over all ranks.
+        num_generations: rows per prompt, next to one another.
+        rank: this process, in ``[0, world_size)``.
+        world_size: number of processes; divides ``prompts_per_step * num_generations``.
+        seed: names the permutations.
+        shuffle: False keeps the dataset's order in every pass.
+        max_prompt_length: tokens; longer prompts are dropped, or cut to their end.
+        overlong: ``"drop"`` or ``"truncate"``.
+        chat_template_kwargs: passed on to ``apply_chat_template``.
+        data_collator: called with ``[{"input_ids": ..., "attention_mask": ...}]``, one dict per
+            prompt of the global batch, instead of Kedge's own padding; must be pure and return
+            both keys.  Real tokens are moved to the right end of the row afterwards.
+        dataset_num_proc: processes that tokenise a ``datasets.Dataset``.
+
+    Raises:
+        ConfigError: sizes that cannot work.
+        DataError: a dataset that cannot be used.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        *,
+        prompts_per_step: int,
+        seed: int,
+        num_generations: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        max_prompt_length: int | None = None,
+        overlong: Literal["drop", "truncate"] = "drop",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
+        dataset_num_proc: int | None = None,
+    ) -> None:
+        _check_sizes(prompts_per_step, num_generations, rank, world_size)
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ConfigError(f"max_prompt_length={max_prompt_length} must be at least 1 token")
+        if overlong not in ("drop", "truncate"):
+            raise ConfigError(f"overlong_prompts={overlong!r} must be 'drop' or 'truncate'")
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: its own
+        self._table = read_table(dataset)
+        self._prompts: EncodedPrompts = encode_prompts(
+            self._table,
+            self._tokenizer,
+            max_length=max_prompt_length,
+            overlong=overlong,
+            chat_template_kwargs=chat_template_kwargs or {},
+            num_proc=dataset_num_proc,
+        )
+        self._source = prompt_column(self._table)
+        self._names = [n for n in self._table.names if n not in ("input_ids", "attention_mask")]
+        self._collate = data_collator
+        self._per_step, self._repeat = prompts_per_step, num_generations
+        self._rank, self._world_size = rank, world_size
+        self._seed, self._shuffle = seed, shuffle
+        self._pad = _pad_id(self._tokenizer)
+        self._orders: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        """Prompts in one pass."""
+        return len(self._prompts)
+
+    @property
+    def report(self) -> PromptReport:
+        """Rows found, dropped and truncated, and the longest prompt kept."""
+        return self._prompts.report
+
+    def batch(self, step: int) -> PromptBatch:
+        """This rank's rows of training step ``step`` (0 is the first)."""
+        first = step * self._per_step
+        chosen = torch.tensor([self._at(first + slot) for slot in range(self._per_step)])
+        ids, mask = self._padded(chosen)
+        local = self._per_step * self._repeat // self._world_size
+        row = torch.arange(self._rank * local, (self._rank + 1) * local)
+        group = row // self._repeat
+        return PromptBatch(
+            ids=ids[group],
+            mask=mask[group],
+            group=group,
+            row=row,
+            columns=self._columns(chosen, group.tolist()),
+        )
+
+    def _at(self, position: int) -> int:
+        turn, offset = divmod(position, len(self._prompts))
+        return int(self._order(turn)[offset])
+
+    def _order(self, turn: int) -> Tensor:
+        if turn not in self._orders:
+            count = len(self._prompts)
+            if len(self._orders) > 3:
+                self._orders.clear()
+            if self._shuffle:
+                draw = torch.Generator().manual_seed(_derive(self._seed, turn))
+                self._orders[turn] = torch.randperm(count, generator=draw)
+            else:
+                self._orders[turn] = torch.arange(count)
+        return self._orders[turn]
+
+    def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        if self._collate is not None:
+            return self._collated(chosen, self._collate)
+        lengths = self._prompts.lengths(chosen)
+        width = int(lengths.max())
+        ids = torch.full((len(chosen), width), self._pad)
+        for at, index in enumerate(chosen.tolist()):
+            tokens = self._prompts.tokens_of(index)
+            ids[at, width - len(tokens) :] = tokens
+        return ids, torch.arange(width) >= (width - lengths)[:, None]
+
+    def _collated(
+        self, chosen: Tensor, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+    ) -> tuple[Tensor, Tensor]:
+        tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]
+        made = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
+        missing = {"input_ids", "attention_mask"} - set(made)
+        if missing:
+            raise DataError(
+                f"data_collator returned {', '.join(made) or 'nothing'}, without"
+                f" {' and '.join(sorted(missing))}; padding is read from attention_mask"
+            )
+        ids, mask = torch.as_tensor(made["input_ids"]), torch.as_tensor(made["attention_mask"])
+        if ids.shape != mask.shape or ids.dim() != 2 or len(ids) != len(tokens):
+            raise DataError(
+                f"data_collator returned input_ids of shape {tuple(ids.shape)} and attention_mask"
+                f" of shape {tuple(mask.shape)} for {len(tokens)} prompts"
+            )
+        real = mask.bool()
+        if not bool(real.any(1).all()):
+            raise DataError("data_collator returned a prompt without any real token")
+        order = real.long().argsort(dim=1, stable=True)  # padding first, tokens in their order
+        return ids.gather(1, order), real.gather(1, order)
+
+    def _columns(self, chosen: Tensor, slots: list[int]) -> dict[str, list[Any]]:
+        first, last = slots[0], slots[-1]
+        mine = chosen[first : last + 1]
+        columns = self._table.take(self._prompts.rows[mine].tolist(), self._names)
+        if "prompt" not in columns:
+            columns["prompt"] = (
+                columns["query"]
+                if "query" in columns
+                else self._tokenizer.batch_decode(
+                    [self._prompts.tokens_of(index) for index in mine.tolist()],
+                    skip_special_tokens=True,
+                )
+            )
+        return {name: [values[slot - first] for slot in slots] for name, values in columns.items()}
+
+
+def _derive(seed: int, turn: int) -> int:
+    digest = hashlib.blake2b(f"prompts/{seed}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _pad_id(tokenizer: Any) -> int:
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    if tokenizer.eos_token_id is None:
+        logger.warning("the tokenizer has neither pad nor eos token: padding is filled with id 0")
+        return 0
+    logger.warning(
+        "the tokenizer has no pad token: padding is filled with its eos token %r; masks tell them"
+        " apart, so eos is still learned",
+        tokenizer.eos_token,
+    )
+    return int(tokenizer.eos_token_id)
+
+
+def _check_sizes(prompts: int, generations: int, rank: int, world_size: int) -> None:
+    for name, value in (("prompts_per_step", prompts), ("num_generations", generations)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} is not in [0, world_size={world_size})")
+    rows = prompts * generations
+    if rows % world_size:
+        down = rows // world_size * world_size
+        raise ConfigError(
+            f"world_size={world_size} does not divide the step's {rows} rows ({prompts} prompts x"
+            f" {generations} each); nearest row counts that do: {max(down, world_size)},"
+            f" {down + world_size}"
+        )

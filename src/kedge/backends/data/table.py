@@ -1,0 +1,132 @@
+"""One way to read the many things that people call a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from kedge.errors import DataError
+
+
+class Table(Protocol):
+    """Named columns of equal length, read by row index."""
+
+    @property
+    def names(self) -> list[str]:
+        """Column names."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Any]]:
+        """The given columns of the given rows, as plain Python values."""
+        ...
+
+
+class ColumnTable:
+    """Columns held in memory."""
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        lengths = {name: len(values) for name, values in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"the dataset's columns differ in length: {lengths}")
+        self._columns = columns
+        self._length = next(iter(lengths.values()), 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Column names."""
+        return list(self._columns)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Any]]:
+        """The given columns of the given rows."""
+        return {name: [self._columns[name][row] for row in rows] for name in names}
+
+
+class ArrowTable:
+    """A ``datasets.Dataset``, left on disk and read in slices."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset.with_format(None)
+
+    @property
+    def names(self) -> list[str]:
+        """Column names."""
+        return list(self.dataset.column_names)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def take(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Any]]:
+        """The given columns of the given rows."""
+        if not names:
+            return {}
+        return dict(self.dataset.select_columns(list(names))[list(rows)])
+
+
+def read_table(dataset: Any) -> Table:
+    """A table over a ``datasets.Dataset``, a list of dicts, a dict of columns or a torch dataset.
+
+    Raises:
+        DataError: there is no dataset, it is a stream (a training step must be able to name its
+            rows, so that a resumed run sees the same prompts), or it is something else.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, (str, type(None))):
+        raise DataError(
+            f"the dataset is {dataset!r}; load it first, for example"
+            " datasets.load_dataset('json', data_files='prompts.jsonl', split='train')"
+        )
+    if isinstance(dataset, Mapping):
+        if any(hasattr(split, "column_names") for split in dataset.values()):
+            splits = ", ".join(map(str, dataset))
+            raise DataError(f"the dataset is a {kind} with the splits {splits}; pass one of them")
+        return ColumnTable(_listed(dataset))
+    if hasattr(dataset, "column_names") and hasattr(dataset, "with_format"):
+        if not hasattr(dataset, "__len__"):
+            raise DataError(_streaming(kind))
+        if dataset.format["type"] != "custom":
+            return ArrowTable(dataset)
+    if isinstance(dataset, Iterator) or not hasattr(dataset, "__getitem__"):
+        if hasattr(dataset, "__iter__"):
+            raise DataError(_streaming(kind))
+        raise DataError(f"a dataset cannot be a {kind}; give a datasets.Dataset or a list of dicts")
+    if not hasattr(dataset, "__len__"):
+        raise DataError(_streaming(kind))
+    return ColumnTable(_columns([dataset[row] for row in range(len(dataset))], kind))
+
+
+def _streaming(kind: str) -> str:
+    return (
+        f"the dataset is a {kind}, a stream: its rows cannot be named, so a step could not be"
+        " repeated after a restart; take what is needed into memory first, for example"
+        " datasets.Dataset.from_list(list(stream.take(100_000)))"
+    )
+
+
+def _listed(columns: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    for name, values in columns.items():
+        if isinstance(values, str) or not hasattr(values, "__getitem__"):
+            raise DataError(
+                f"column {name!r} is a {type(values).__name__}, not a list; a dict as dataset maps"
+                " column names to lists (one row: wrap it as [row])"
+            )
+    return {
+        name: values.tolist() if hasattr(values, "tolist") else values
+        for name, values in columns.items()
+    }
+
+
+def _columns(rows: list[Any], kind: str) -> dict[str, list[Any]]:
+    names: dict[str, None] = {}
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"row {number} of the dataset ({kind}) is a {type(row).__name__}, not a dict;"
+                " give rows such as {'prompt': text}"
+            )
+        names.update(dict.fromkeys(row))
+    return {name: [row.get(name) for row in rows] for name in names}

@@ -1,0 +1,200 @@
+"""From what a user hands over to one reward source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from kedge.backends.rewards.eos import EosPenalty
+from kedge.backends.rewards.function import OnError, RewardFunction
+from kedge.backends.rewards.load import (
+    load_function,
+    load_model,
+    load_tokenizer,
+    names_function,
+)
+from kedge.backends.rewards.log import RewardLog
+from kedge.backends.rewards.mixture import Mixture
+from kedge.backends.rewards.model import RewardModel
+from kedge.backends.rewards.texts import TextCache
+from kedge.errors import ConfigError
+from kedge.protocols import RewardSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How reward models are loaded and run; see :class:`RewardModel`."""
+
+    chunk_rows: int = 64  # rows scored at a time
+    max_length: int | None = None  # tokens; longer rows lose their first ones
+    reward_label: int | str | None = None  # which label is the reward, where there are several
+    autocast: torch.dtype | None = None
+    device: torch.device | None = None  # None leaves models where they are
+    policy_vocab_size: int | None = None  # None: the length of the policy's tokenizer
+    trust_remote_code: bool = False  # run code that a model's repository brings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionOptions:
+    """How reward functions are called; see :class:`RewardFunction`."""
+
+    on_error: OnError = "raise"
+    error_score: float | None = None
+    log: RewardLog | None = None
+    trainer_state: Callable[[], object] | None = None
+    skip_special_tokens: bool = True  # leave tokens such as eos out of the text
+
+
+def reward_source(
+    reward_model: Any = None,
+    reward_funcs: Any = None,
+    *,
+    policy_tokenizer: Any,
+    weights: Sequence[float] | None = None,
+    tokenizers: Any = None,
+    models: ModelOptions | None = None,
+    functions: FunctionOptions | None = None,
+    on_unscored: Literal["drop", "raise"] = "drop",
+    missing_eos_penalty: float | None = None,
+    non_eos_penalty: bool = False,
+    penalty_reward_value: float = -1.0,
+) -> RewardSource:
+    """One source out of reward models and reward functions.
+
+    Args:
+        reward_model: a model, the name or path of one, or a list; also what ``reward_funcs`` takes.
+        reward_funcs: callables, ``"package.module:function"`` or ``"file.py:function"`` strings,
+            objects with a ``score(rollout)`` method, models, names or paths; one or a list.
+        policy_tokenizer: the policy's.
+        weights: one per source, models first; None weighs every source 1.
+        tokenizers: the reward models' own: one, or one per model or per source (None: the
+            policy's).  A model given by name brings the one that lies beside it.
+        models: options of every reward model.
+        functions: options of every reward function.
+        on_unscored: see :class:`Mixture`.
+        missing_eos_penalty: see :class:`EosPenalty`.
+        non_eos_penalty: see :class:`EosPenalty`.
+        penalty_reward_value: see :class:`EosPenalty`.
+
+    Raises:
+        ConfigError: no source, or something that is none, or lists of different lengths.
+    """
+    given = [*_list(reward_model), *_list(reward_funcs)]
+    if not given:
+        raise ConfigError(
+            "there is nothing to score responses with: give reward_model or reward_funcs"
+        )
+    build = _Builder(models or ModelOptions(), functions or FunctionOptions(), policy_tokenizer)
+    mixed: RewardSource = Mixture(
+        build.sources(given, _weights(weights, len(given)), tokenizers), on_unscored=on_unscored
+    )
+    if missing_eos_penalty is None and not non_eos_penalty:
+        return mixed
+    return EosPenalty(
+        mixed,
+        missing_eos_penalty=missing_eos_penalty,
+        non_eos_penalty=non_eos_penalty,
+        penalty_reward_value=penalty_reward_value,
+    )
+
+
+class _Builder:
+    def __init__(self, models: ModelOptions, functions: FunctionOptions, policy: Any) -> None:
+        self._models, self._functions = models, functions
+        self._texts = TextCache(policy, skip_special_tokens=functions.skip_special_tokens)
+
+    def sources(
+        self, given: list[Any], weights: list[float], tokenizers: Any
+    ) -> list[tuple[str, RewardSource, float]]:
+        loaded = [_load(item, self._models.trust_remote_code) for item in given]
+        own = _tokenizers(tokenizers, loaded)
+        made = [self._make(*each) for each in zip(given, loaded, own, strict=True)]
+        return [
+            (getattr(source, "name", type(source).__name__), source, weight)
+            for source, weight in zip(made, weights, strict=True)
+        ]
+
+    def _make(self, item: Any, source: Any, tokenizer: Any) -> RewardSource:
+        if isinstance(source, nn.Module):
+            return self._model(item, source, tokenizer)
+        if hasattr(source, "score"):
+            return source
+        options = self._functions
+        return RewardFunction(
+            source,
+            self._texts,
+            on_error=options.on_error,
+            error_score=options.error_score,
+            log=options.log,
+            trainer_state=options.trainer_state,
+        )
+
+    def _model(self, item: Any, model: nn.Module, tokenizer: Any) -> RewardModel:
+        options, size = self._models, self._models.policy_vocab_size
+        named = isinstance(item, (str, Path))
+        if named and tokenizer is None:
+            tokenizer = load_tokenizer(str(item), trust_remote_code=options.trust_remote_code)
+        return RewardModel(
+            model if options.device is None else model.to(options.device),
+            tokenizer,
+            texts=self._texts,
+            policy_vocab_size=len(self._texts.tokenizer) if size is None else size,
+            chunk_rows=options.chunk_rows,
+            max_length=options.max_length,
+            reward_label=options.reward_label,
+            autocast=options.autocast,
+            name=Path(item).name if named else None,
+        )
+
+
+def _list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _load(item: Any, trust_remote_code: bool) -> Any:
+    if isinstance(item, Path):
+        item = str(item)
+    if isinstance(item, str):
+        if names_function(item):
+            return load_function(item)
+        return load_model(item, trust_remote_code=trust_remote_code)
+    if isinstance(item, nn.Module) or callable(getattr(item, "score", None)) or callable(item):
+        return item
+    raise ConfigError(
+        f"a reward cannot be a {type(item).__name__} ({item!r}); give a model, its name or path,"
+        " a function, 'module:function', or an object with a score(rollout) method"
+    )
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    if weights is None:
+        return [1.0] * count
+    if len(weights) != count:
+        raise ConfigError(
+            f"reward_weights has {len(weights)} numbers for {count} reward sources"
+            " (models first, then functions); give one for each"
+        )
+    return [float(weight) for weight in weights]
+
+
+def _tokenizers(tokenizers: Any, loaded: list[Any]) -> list[Any]:
+    models = [i for i, source in enumerate(loaded) if isinstance(source, nn.Module)]
+    own = _list(tokenizers)
+    if not own:
+        return [None] * len(loaded)
+    if len(own) == len(loaded):
+        return own
+    if len(own) == len(models):
+        found = dict(zip(models, own, strict=True))
+        return [found.get(i) for i in range(len(loaded))]
+    raise ConfigError(
+        f"reward_processing_class has {len(own)} tokenizers for {len(models)} reward models among"
+        f" {len(loaded)} reward sources; give one per model, or one per source (None for functions)"
+    )

@@ -1,0 +1,96 @@
+"""Calls a reward function with the arguments it asks for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from kedge.backends.rewards.log import RewardLog
+from kedge.backends.rewards.texts import Texts
+from kedge.errors import ConfigError, RewardError
+
+PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """A short name: of the function, of what a partial wraps, or of the object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return "lambda" if name == "<lambda>" else str(name)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` gives a coroutine and does no work yet."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+class Signature:
+    """Which keyword arguments a function takes."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        try:
+            known = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"reward function {name} has no signature that Python can read; wrap it in"
+                " def reward(completions, **columns): ..."
+            ) from error
+        self._name = name
+        self._all = any(p.kind is p.VAR_KEYWORD for p in known)
+        self._named = {p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._required = {p.name for p in known if p.name in self._named and p.default is p.empty}
+        only = [p.name for p in known if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        if only:
+            raise ConfigError(
+                f"reward function {name} takes {', '.join(only)} by position only; rewards are"
+                " called with keyword arguments (prompts, completions, ...)"
+            )
+
+    def choose(self, offered: Collection[str]) -> list[str]:
+        """The names among ``offered`` to pass.
+
+        Raises:
+            RewardError: the function requires a name that is not offered.
+        """
+        missing = self._required - set(offered)
+        if missing:
+            raise RewardError(
+                f"reward function {self._name} asks for {', '.join(sorted(missing))}, which is"
+                " neither a dataset column nor one of Kedge's arguments; there are"
+                f" {', '.join(sorted(offered))}"
+            )
+        return [name for name in offered if self._all or name in self._named]
+
+
+def arguments(
+    texts: Texts, signature: Signature, log: RewardLog, trainer_state: object
+) -> dict[str, Any]:
+    """The keyword arguments of one call over all rows of a rollout."""
+    columns = texts.rollout.prompts.columns
+    fixed: dict[str, Any] = {
+        "trainer_state": trainer_state,
+        "log_metric": log.metric,
+        "log_extra": log.extra,
+    }
+    reserved = {"prompt", *PER_ROW, *fixed}  # a column cannot hide one of Kedge's arguments
+    extra = {name: list(values) for name, values in columns.items() if name not in reserved}
+    names = signature.choose([*PER_ROW, *fixed, *extra])
+    own = fixed | extra
+    return {name: own[name] if name in own else list(getattr(texts, name)) for name in names}
+
+
+def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """The arguments of the same call for one row alone; what it logs is not kept."""
+    alone = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
+    silent = RewardLog()
+    for name, method in (("log_metric", silent.metric), ("log_extra", silent.extra)):
+        if name in alone:
+            alone[name] = method
+    return alone

@@ -1,0 +1,95 @@
+"""Logits of a reward model at the place that scores the whole sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kedge.errors import RewardError
+
+Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
+
+
+def head_of(model: nn.Module) -> Head:
+    """How ``model`` scores right-padded rows.
+
+    A model with a backbone (named by ``base_model_prefix``) and a ``score`` layer is scored at the
+    last real token, found by length.  Any other model is called whole, with an attention mask, and
+    gives logits (encoders with a ``classifier``), one number per row, or one per token.
+    """
+    backbone = getattr(model, getattr(model, "base_model_prefix", None) or "-", None)
+    score = getattr(model, "score", None)
+    if isinstance(backbone, nn.Module) and isinstance(score, nn.Module):
+        return _LastToken(backbone, score)
+    return _Whole(model)
+
+
+class _LastToken:
+    def __init__(self, backbone: nn.Module, score: nn.Module) -> None:
+        self._backbone, self._score = backbone, score
+        wanted = _accepted(backbone, {"use_cache": False, "return_dict": True})
+        if not hasattr(backbone, "config"):
+            wanted |= _accepted(backbone, {"output_hidden_states": True})
+        self._options = wanted
+
+    def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        out = self._backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **self._options)
+        hidden = _hidden(out)
+        last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return self._score(last[:, None])[:, 0]
+
+
+class _Whole:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._masked = bool(_accepted(model, {"attention_mask": True}))
+        self._named = bool(_accepted(model, {"input_ids": True}))
+
+    def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        options: dict[str, Any] = {"attention_mask": _mask(ids, lengths)} if self._masked else {}
+        out = self._model(input_ids=ids, **options) if self._named else self._model(ids, **options)
+        logits = getattr(out, "logits", out)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        if not isinstance(logits, Tensor) or logits.shape[:1] != ids.shape[:1]:
+            raise RewardError(
+                f"reward model {type(self._model).__name__} returned {_shape(logits)} for"
+                f" {len(ids)} rows; expected logits [rows, labels], [rows] or [rows, tokens, 1]"
+            )
+        if logits.dim() == 1:
+            return logits[:, None]
+        if logits.dim() == 3:  # one score per token: the last real one judges the row
+            return logits[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return logits
+
+
+def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
+    return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+
+
+def _hidden(out: Any) -> Tensor:
+    hidden = getattr(out, "last_hidden_state", None)
+    if hidden is None and getattr(out, "hidden_states", None) is not None:
+        hidden = out.hidden_states[-1]
+    if hidden is None:
+        hidden = out[0] if isinstance(out, tuple) else out
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        raise RewardError(
+            f"the reward model's backbone returned {_shape(hidden)}; expected last_hidden_state"
+            " of shape [rows, tokens, width]"
+        )
+    return hidden
+
+
+def _shape(x: object) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _accepted(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(module.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return dict(options)
+    return {name: value for name, value in options.items() if name in known}

@@ -1,0 +1,105 @@
+"""Several reward sources, one score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from kedge.backends.rewards.verdict import Pending, Starts, Verdict, verdict_of
+from kedge.errors import ConfigError, RewardError
+from kedge.protocols import RewardSource
+from kedge.types import Judgement, Rollout
+
+
+class Mixture:
+    """Weighted sum of the sources that apply to a row.
+
+        score_i = sum over sources s that apply to row i of  weight_s * score_s,i
+
+    Per-token rewards add up with the same weights.  Every source's own scores are kept in
+    ``parts`` under its name, without the weight.  A row that a source failed on is not valid; so is
+    a row to which no source applies.
+
+    Args:
+        sources: (name, source, weight) each; a name that repeats gets ``_2``, ``_3``, ...
+        on_unscored: a row to which no source applies is left out (``"drop"``) or is an error
+            (``"raise"``).
+
+    Raises:
+        ConfigError: there is no source.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[str, RewardSource, float]],
+        *,
+        on_unscored: Literal["drop", "raise"] = "drop",
+    ) -> None:
+        if not sources:
+            raise ConfigError("a mixture needs at least one reward source")
+        names = unique_names([name for name, _, _ in sources])
+        self._sources = [
+            (name, source, float(weight))
+            for name, (_, source, weight) in zip(names, sources, strict=True)
+        ]
+        self.name = "+".join(names)
+        self._on_unscored = on_unscored
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """The weighted sum for all rows; asynchronous sources run at the same time."""
+        return self.begin(rollout)().judgement()
+
+    def begin(self, rollout: Rollout) -> Pending:
+        """Start all sources that can be started."""
+        started = [_begin(source, rollout) for _, source, _ in self._sources]
+        return lambda: self._mix(rollout, [result() for result in started])
+
+    def _mix(self, rollout: Rollout, verdicts: list[Verdict]) -> Verdict:
+        applies = torch.stack([v.applies for v in verdicts]).any(0)
+        failed = torch.stack([v.failed for v in verdicts]).any(0)
+        unscored = ~applies & ~failed
+        if self._on_unscored == "raise" and bool(unscored.any()):
+            row = int(rollout.prompts.row[int(unscored.nonzero()[0])])
+            raise RewardError(
+                f"no reward source applies to row {row}: {self.name} all returned None; let one of"
+                " them score every row, or drop such rows"
+            )
+        scores = torch.zeros(len(rollout), device=rollout.ids.device)
+        dense = None
+        parts: dict[str, torch.Tensor] = {}
+        for (name, _, weight), verdict in zip(self._sources, verdicts, strict=True):
+            scores = scores + weight * torch.where(verdict.applies, verdict.scores, 0.0)
+            if verdict.token_rewards is not None:
+                added = weight * torch.where(verdict.applies[:, None], verdict.token_rewards, 0.0)
+                dense = added if dense is None else dense + added
+            parts |= _named(name, verdict)
+        return Verdict(
+            scores=scores, applies=applies, failed=failed, parts=parts, token_rewards=dense
+        )
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names, with ``_2``, ``_3``, ... added to the second, third, ... of the same."""
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        unique.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return unique
+
+
+def _begin(source: RewardSource, rollout: Rollout) -> Pending:
+    if isinstance(source, Starts):
+        return source.begin(rollout)
+    return lambda: verdict_of(source.score(rollout))
+
+
+def _named(name: str, verdict: Verdict) -> dict[str, torch.Tensor]:
+    parts = dict(verdict.parts)
+    if len(parts) == 1:
+        return {name: next(iter(parts.values()))}
+    if not parts:
+        return {name: torch.where(verdict.applies, verdict.scores, torch.nan)}
+    return {f"{name}/{part}": scores for part, scores in parts.items()}

@@ -1,0 +1,209 @@
+"""A model that scores responses."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kedge.backends.rewards.heads import head_of
+from kedge.backends.rewards.packing import packed, padded
+from kedge.backends.rewards.retokenize import Retokenizer
+from kedge.backends.rewards.texts import TextCache, row_name
+from kedge.errors import ConfigError, RewardError
+from kedge.types import Judgement, Rollout
+
+
+class RewardModel:
+    """Scores a response with one number from a sequence-classification model.
+
+    Models with a backbone and a ``score`` layer are scored at the last real token, found by
+    length, never by token id.  Others (``classifier`` encoders, plain modules) are called with an
+    attention mask.  The model is put in evaluation mode and runs without gradient, longest rows
+    first, ``chunk_rows`` at a time.
+
+    Args:
+        model: any such module.
+        tokenizer: the model's own tokenizer; rows are decoded and tokenised anew with it.  None
+            (or the policy's vocabulary) passes the policy's token ids on exactly.
+        texts: the decoded rollout, shared with other sources; needed with a tokenizer of its own.
+        policy_vocab_size: token ids the policy can produce are below it.
+        chunk_rows: rows scored at a time.
+        max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
+            can take is an error.
+        reward_label: label (index or name) that is the reward, where the model has several.
+        autocast: dtype to run in, such as ``torch.bfloat16``; None runs in the weights' dtype.
+        name: of the part in the judgement; by default the model's class.
+
+    Raises:
+        ConfigError: the vocabulary is too small, or there are several labels and none was named.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        texts: TextCache | None = None,
+        policy_vocab_size: int | None = None,
+        chunk_rows: int = 64,
+        max_length: int | None = None,
+        reward_label: int | str | None = None,
+        autocast: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> None:
+        if chunk_rows < 1:
+            raise ConfigError(f"chunk_rows={chunk_rows} must be at least 1")
+        self.model = model.eval()
+        bare = getattr(model, "get_base_model", lambda: model)()
+        self.name = name or type(bare).__name__
+        self._head = head_of(bare)
+        self._config = getattr(bare, "config", None)
+        self._label = _label(self._config, reward_label, self.name)
+        self._vocab = _vocab(bare)
+        self._texts = texts
+        self._own: Retokenizer | None = None
+        if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
+            if texts is None:
+                raise ConfigError(
+                    f"reward model {self.name} has its own tokenizer, so rows must be decoded with"
+                    " the policy's: give texts=TextCache(policy_tokenizer)"
+                )
+            self._own = Retokenizer(tokenizer, max_length=max_length)
+        self._check_vocabulary(policy_vocab_size)
+        self._chunk, self._max_length, self._autocast = chunk_rows, max_length, autocast
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """One score per row.
+
+        Raises:
+            RewardError: a score is not finite, or a row does not fit the model.
+        """
+        if self._own is not None and self._texts is not None:
+            finished = rollout.finished.tolist()
+            ids, lengths = padded(self._own.rows(self._texts.of(rollout), finished))
+        else:
+            ids, lengths = packed(rollout)
+            ids, lengths = self._cut(ids, lengths)
+        self._check_rows(rollout, ids, lengths)
+        scores = self._scores(ids, lengths).to(rollout.ids.device)
+        finite = scores.isfinite()
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise RewardError(
+                f"reward model {self.name} gave the score {float(scores[row])} to"
+                f" {self._name_row(rollout, row)}; its weights or its precision are at fault"
+            )
+        return Judgement(scores=scores, valid=torch.ones_like(finite), parts={self.name: scores})
+
+    @torch.no_grad()
+    def _scores(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        self.model.eval()
+        device = next((p.device for p in self.model.parameters()), ids.device)
+        ids, lengths = ids.to(device), lengths.to(device)
+        order = lengths.argsort(descending=True, stable=True)
+        out = torch.empty(len(ids), dtype=torch.float32, device=device)
+        with self._precision(device):
+            for rows in order.split(self._chunk):
+                width = int(lengths[rows[0]])
+                logits = self._head(ids[rows, :width], lengths[rows])
+                out[rows] = self._pick(logits).float()
+        return out
+
+    def _pick(self, logits: Tensor) -> Tensor:
+        if self._label is None and logits.shape[1] != 1:
+            raise RewardError(
+                f"reward model {self.name} gave {logits.shape[1]} numbers per row; name the one"
+                " that is the reward with reward_label"
+            )
+        return logits[:, self._label or 0]
+
+    def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self._autocast)
+
+    def _cut(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        if self._max_length is None or ids.shape[1] <= self._max_length:
+            return ids, lengths
+        skip = (lengths - self._max_length).clamp(min=0)
+        at = torch.arange(self._max_length, device=ids.device) + skip[:, None]
+        return ids.gather(1, at.clamp(max=ids.shape[1] - 1)), lengths - skip
+
+    def _check_rows(self, rollout: Rollout, ids: Tensor, lengths: Tensor) -> None:
+        limit = getattr(self._config, "max_position_embeddings", None)
+        if isinstance(limit, int) and ids.shape[1] > limit > 0:
+            row = int(lengths.argmax())
+            raise RewardError(
+                f"{self._name_row(rollout, row)} has {int(lengths[row])} tokens, more than the"
+                f" {limit} that reward model {self.name} can take; shorten prompts or responses,"
+                f" or give max_length={limit} to score the end of such rows"
+            )
+        if self._vocab is None:
+            return
+        real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        over = (ids >= self._vocab) & real
+        if bool(over.any()):
+            row, column = (int(i) for i in over.nonzero()[0])
+            raise RewardError(
+                f"token {int(ids[row, column])} of {self._name_row(rollout, row)} is outside the"
+                f" vocabulary of reward model {self.name} ({self._vocab} tokens); give the model's"
+                " own tokenizer, so that rows are tokenised for it"
+            )
+
+    def _check_vocabulary(self, policy_vocab_size: int | None) -> None:
+        if self._own is not None or self._vocab is None or policy_vocab_size is None:
+            return
+        if self._vocab < policy_vocab_size:
+            raise ConfigError(
+                f"reward model {self.name} knows {self._vocab} tokens, the policy's tokenizer has"
+                f" {policy_vocab_size}: it cannot read the policy's tokens; give the tokenizer it"
+                " was trained with (reward_processing_class), or a model of the same vocabulary"
+            )
+
+    def _name_row(self, rollout: Rollout, row: int) -> str:
+        if self._texts is not None:
+            prompt = self._texts.of(rollout).prompts[row]
+        else:
+            ids = rollout.prompts.ids[row][rollout.prompts.mask[row]].tolist()
+            prompt = rollout.prompts.columns.get("prompt", {row: ids})[row]
+        return row_name(rollout, row, prompt)
+
+
+def same_tokens(one: Any, other: Any) -> bool:
+    """Whether two tokenizers mean the same by every token id, and format chats alike."""
+    if one is other:
+        return True
+    return (
+        one.get_vocab() == other.get_vocab()
+        and one.eos_token_id == other.eos_token_id
+        and one.chat_template == other.chat_template
+    )
+
+
+def _vocab(model: nn.Module) -> int | None:
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = getattr(embeddings, "num_embeddings", None)
+    return rows if isinstance(rows, int) else None
+
+
+def _label(config: Any, wanted: int | str | None, name: str) -> int | None:
+    count = getattr(config, "num_labels", None)
+    names: dict[int, str] = getattr(config, "id2label", None) or {}
+    if wanted is None:
+        if isinstance(count, int) and count != 1 and config is not None:
+            listed = ", ".join(names.values()) or f"{count} of them"
+            raise ConfigError(
+                f"reward model {name} has {count} labels ({listed}); name the one that is the"
+                " reward with reward_label, or load the model with num_labels=1"
+            )
+        return None
+    index = wanted if isinstance(wanted, int) else {v: k for k, v in names.items()}.get(wanted)
+    if index is None or (isinstance(count, int) and not 0 <= index < count):
+        raise ConfigError(
+            f"reward_label={wanted!r} is no label of reward model {name}; it has"
+            f" {', '.join(f'{k} ({v})' for k, v in names.items()) or count}"
+        )
+    return index

@@ -1,0 +1,118 @@
+"""Prompts and responses of a rollout as text, decoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from kedge.types import Rollout
+
+CONTEXT = 4  # prompt tokens that a response is decoded after
+
+
+class Texts:
+    """Everything readable about a rollout, each part computed at most once.
+
+    A response is decoded behind the end of its prompt, so that prompt text + response text is the
+    text of the whole row: decoders of the Llama kind swallow the blank before a first word.
+    """
+
+    def __init__(self, rollout: Rollout, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self.rollout = rollout
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+
+    @cached_property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of every prompt, without padding."""
+        prompts = self.rollout.prompts
+        width, lengths = prompts.ids.shape[1], _lengths(prompts.mask)
+        rows = prompts.ids.tolist()
+        return [row[width - n :] for row, n in zip(rows, lengths, strict=True)]
+
+    @cached_property
+    def completion_ids(self) -> list[list[int]]:
+        """Token ids of every response, its stop token included."""
+        lengths = _lengths(self.rollout.present)
+        rows = self.rollout.ids.tolist()
+        return [row[:n] for row, n in zip(rows, lengths, strict=True)]
+
+    @cached_property
+    def prompt_texts(self) -> list[str]:
+        """The prompts as the policy saw them."""
+        return self._decode(self.prompt_ids)
+
+    @cached_property
+    def completion_texts(self) -> list[str]:
+        """The responses, such that prompt text + response text is the row's text."""
+        before = [ids[-CONTEXT:] for ids in self.prompt_ids]
+        heads = self._decode(before)
+        rows = [a + b for a, b in zip(before, self.completion_ids, strict=True)]
+        return [
+            text[len(head) :] if text.startswith(head) else self._decode([ids])[0]
+            for head, text, ids in zip(heads, self._decode(rows), self.completion_ids, strict=True)
+        ]
+
+    @cached_property
+    def prompts(self) -> Sequence[Any]:
+        """The prompts as the dataset gave them: text or chat messages."""
+        raw = self.rollout.prompts.columns.get("prompt")
+        return self.prompt_texts if raw is None else raw
+
+    @cached_property
+    def completions(self) -> Sequence[Any]:
+        """The responses: text, or one assistant message each where the prompt is a chat."""
+        raw = self.rollout.prompts.columns.get("prompt", ())
+        if not any(is_chat(prompt) for prompt in raw):
+            return self.completion_texts
+        alone = self._decode(self.completion_ids)  # a chat template ends where the answer starts
+        return [
+            [{"role": "assistant", "content": reply}] if is_chat(prompt) else text
+            for prompt, reply, text in zip(raw, alone, self.completion_texts, strict=True)
+        ]
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(
+            rows, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+
+
+class TextCache:
+    """The texts of the latest rollout, shared by every reward source that reads text.
+
+    Args:
+        tokenizer: the policy's.
+        skip_special_tokens: leave tokens such as eos out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: its own
+        self._skip = skip_special_tokens
+        self._latest: Texts | None = None
+
+    def of(self, rollout: Rollout) -> Texts:
+        """The texts of ``rollout``."""
+        latest = self._latest
+        if latest is None or latest.rollout is not rollout:
+            latest = Texts(rollout, self.tokenizer, skip_special_tokens=self._skip)
+            self._latest = latest
+        return latest
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether ``prompt`` is a list of chat messages."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def row_name(rollout: Rollout, row: int, prompt: object) -> str:
+    """How error messages call a row: its number in the batch of all ranks, and its prompt."""
+    shown = repr(prompt)
+    shown = shown if len(shown) <= 200 else shown[:200] + "..."
+    return f"row {int(rollout.prompts.row[row])} (prompt {shown})"
+
+
+def _lengths(mask: Tensor) -> list[int]:
+    return mask.sum(1).tolist()

@@ -1,0 +1,91 @@
+"""Reads what a reward function returned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from kedge.errors import RewardError
+
+
+@dataclass(slots=True)
+class Values:
+    """One entry per row; a row is in exactly one of four states."""
+
+    scores: dict[int, float] = field(default_factory=dict)
+    dense: dict[int, list[float]] = field(default_factory=dict)  # one number per response token
+    absent: set[int] = field(default_factory=set)  # None: does not apply
+    errors: dict[int, str] = field(default_factory=dict)  # what is wrong with the value
+
+
+def read_values(
+    returned: Any,
+    lengths: Sequence[int],
+    width: int,
+    name: str,
+    *,
+    values: Values | None = None,
+    first: int = 0,
+) -> Values:
+    """Sort a function's return value into rows.
+
+    Args:
+        returned: list, tuple, array or tensor: per row a number, None, or a number per token.
+        lengths: response tokens of each row.
+        width: columns of the padded response tensor; rows of a 2-D tensor may be that long.
+        name: of the function, for messages.
+        values: where the rows are added; None starts anew.
+        first: number of the first row.
+
+    Raises:
+        RewardError: it is not one entry per row.
+    """
+    padded = getattr(returned, "ndim", 1) == 2
+    rows = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(rows, (list, tuple)):
+        raise RewardError(
+            f"reward function {name} returned {type(returned).__name__}; it must return a list"
+            f" with one number (or None) for each of the {len(lengths)} completions"
+        )
+    if len(rows) != len(lengths):
+        raise RewardError(
+            f"reward function {name} returned {len(rows)} rewards for {len(lengths)} completions;"
+            " it must return one number (or None) for each"
+        )
+    values = values or Values()
+    for row, (entry, length) in enumerate(zip(rows, lengths, strict=True), first):
+        plain = entry.tolist() if hasattr(entry, "tolist") else entry
+        if plain is None:
+            values.absent.add(row)
+        elif isinstance(plain, Real):
+            _number(values, row, float(plain))
+        elif isinstance(plain, (list, tuple)):
+            cut = plain[:length] if padded and len(plain) == width else plain
+            _per_token(values, row, cut, length)
+        else:
+            values.errors[row] = (
+                f"returned {type(plain).__name__} {str(plain)[:80]!r}, not a number"
+            )
+    return values
+
+
+def _number(values: Values, row: int, number: float) -> None:
+    if math.isfinite(number):
+        values.scores[row] = number
+    else:
+        values.errors[row] = f"returned {number}; return None where the reward does not apply"
+
+
+def _per_token(values: Values, row: int, numbers: Sequence[Any], length: int) -> None:
+    if len(numbers) != length:
+        values.errors[row] = (
+            f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
+        )
+    elif not all(isinstance(n, Real) and math.isfinite(n) for n in numbers):
+        bad = next(n for n in numbers if not (isinstance(n, Real) and math.isfinite(n)))
+        values.errors[row] = f"returned the per-token reward {bad!r}, not a finite number"
+    else:
+        values.dense[row] = [float(n) for n in numbers]

@@ -1,0 +1,249 @@
+"""Prompts from datasets: what is read, how it is tokenised, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+from kedge.backends.data import DatasetPrompts
+from kedge.errors import ConfigError, DataError
+
+from .text_toys import EOS, PAD, TEMPLATE, eos_adding_tokenizer, word_tokenizer
+
+ROWS = [
+    {"prompt": "w3 w4 w5", "answer": 1},
+    {"prompt": "w6", "answer": 2},
+    {"prompt": "w7 w8", "answer": 3},
+]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, at):
+        return ROWS[at]
+
+
+def make(dataset=ROWS, tokenizer=None, **options):
+    options = {"prompts_per_step": 3, "seed": 0, "shuffle": False} | options
+    return DatasetPrompts(dataset, tokenizer or word_tokenizer(), **options)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ROWS,
+        tuple(ROWS),
+        Dataset.from_list(ROWS),
+        Dataset.from_list(ROWS).with_format("torch"),
+        {"prompt": [r["prompt"] for r in ROWS], "answer": torch.tensor([1, 2, 3])},
+        Rows(),
+    ],
+)
+def test_every_kind_of_dataset_gives_the_same_batch(dataset):
+    batch = make(dataset).batch(0)
+    assert batch.ids.tolist() == [[3, 4, 5], [PAD, PAD, 6], [PAD, 7, 8]]
+    assert batch.mask.tolist() == [[True] * 3, [False, False, True], [False, True, True]]
+    assert batch.group.tolist() == batch.row.tolist() == [0, 1, 2]
+    assert batch.columns["answer"] == [1, 2, 3]
+    assert batch.columns["prompt"] == ["w3 w4 w5", "w6", "w7 w8"]
+    assert batch.ids.dtype == batch.group.dtype == batch.row.dtype == torch.int64
+
+
+def test_a_query_column_is_a_prompt_column():
+    batch = make([{"query": "w3"}], prompts_per_step=1).batch(0)
+    assert batch.ids.tolist() == [[3]]
+    assert batch.columns == {"query": ["w3"], "prompt": ["w3"]}
+
+
+def test_given_token_ids_are_taken_as_they_are():
+    batch = make([{"input_ids": [PAD, 3, EOS]}, {"input_ids": [4]}], prompts_per_step=2).batch(0)
+    assert batch.ids.tolist() == [[PAD, 3, EOS], [PAD, PAD, 4]]
+    assert batch.mask.tolist() == [[True] * 3, [False, False, True]]  # by length, not by id
+    assert batch.columns["prompt"] == ["w3", "w4"]
+
+
+def test_an_attention_mask_says_what_padding_is():
+    rows = [
+        {"input_ids": [PAD, PAD, 3, 4], "attention_mask": [0, 0, 1, 1]},
+        {"input_ids": [5, PAD, PAD, PAD], "attention_mask": [1, 1, 0, 0]},
+    ]
+    batch = make(rows, prompts_per_step=2).batch(0)
+    assert batch.ids.tolist() == [[3, 4], [5, PAD]]
+    assert batch.mask.all()
+    assert set(batch.columns) == {"prompt"}
+
+
+def test_chat_messages_use_the_chat_template():
+    words = ["user", "assistant", "w5", "w6"]
+    tokenizer = word_tokenizer(words, chat_template=TEMPLATE)
+    chats = [
+        [{"role": "user", "content": "w5"}],
+        [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}],
+    ]
+    batch = make([{"prompt": c} for c in chats], tokenizer, prompts_per_step=2).batch(0)
+    assert batch.ids[0].tolist()[-4:] == [3, 5, EOS, 4]  # user w5 <eos> assistant
+    assert batch.ids[1].tolist() == [3, 5, EOS, 4, 6]  # a begun answer is continued
+    assert batch.columns["prompt"] == chats
+
+
+def test_an_eos_that_the_tokenizer_appends_does_not_end_the_prompt():
+    assert make(tokenizer=eos_adding_tokenizer()).batch(0).ids[0].tolist() == [3, 4, 5]
+
+
+def test_a_tokenizer_without_pad_fills_with_eos_and_says_so_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        prompts = make(tokenizer=word_tokenizer(pad=False))
+        batch = prompts.batch(0)
+        prompts.batch(1)
+    assert batch.ids[1].tolist() == [EOS, EOS, 6]
+    assert batch.mask[1].tolist() == [False, False, True]
+    assert caplog.text.count("no pad token") == 1
+
+
+@pytest.mark.parametrize(
+    ("overlong", "ids", "counts"),
+    [
+        ("drop", [[PAD, 6], [7, 8]], (3, 1, 0, 2)),
+        ("truncate", [[4, 5], [PAD, 6], [7, 8]], (3, 0, 1, 2)),
+    ],
+)
+def test_long_prompts_are_dropped_or_cut_to_their_end(overlong, ids, counts):
+    source = make(prompts_per_step=len(ids), max_prompt_length=2, overlong=overlong)
+    assert source.batch(0).ids.tolist() == ids
+    report = source.report
+    assert (report.rows, report.dropped, report.truncated, report.longest) == counts
+    assert len(source) == len(ids)
+    assert source.batch(0).columns["answer"][-1] == 3  # columns stay with their prompt
+
+
+def test_several_generations_share_prompt_and_group_but_not_the_row():
+    batch = make(num_generations=2).batch(0)
+    assert batch.group.tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.row.tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.columns["answer"] == [1, 1, 2, 2, 3, 3]
+    assert torch.equal(batch.ids[0], batch.ids[1])
+
+
+def test_a_data_collator_pads_and_its_mask_is_believed():
+    seen = []
+
+    def collate(features):
+        seen.append(features)
+        ids = [f["input_ids"] + [PAD] * (4 - len(f["input_ids"])) for f in features]
+        mask = [f["attention_mask"] + [0] * (4 - len(f["input_ids"])) for f in features]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+    batch = make(data_collator=collate).batch(0)
+    assert seen[0][1] == {"input_ids": [6], "attention_mask": [1]}
+    assert batch.ids.tolist() == [[PAD, 3, 4, 5], [PAD, PAD, PAD, 6], [PAD, PAD, 7, 8]]
+    assert batch.mask.sum(1).tolist() == [3, 1, 2]
+
+
+def test_transformers_own_collator_works():
+    from transformers import DataCollatorWithPadding
+
+    tokenizer = word_tokenizer()
+    batch = make(tokenizer=tokenizer, data_collator=DataCollatorWithPadding(tokenizer)).batch(0)
+    assert batch.ids.tolist() == [[3, 4, 5], [PAD, PAD, 6], [PAD, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda rows: {"input_ids": [[1]]}, "returned input_ids, without attention_mask"),
+        (lambda rows: {"input_ids": [[1]], "attention_mask": [[1]]}, r"shape \(1, 1\).*3 prompts"),
+        (
+            lambda rows: {"input_ids": [[1]] * 3, "attention_mask": [[1], [0], [1]]},
+            "a prompt without any real token",
+        ),
+    ],
+)
+def test_collators_that_cannot_be_used(collate, message):
+    with pytest.raises(DataError, match=message):
+        make(data_collator=collate).batch(0)
+
+
+@pytest.mark.slow
+def test_tokenising_in_several_processes_changes_nothing():
+    rows = Dataset.from_list(ROWS * 4)
+    one, two = (make(rows, dataset_num_proc=n, prompts_per_step=12).batch(0) for n in (None, 2))
+    assert torch.equal(one.ids, two.ids)
+
+
+def test_the_tokenizer_is_left_alone():
+    tokenizer = word_tokenizer(pad=False)
+    before = pickle.dumps(tokenizer.init_kwargs)
+    make(tokenizer=tokenizer).batch(0)
+    assert tokenizer.pad_token is None
+    assert pickle.dumps(tokenizer.init_kwargs) == before
+
+
+CHAT = [{"role": "user", "content": "w5"}]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (None, {}, "the dataset is None; load it first"),
+        ("tldr", {}, "the dataset is 'tldr'; load it first"),
+        (DatasetDict(train=Dataset.from_list(ROWS)), {}, "the splits train; pass one of them"),
+        (Dataset.from_list(ROWS).to_iterable_dataset(), {}, "IterableDataset, a stream.*take"),
+        (iter(ROWS), {}, "a stream: its rows cannot be named"),
+        (3, {}, "a dataset cannot be a int"),
+        ([], {}, "the dataset is empty"),
+        (Dataset.from_dict({"prompt": []}), {}, "the dataset is empty"),
+        ([{"text": "w3", "n": 1}], {}, "no prompts: its columns are 'text', 'n'; .*rename"),
+        (["w3"], {}, "row 0 of the dataset .list. is a str, not a dict"),
+        ({"prompt": "w3"}, {}, "column 'prompt' is a str, not a list"),
+        ({"prompt": ["w3"], "n": [1, 2]}, {}, "columns differ in length"),
+        ([{"prompt": "w3"}, {"prompt": None}], {}, "row 1: expected text, found NoneType None"),
+        ([{"prompt": 3}], {}, "row 0: expected text, found int 3"),
+        ([{"prompt": "w3"}, {"prompt": ""}], {}, r"row 1 of the dataset is an empty prompt"),
+        ([{"prompt": CHAT}], {}, "holds chat messages, but the tokenizer has no chat template"),
+        ([{"input_ids": [3, -1]}], {}, r"row 0: expected a list of token ids .*found list \[3, -1"),
+        ([{"input_ids": "w3"}], {}, "row 0: expected a list of token ids .*found str"),
+        ([{"input_ids": [1.5]}], {}, "expected a list of token ids"),
+        ([{"input_ids": [3], "attention_mask": [1, 1]}], {}, "row 0: attention_mask and input_ids"),
+        (
+            [{"input_ids": [3], "attention_mask": [0]}],
+            {},
+            "row 0 of the dataset is an empty prompt",
+        ),
+        (
+            [{"prompt": "w3 w4"}, {"prompt": "w3 w4 w5"}],
+            {"max_prompt_length": 1},
+            r"all 2 prompts are longer than max_prompt_length=1 .*longest has 3.*'truncate'",
+        ),
+    ],
+)
+def test_datasets_that_cannot_be_used(dataset, options, message):
+    with pytest.raises(DataError, match=message):
+        make(dataset, **options)
+
+
+def test_mixed_chats_and_texts_are_refused():
+    tokenizer = word_tokenizer(chat_template=TEMPLATE)
+    with pytest.raises(DataError, match="row 1: expected chat messages, found str 'w3'"):
+        make([{"prompt": CHAT}, {"prompt": "w3"}], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts_per_step": 0}, "prompts_per_step=0 must be at least 1"),
+        ({"num_generations": 0}, "num_generations=0 must be at least 1"),
+        ({"rank": 2, "world_size": 2}, r"rank=2 is not in \[0, world_size=2\)"),
+        ({"world_size": 2}, r"world_size=2 does not divide the step's 3 rows.*do: 2, 4"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0 must be at least 1 token"),
+        ({"overlong": "cut"}, "overlong_prompts='cut' must be 'drop' or 'truncate'"),
+    ],
+)
+def test_sizes_that_cannot_work(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)

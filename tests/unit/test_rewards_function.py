@@ -1,0 +1,288 @@
+"""Reward functions: what they are given, what they may return, and what failing does."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from kedge.backends.rewards import RewardFunction, RewardLog, TextCache
+from kedge.errors import ConfigError, RewardError
+
+from .text_toys import EOS, blank_swallowing_tokenizer, rollout_of, word_tokenizer
+
+PAIRS = [([5, 6], [8, 9, EOS]), ([7], [10])]
+
+
+def make(function, **options):
+    return RewardFunction(function, TextCache(word_tokenizer()), **options)
+
+
+def test_a_function_gets_the_arguments_it_names():
+    seen = {}
+
+    def reward(completions, completion_ids, answer, log_metric, trainer_state, other=3):
+        seen.update(locals())
+        return [1, 2.5]
+
+    source = make(reward, trainer_state=lambda: "state")
+    judged = source.score(rollout_of(PAIRS, answer=["x", "y"], prompt=["w5 w6", "w7"]))
+    assert judged.scores.tolist() == [1.0, 2.5]
+    assert judged.parts["reward"].tolist() == [1.0, 2.5]
+    assert judged.valid.all()
+    assert seen["completions"] == [" w8 w9", " w10"]
+    assert seen["completion_ids"] == [[8, 9, EOS], [10]]
+    assert seen["answer"] == ["x", "y"]
+    assert seen["trainer_state"] == "state"
+    assert seen["other"] == 3
+
+
+def test_kwargs_take_everything():
+    def reward(**kwargs):
+        assert sorted(kwargs) == [
+            "completion_ids",
+            "completions",
+            "level",
+            "log_extra",
+            "log_metric",
+            "prompt_ids",
+            "prompts",
+            "trainer_state",
+        ]
+        assert kwargs["prompts"] == ["w5 w6", "w7"]  # decoded: the dataset had token ids only
+        assert kwargs["prompt_ids"] == [[5, 6], [7]]
+        return kwargs["level"]
+
+    assert make(reward).score(rollout_of(PAIRS, level=[1, 2])).scores.tolist() == [1.0, 2.0]
+
+
+def test_chat_prompts_get_completions_as_messages():
+    chats = [[{"role": "user", "content": "w5 w6"}], [{"role": "user", "content": "w7"}]]
+
+    def reward(prompts, completions):
+        assert prompts == chats
+        assert completions == [
+            [{"role": "assistant", "content": "w8 w9"}],
+            [{"role": "assistant", "content": "w10"}],
+        ]
+        return [0, 1]
+
+    assert make(reward).score(rollout_of(PAIRS, prompt=chats)).scores.tolist() == [0.0, 1.0]
+
+
+def test_prompt_and_completion_join_to_the_rows_text():
+    tokenizer = blank_swallowing_tokenizer()
+
+    def reward(prompts, completions):
+        assert [p + c for p, c in zip(prompts, completions, strict=True)] == ["a b", "ac b"]
+        return [0, 0]
+
+    rollout = rollout_of([([3], [4, EOS]), ([3], [5, 4])])
+    RewardFunction(reward, TextCache(tokenizer)).score(rollout)
+    assert tokenizer.decode([4]) == "b"  # alone, the blank is lost
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 2],
+        (1.0, 2.0),
+        np.array([1, 2]),
+        np.array([1.0, 2.0], dtype=np.float32),
+        torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        [torch.tensor(1.0), np.float64(2.0)],
+    ],
+)
+def test_what_a_function_may_return(returned):
+    assert make(lambda prompts: returned).score(rollout_of(PAIRS)).scores.tolist() == [1.0, 2.0]
+
+
+def test_none_means_not_applicable():
+    judged = make(lambda prompts: [None, True]).score(rollout_of(PAIRS))
+    assert judged.valid.tolist() == [False, True]
+    assert judged.scores[1] == 1.0
+    assert judged.parts["lambda"][0].isnan()
+
+
+def test_one_number_per_token_is_a_dense_reward():
+    judged = make(lambda prompts: [[0.5, 0.0, 2.0], torch.tensor([-1.0])]).score(rollout_of(PAIRS))
+    assert judged.token_rewards.tolist() == [[0.5, 0.0, 2.0], [-1.0, 0.0, 0.0]]
+    assert judged.scores.tolist() == [0.0, 0.0]  # nothing beside the per-token rewards
+    assert judged.parts["lambda"].tolist() == [2.5, -1.0]
+    assert judged.valid.all()
+
+
+def test_a_padded_matrix_of_token_rewards_is_cut_to_each_response():
+    rewards = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0]])
+    judged = make(lambda prompts: rewards).score(rollout_of(PAIRS))
+    assert judged.token_rewards.tolist() == [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]
+
+
+def raises_on_w7(prompts):
+    if "w7" in prompts:
+        raise KeyError("w7")
+    return [1.0] * len(prompts)
+
+
+def raises_in_batches(prompts):
+    if len(prompts) > 1:
+        raise ConnectionError("busy")
+    return [2.0]
+
+
+def nan_second(completion_ids):
+    return [float("nan") if ids == [10] else 1.0 for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises_on_w7, r"raises_on_w7 raised KeyError: 'w7' on row 1 \(prompt 'w7'\); .*'drop'"),
+        (raises_in_batches, r"ConnectionError: busy when called with all 2 rows, but on no row al"),
+        (nan_second, r"nan_second returned nan; return None .*on row 1 \(prompt 'w7'\)"),
+        (lambda prompts: [1.0], r"lambda returned 1 rewards for 2 completions"),
+        (lambda prompts: None, r"returned NoneType; it must return a list"),
+        (lambda prompts: 1.0, r"returned float; it must return a list"),
+        (lambda prompts: [1, "2"], r"returned str '2', not a number, on row 1"),
+        (lambda prompts: [float("inf"), 1], r"returned inf; .*on row 0"),
+        (lambda prompts: [[1, 2], 1], r"2 per-token rewards for a response of 3 tokens, on row 0"),
+        (lambda prompts: [[1, 2, float("nan")], 1], r"per-token reward nan, not a finite number"),
+        (lambda prompts, gold: [1, 2], r"asks for gold, .*there are completion_ids, "),
+    ],
+)
+def test_errors_name_function_row_and_prompt(function, message):
+    with pytest.raises(RewardError, match=message):
+        make(function).score(rollout_of(PAIRS))
+
+
+def test_the_cause_of_an_exception_is_kept():
+    with pytest.raises(RewardError) as caught:
+        make(raises_on_w7).score(rollout_of(PAIRS))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("function", [raises_on_w7, nan_second])
+def test_a_failing_row_can_be_scored_or_dropped(function, caplog):
+    log = RewardLog()
+    with caplog.at_level(logging.WARNING):
+        scored = make(function, on_error="score", error_score=-3.0, log=log).score(
+            rollout_of(PAIRS)
+        )
+    assert scored.scores.tolist() == [1.0, -3.0]
+    assert scored.valid.all()
+    name = function.__name__
+    assert log.drain()[0].means() == {f"reward_errors/{name}": 1.0}
+    assert f"1 rows scored -3.0: reward function {name}" in caplog.text
+    dropped = make(function, on_error="drop").score(rollout_of(PAIRS))
+    assert dropped.valid.tolist() == [True, False]
+    assert dropped.scores[0] == 1.0
+
+
+def test_a_call_that_fails_as_a_batch_only_is_reported(caplog):
+    judged = make(raises_in_batches, on_error="drop").score(rollout_of(PAIRS))
+    assert judged.scores.tolist() == [2.0, 2.0]
+    assert "ConnectionError: busy when called with all rows, but on no row alone" in caplog.text
+
+
+def test_dense_rewards_survive_a_failing_neighbour():
+    def reward(prompts, completion_ids):
+        if "w7" in prompts:
+            raise ValueError
+        return [[1.0] * len(ids) for ids in completion_ids]
+
+    judged = make(reward, on_error="drop").score(rollout_of(PAIRS))
+    assert judged.valid.tolist() == [True, False]
+    assert judged.token_rewards.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+
+
+async def slow(completions, answer):
+    await asyncio.sleep(0.001)
+    return [float(a) for a in answer]
+
+
+class Judge:
+    async def __call__(self, answer):
+        return [float(a) for a in answer]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        slow,
+        Judge(),
+        functools.partial(slow),
+        lambda completions, answer: slow(completions, list(answer)),  # no coroutine function
+    ],
+)
+def test_asynchronous_functions(function):
+    assert make(function).score(rollout_of(PAIRS, answer=["1", "2"])).scores.tolist() == [1.0, 2.0]
+
+
+def test_asynchronous_functions_work_inside_a_running_loop():
+    async def main():
+        return make(slow).score(rollout_of(PAIRS, answer=[1, 2]))
+
+    assert asyncio.run(main()).scores.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "drop"])
+def test_an_asynchronous_exception_names_its_row(on_error):
+    source = make(slow, on_error=on_error)
+    rollout = rollout_of(PAIRS, answer=["1", "x"])
+    if on_error == "drop":
+        assert source.score(rollout).valid.tolist() == [True, False]
+    else:
+        with pytest.raises(RewardError, match=r"slow raised ValueError: .*'x' on row 1"):
+            source.score(rollout)
+
+
+def test_functions_log_metrics_and_columns():
+    log = RewardLog()
+
+    def reward(completions, log_metric, log_extra):
+        log_metric("length", 2.0)
+        log_metric("length", 4.0)
+        log_extra("seen", [c.strip() for c in completions])
+        return [0, 0]
+
+    make(reward, log=log).score(rollout_of(PAIRS))
+    metrics, extras = log.drain()
+    assert metrics.means() == {"length": 3.0}
+    assert extras == {"seen": ["w8 w9", "w10"]}
+    assert log.drain() == (type(metrics)(), {})
+
+
+def test_text_is_decoded_once_and_only_when_asked_for(monkeypatch):
+    texts = TextCache(word_tokenizer())
+    calls = []
+    decode = type(texts.tokenizer).batch_decode
+
+    def counted(self, *args, **kwargs):
+        calls.append(args)
+        return decode(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(texts.tokenizer), "batch_decode", counted)
+    rollout = rollout_of(PAIRS)
+    RewardFunction(lambda completion_ids: [0, 0], texts).score(rollout)
+    assert not calls
+    for _ in range(3):
+        RewardFunction(lambda completions: [0, 0], texts).score(rollout)
+    assert len(calls) == 2  # the ends of the prompts, and these with the responses
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (3, {}, "must be callable, found int 3"),
+        (slow, {"on_error": "ignore"}, "on_reward_error='ignore' must be"),
+        (slow, {"on_error": "score"}, "needs reward_error_score"),
+        (lambda x, /: x, {}, "takes x by position only"),
+    ],
+)
+def test_impossible_functions(function, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(function, **options)

@@ -1,0 +1,239 @@
+"""Reward models: which token is scored, and what may not matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kedge.backends.rewards import RewardModel, TextCache
+from kedge.errors import ConfigError, RewardError
+
+from .text_toys import (
+    EOS,
+    TEMPLATE,
+    bert_reward,
+    eos_adding_tokenizer,
+    neox_reward,
+    rollout_of,
+    word_tokenizer,
+)
+
+PAIRS = [([5, 6, 7], [8, 9, EOS]), ([10], [11]), ([12, 13], [EOS]), ([5, 6], [7, 8, 9, 10, 11])]
+
+
+def by_hand(model, ids, at=-1):
+    """The score of one unpadded sequence, without any of Kedge's code."""
+    with torch.no_grad():
+        hidden = model.base_model(torch.tensor([ids])).last_hidden_state
+        return float(model.score(hidden)[0, at, 0])
+
+
+def test_a_row_is_scored_at_its_last_real_token():
+    model = neox_reward()
+    want = [by_hand(model, [*p, *r]) for p, r in PAIRS]
+    got = RewardModel(model).score(rollout_of(PAIRS)).scores
+    assert got.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_pad_equal_to_eos_scores_the_eos_and_not_the_token_before():
+    model = neox_reward(pad_token_id=EOS)
+    got = float(RewardModel(model).score(rollout_of(PAIRS[:1], pad=EOS, extra=2)).scores[0])
+    assert got == pytest.approx(by_hand(model, [5, 6, 7, 8, 9, EOS]), abs=1e-5)
+    assert got != pytest.approx(by_hand(model, [5, 6, 7, 8, 9]), abs=1e-2)  # what a pad id says
+
+
+@pytest.mark.parametrize("make", [neox_reward, bert_reward])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_padding_order_and_chunks_do_not_matter(make, chunk):
+    source = RewardModel(make(), chunk_rows=chunk)
+    alone = [float(source.score(rollout_of([pair])).scores[0]) for pair in PAIRS]
+    wide = source.score(rollout_of(PAIRS[::-1], extra=5, pad=7)).scores
+    assert wide.flip(0).tolist() == pytest.approx(alone, abs=1e-5)
+    assert len({round(score, 3) for score in alone}) == len(PAIRS)
+
+
+def test_dropout_is_off_and_nothing_has_a_gradient():
+    source = RewardModel(neox_reward(hidden_dropout=0.5, attention_dropout=0.5))
+    source.model.train()
+    first, second = (source.score(rollout_of(PAIRS)).scores for _ in range(2))
+    assert torch.equal(first, second)
+    assert not first.requires_grad
+
+
+def test_an_encoder_with_a_classifier_reads_the_mask():
+    model = bert_reward().eval()
+    ids = [5, 6, 7, 8, 9, EOS]
+    with torch.no_grad():
+        want = float(model(torch.tensor([ids])).logits)
+    got = RewardModel(model).score(rollout_of(PAIRS, extra=3)).scores[0]
+    assert float(got) == pytest.approx(want, abs=1e-5)
+
+
+class Older(nn.Module):
+    """The contract of older trainers: a named backbone and a score layer."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = _Sums()
+        self.score = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.score.weight, 2.0)
+
+
+class _Sums(nn.Module):
+    def forward(self, input_ids, attention_mask, position_ids=None, output_hidden_states=False):
+        assert output_hidden_states
+        return _States((input_ids * attention_mask).cumsum(1).float()[..., None])
+
+
+class _States:
+    def __init__(self, states):
+        self.hidden_states = [states * 0, states]
+
+
+class Bare(nn.Module):
+    """A plain module without parameters: per row, or per token."""
+
+    def __init__(self, per_token: bool) -> None:
+        super().__init__()
+        self.per_token = per_token
+
+    def forward(self, ids):
+        out = ids.cumsum(1).float()
+        return out[..., None] if self.per_token else torch.ones(len(ids))
+
+
+def test_plain_modules_and_the_older_contract():
+    sums = [sum(p) + sum(r) for p, r in PAIRS]
+    older = RewardModel(Older()).score(rollout_of(PAIRS)).scores
+    assert older.tolist() == [2.0 * s for s in sums]
+    assert RewardModel(Bare(True)).score(rollout_of(PAIRS)).scores.tolist() == sums
+    assert RewardModel(Bare(False)).score(rollout_of(PAIRS)).scores.tolist() == [1.0] * 4
+
+
+def test_own_tokenizer_reads_the_same_words_under_other_ids():
+    policy = word_tokenizer()
+    other = word_tokenizer([f"w{i}" for i in range(31, 2, -1)])
+    model = neox_reward()
+    source = RewardModel(model, other, texts=TextCache(policy), policy_vocab_size=32)
+    got = source.score(rollout_of(PAIRS)).scores
+    flipped = [[i if i < 3 else 34 - i for i in [*p, *r]] for p, r in PAIRS]
+    want = [by_hand(model, ids) for ids in flipped]  # eos ends the finished rows, and no other
+    assert got.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_own_tokenizer_that_adds_eos_does_not_close_unfinished_rows():
+    model = neox_reward()
+    source = RewardModel(
+        model, eos_adding_tokenizer(), texts=TextCache(word_tokenizer(["x", "y"])), name="r"
+    )
+    source = RewardModel(model, eos_adding_tokenizer(), texts=TextCache(_renamed()))
+    got = source.score(rollout_of([([5], [6]), ([5], [6, EOS])])).scores
+    want = [by_hand(model, [5, 6]), by_hand(model, [5, 6, EOS])]
+    assert got.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def _renamed():
+    return word_tokenizer([*(f"w{i}" for i in range(3, 32)), "more"])
+
+
+def test_chats_are_formatted_by_the_reward_models_own_template():
+    words = ["user", "assistant", *(f"w{i}" for i in range(3, 32))]
+    policy, own = word_tokenizer(chat_template="-"), word_tokenizer(words, chat_template=TEMPLATE)
+    model = neox_reward(vocab=34)
+    source = RewardModel(model, own, texts=TextCache(policy))
+    chat = [{"role": "user", "content": "w5"}]
+    rollout = rollout_of([([5], [6, EOS]), ([5], [6])], prompt=[chat, chat])
+    ids = own("user w5 <eos> assistant w6")["input_ids"]
+    want = [by_hand(model, [*ids, EOS]), by_hand(model, ids)]
+    assert source.score(rollout).scores.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_the_same_vocabulary_passes_ids_exactly_even_where_text_cannot():
+    model = neox_reward()
+    source = RewardModel(model, word_tokenizer(), texts=TextCache(word_tokenizer()))
+    got = float(source.score(rollout_of([([5, EOS, 6], [7])])).scores[0])
+    assert got == pytest.approx(by_hand(model, [5, EOS, 6, 7]), abs=1e-5)
+
+
+def test_max_length_keeps_the_end():
+    model = neox_reward()
+    got = RewardModel(model, max_length=3).score(rollout_of(PAIRS)).scores
+    want = [by_hand(model, [*p, *r][-3:]) for p, r in PAIRS]
+    assert got.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_one_of_several_labels_is_the_reward():
+    model = neox_reward(labels=3)
+    names = "LABEL_0, LABEL_1, LABEL_2"
+    with pytest.raises(ConfigError, match=rf"has 3 labels \({names}\).*reward_label.*num_labels=1"):
+        RewardModel(model)
+    with pytest.raises(ConfigError, match=r"reward_label='good' is no label.*2 \(LABEL_2\)"):
+        RewardModel(model, reward_label="good")
+    with pytest.raises(ConfigError, match="reward_label=3 is no label"):
+        RewardModel(model, reward_label=3)
+    by_name = RewardModel(model, reward_label="LABEL_1").score(rollout_of(PAIRS)).scores
+    by_index = RewardModel(model, reward_label=1).score(rollout_of(PAIRS)).scores
+    with torch.no_grad():
+        hidden = model.base_model(torch.tensor([[10, 11]])).last_hidden_state
+        want = float(model.score(hidden)[0, -1, 1])
+    assert torch.equal(by_name, by_index)
+    assert float(by_name[1]) == pytest.approx(want, abs=1e-5)
+
+
+def test_a_vocabulary_too_small_is_refused_before_training():
+    with pytest.raises(ConfigError, match=r"knows 20 tokens.*has 32.*reward_processing_class"):
+        RewardModel(neox_reward(vocab=20), policy_vocab_size=32)
+
+
+def test_a_token_outside_the_vocabulary_is_named():
+    source = RewardModel(neox_reward(vocab=10))
+    with pytest.raises(RewardError, match=r"token 12 of row 1 \(prompt 'p1'\).*\(10 tokens\)"):
+        source.score(rollout_of([([5], [6]), ([5, 12], [6])], prompt=["p0", "p1"]))
+
+
+def test_a_score_that_is_not_finite_names_row_and_prompt():
+    model = neox_reward()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[11] = torch.nan
+    with pytest.raises(RewardError, match=r"score nan to row 1 \(prompt \[10\]\)"):
+        RewardModel(model).score(rollout_of(PAIRS))
+
+
+def test_a_row_longer_than_the_model_is_refused():
+    with pytest.raises(RewardError, match=r"row 0 .*70 tokens, more than the 64.*max_length=64"):
+        RewardModel(neox_reward()).score(rollout_of([([5] * 30, [6] * 40)]))
+
+
+def test_impossible_options():
+    with pytest.raises(ConfigError, match="chunk_rows=0"):
+        RewardModel(neox_reward(), chunk_rows=0)
+    with pytest.raises(ConfigError, match=r"own tokenizer.*texts=TextCache"):
+        RewardModel(neox_reward(), word_tokenizer())
+
+
+def test_autocast_runs_in_its_dtype_and_returns_float32():
+    source = RewardModel(neox_reward(), autocast=torch.bfloat16)
+    half, full = (
+        source.score(rollout_of(PAIRS)),
+        RewardModel(neox_reward()).score(rollout_of(PAIRS)),
+    )
+    assert half.scores.dtype == torch.float32
+    assert not torch.equal(half.scores, full.scores)
+    assert torch.allclose(half.scores, full.scores, atol=0.2, rtol=0.1)
+
+
+def test_real_reward_model(shared):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    where = shared / "data" / "stories260k-sentiment"
+    model = AutoModelForSequenceClassification.from_pretrained(where)
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "stories260k")
+    texts = ["The film was a great and happy story.", "The film was bad and boring."]
+    pairs = [(ids[:5], ids[5:]) for ids in tokenizer(texts)["input_ids"]]
+    source = RewardModel(model, tokenizer, texts=TextCache(tokenizer), policy_vocab_size=512)
+    good, bad = source.score(rollout_of(pairs, extra=4)).scores.tolist()
+    assert good > bad + 1
+    assert good == pytest.approx(by_hand(model, [*pairs[0][0], *pairs[0][1]]), abs=1e-4)
