@@ -1,0 +1,270 @@
+"""Values and combinations of options that cannot work, each with the way out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from kedge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers a field may hold."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False  # low itself is not allowed
+    below: bool = False  # high itself is not allowed
+    whole: bool = False
+    optional: bool = False
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        low = f"above {self.low:g}" if self.above else f"of at least {self.low:g}"
+        if math.isinf(self.high):
+            return f"{kind} {low}"
+        return f"{kind} {low} and {'below' if self.below else 'at most'} {self.high:g}"
+
+    def holds(self, value: object) -> bool:
+        """Whether ``value`` is such a number."""
+        if value is None:
+            return self.optional
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.whole and value != int(value):
+            return False
+        low = value > self.low if self.above else value >= self.low
+        return low and (value < self.high if self.below else value <= self.high)
+
+
+_COUNT = Range(1, 2**62, whole=True)
+_COUNT_OR_NONE = Range(1, 2**62, whole=True, optional=True)
+_WHOLE = Range(0, 2**62, whole=True)
+_UNIT = Range(0, 1)
+_POSITIVE = Range(0, above=True)
+_NOT_NEGATIVE = Range(0)
+
+RANGES: dict[str, Range] = {
+    "per_device_train_batch_size": _COUNT,
+    "per_device_eval_batch_size": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "num_ppo_epochs": _COUNT,
+    "num_mini_batches": _COUNT,
+    "num_generations": _COUNT,
+    "total_episodes": _COUNT_OR_NONE,
+    "max_steps": Range(-1, 2**62, whole=True),
+    "num_train_epochs": _NOT_NEGATIVE,
+    "local_rollout_forward_batch_size": _COUNT,
+    "num_sample_generations": _WHOLE,
+    "dataset_num_proc": _COUNT_OR_NONE,
+    "response_length": _COUNT,
+    "min_new_tokens": _WHOLE,
+    "temperature": _POSITIVE,
+    "top_k": _WHOLE,
+    "top_p": Range(0, 1, above=True),
+    "min_p": Range(0, 1, below=True),
+    "stop_token_id": Range(0, 2**62, whole=True, optional=True),
+    "missing_eos_penalty": Range(0, optional=True),
+    "penalty_reward_value": Range(-1e30),
+    "reward_error_score": Range(-1e30, optional=True),
+    "kl_coef": _NOT_NEGATIVE,
+    "kl_target": _POSITIVE,
+    "kl_horizon": _POSITIVE,
+    "cliprange": _POSITIVE,
+    "cliprange_value": _POSITIVE,
+    "vf_coef": _NOT_NEGATIVE,
+    "gamma": _UNIT,
+    "lam": _UNIT,
+    "value_learning_rate": Range(0, optional=True),
+    "value_warmup_steps": _WHOLE,
+    "max_prompt_length": _COUNT_OR_NONE,
+    "max_lag": _WHOLE,
+    "learning_rate": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "max_grad_norm": Range(0, optional=True),
+    "adam_beta1": Range(0, 1, below=True),
+    "adam_beta2": Range(0, 1, below=True),
+    "adam_epsilon": _NOT_NEGATIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "logging_steps": _NOT_NEGATIVE,
+    "save_steps": _NOT_NEGATIVE,
+    "eval_steps": Range(0, optional=True),
+    "save_total_limit": _COUNT_OR_NONE,
+    "seed": _WHOLE,
+    "data_seed": Range(0, 2**62, whole=True, optional=True),
+}
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "kl_estimator": ("k1", "k2", "k3", "abs", "full"),
+    "stop_token": ("eos", None),
+    "on_reward_error": ("raise", "score", "drop"),
+    "score_position": ("last", "after_last"),
+    "value_source": ("auto", "reward", "policy"),
+    "overlong_prompts": ("drop", "truncate"),
+}
+
+# Their prefixes; each needs hooks in layers, or a switch before every evaluation.
+UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
+UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+
+def check_values(config: Any) -> None:
+    """Check every value alone, then the combinations.
+
+    Raises:
+        ConfigError: naming the field, its value, and what is allowed.
+    """
+    for name, allowed in RANGES.items():
+        value = getattr(config, name)
+        if not allowed.holds(value):
+            raise ConfigError(f"{name}={value!r} must be {allowed}")
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+    for check in COMBINATIONS:
+        check(config)
+
+
+def _stops(c: Any) -> None:
+    if c.stop_token is not None and (c.stop_token_id is not None or c.stop_token_ids):
+        name = "stop_token_id" if c.stop_token_id is not None else "stop_token_ids"
+        raise ConfigError(
+            f"stop_token={c.stop_token!r} and {name}={getattr(c, name)!r} are both set; "
+            "set one of them (stop_token_ids takes several ids)"
+        )
+    for i in c.stop_token_ids or ():
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+            raise ConfigError(f"stop_token_ids={c.stop_token_ids!r} must be token ids, 0 or more")
+    if isinstance(c.stop_strings, str) or not all(
+        isinstance(s, str) and s for s in c.stop_strings or ()
+    ):
+        raise ConfigError(f"stop_strings={c.stop_strings!r} must be a list of texts, none empty")
+    if c.min_new_tokens > c.response_length:
+        raise ConfigError(
+            f"min_new_tokens={c.min_new_tokens} is more than response_length={c.response_length}"
+        )
+
+
+def _sampling(c: Any) -> None:
+    cut = [
+        f"{name}={getattr(c, name)}"
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+        if getattr(c, name) != off
+    ]
+    if cut and not c.keep_sampling_mask:
+        raise ConfigError(
+            f"{', '.join(cut)} leaves tokens out of what responses are sampled from, while "
+            "training would count them, so the probability ratio would be wrong from the first "
+            "step; set keep_sampling_mask=True to train over the same tokens, or sample from all"
+        )
+
+
+def _penalties(c: Any) -> None:
+    if c.non_eos_penalty and c.missing_eos_penalty is not None:
+        raise ConfigError(
+            f"non_eos_penalty replaces the score and missing_eos_penalty={c.missing_eos_penalty} "
+            "is subtracted from it; set one of them"
+        )
+
+
+def _reward_errors(c: Any) -> None:
+    if c.on_reward_error == "score" and c.reward_error_score is None:
+        raise ConfigError("on_reward_error='score' needs reward_error_score, the score to give")
+    if c.on_reward_error != "score" and c.reward_error_score is not None:
+        raise ConfigError(
+            f"reward_error_score={c.reward_error_score} is read with on_reward_error='score', "
+            f"and that is {c.on_reward_error!r}"
+        )
+    for w in c.reward_weights or ():
+        if not Range(-1e30).holds(w):
+            raise ConfigError(f"reward_weights={c.reward_weights!r} must be numbers")
+
+
+def _kl(c: Any) -> None:
+    if c.adaptive_kl and c.kl_coef == 0:
+        raise ConfigError(
+            "adaptive_kl multiplies kl_coef, and kl_coef=0 stays 0; start above it, as with 0.05"
+        )
+
+
+def _adapters(c: Any) -> None:
+    if c.ref_adapter_name is not None and c.ref_adapter_name == c.model_adapter_name:
+        raise ConfigError(
+            f"ref_adapter_name and model_adapter_name are both {c.ref_adapter_name!r}: the "
+            "reference would move with the policy; name another adapter or leave it unset"
+        )
+
+
+def _rollout_folders(c: Any) -> None:
+    if c.replay_rollouts is None:
+        return
+    if c.save_rollouts is not None:
+        raise ConfigError(
+            f"replay_rollouts={c.replay_rollouts!r} reads what save_rollouts={c.save_rollouts!r} "
+            "would write again; set one of them"
+        )
+    if c.max_lag > 0:
+        raise ConfigError(
+            f"replay_rollouts samples nothing, so max_lag={c.max_lag} has no meaning; set max_lag=0"
+        )
+    if not Path(c.replay_rollouts).is_dir():
+        raise ConfigError(f"replay_rollouts={c.replay_rollouts!r} is no folder")
+
+
+def _optimizer(c: Any) -> None:
+    optim = str(getattr(c.optim, "value", c.optim))
+    if optim.startswith(UNSUPPORTED_OPTIMIZERS):
+        raise ConfigError(
+            f"optim={optim!r} is not supported: it works through hooks in the layers or needs a "
+            "switch around every forward pass; adamw_torch_fused, adamw_torch, adafactor, sgd, "
+            "rmsprop, adagrad and the bitsandbytes optimisers are"
+        )
+    schedule = str(getattr(c.lr_scheduler_type, "value", c.lr_scheduler_type))
+    if schedule in UNSUPPORTED_SCHEDULES:
+        raise ConfigError(
+            f"lr_scheduler_type={schedule!r} is not supported: it follows a validation loss, and "
+            "there is none; linear, cosine and constant_with_warmup are"
+        )
+
+
+def _loader_options(c: Any) -> None:
+    given = c.accelerator_config
+    if isinstance(given, str) and Path(given).is_file():
+        given = json.loads(Path(given).read_text(encoding="utf-8"))
+    if not isinstance(given, dict):
+        return
+    inert = AcceleratorConfig().to_dict()  # what a config's own to_dict() gives back
+    allowed = ("use_configured_state", "non_blocking")
+    refused = sorted(k for k, v in given.items() if k not in allowed and v != inert.get(k, ...))
+    if refused:
+        raise ConfigError(
+            f"accelerator_config sets {', '.join(refused)}: they steer a data loader, and there is "
+            "none; leave them out"
+        )
+
+
+def _output_dir(c: Any) -> None:
+    if c.output_dir is not None and Path(c.output_dir).expanduser().is_file():
+        raise ConfigError(f"output_dir={c.output_dir!r} is a file; name a folder")
+
+
+COMBINATIONS: tuple[Callable[[Any], None], ...] = (
+    _stops,
+    _sampling,
+    _penalties,
+    _reward_errors,
+    _kl,
+    _adapters,
+    _rollout_folders,
+    _optimizer,
+    _loader_options,
+    _output_dir,
+)

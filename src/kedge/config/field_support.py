@@ -1,0 +1,281 @@
+"""Where each field of PPOConfig acts, or why it is refused.  The docs page is made from this."""
+
+from __future__ import annotations
+
+from kedge.config.removed import REMOVED
+from kedge.config.support import Honoured, Refused, Support
+
+_LOADER = Refused(
+    "prompts are tokenised once and held in memory, so there is no data loader with workers",
+    "leave it at its default",
+)
+_PREDICTIONS = Refused(
+    "evaluation generates responses and scores them with the reward; there are no predictions or "
+    "labels to gather",
+    "leave it at its default",
+)
+_FULL_EVAL = Refused(
+    "evaluation uses the weights as they train", "set bf16=True or fp16=True, which cover it too"
+)
+_LIGER = Refused(
+    "log-probabilities and entropy already come from a chunked kernel that never holds the logits",
+    "leave it unset, or patch the model before handing it over",
+)
+
+_BATCH = "plan: batch sizes and run length"
+_LEARNER = "learner: optimiser and schedule"
+_PRECISION = "learner: autocast; weights stay float32"
+_CHECKPOINTING = "learner: activation checkpointing of the models that train"
+_COMPILE = "learner: torch.compile of the forward pass"
+_CADENCE = "cadence: when to log, evaluate and save; counted in updates"
+_CHECKPOINT = "checkpoints"
+_HUB = "hub: push of the model and its card"
+_TRACKER = "trackers"
+_DEVICE = "set-up of device and processes (TrainingArguments)"
+_DDP = "learner: DistributedDataParallel options"
+_BEST = "checkpoints: which one is the best, by an evaluation metric"
+_SCRIPT = "command line and scripts"
+_PLAN_CHECK = "plan: filled in; a value given must be the one derived"
+_PPO = "algorithm: kedge.algorithms.ppo"
+_SAMPLING = "sampling"
+_KL = "KL controller"
+_REWARD = "rewards"
+_DATA = "prompts"
+_VALUE = "value model"
+_ENGINE = "engine"
+
+INHERITED: dict[str, Support] = {
+    "output_dir": Honoured("checkpoints, completions, curves and logs go there"),
+    "per_device_train_batch_size": Honoured(_BATCH),
+    "gradient_accumulation_steps": Honoured(_BATCH),
+    "num_train_epochs": Honoured(_BATCH),
+    "max_steps": Honoured(_BATCH),
+    "learning_rate": Honoured(_LEARNER),
+    "lr_scheduler_type": Honoured(_LEARNER),
+    "lr_scheduler_kwargs": Honoured(_LEARNER),
+    "warmup_steps": Honoured(_LEARNER),
+    "optim": Honoured(_LEARNER),
+    "optim_args": Honoured(_LEARNER),
+    "weight_decay": Honoured(_LEARNER),
+    "adam_beta1": Honoured(_LEARNER),
+    "adam_beta2": Honoured(_LEARNER),
+    "adam_epsilon": Honoured(_LEARNER),
+    "max_grad_norm": Honoured("learner: gradient clipping; 0 turns it off, the norm is logged"),
+    "optim_target_modules": Refused(
+        "only GaLore and APOLLO read it, and they are not supported", "leave it unset"
+    ),
+    "average_tokens_across_devices": Refused(
+        "every loss is weighted over the tokens of all processes", "leave it True"
+    ),
+    "label_smoothing_factor": Refused("there are no labels", "leave it 0"),
+    "bf16": Honoured(_PRECISION),
+    "fp16": Honoured(_PRECISION),
+    "bf16_full_eval": _FULL_EVAL,
+    "fp16_full_eval": _FULL_EVAL,
+    "tf32": Honoured(_DEVICE),
+    "activation_checkpointing": Honoured(_CHECKPOINTING),
+    "activation_checkpointing_kwargs": Honoured(_CHECKPOINTING),
+    "gradient_checkpointing": Honoured(_CHECKPOINTING),
+    "gradient_checkpointing_kwargs": Honoured(_CHECKPOINTING),
+    "torch_compile": Honoured(_COMPILE),
+    "torch_compile_backend": Honoured(_COMPILE),
+    "torch_compile_mode": Honoured(_COMPILE),
+    "use_liger_kernel": _LIGER,
+    "liger_kernel_config": _LIGER,
+    "use_cache": Refused(
+        "training passes have nothing to reuse, and generation always has its cache",
+        "leave it False",
+    ),
+    "neftune_noise_alpha": Refused(
+        "noise in the embeddings would make the ratio of new to old probabilities meaningless",
+        "leave it unset",
+    ),
+    "torch_empty_cache_steps": Honoured("loop: frees cached device memory every so many updates"),
+    "auto_find_batch_size": Refused(
+        "the batch would change within a run; `kedge plan ppo` estimates memory beforehand",
+        "lower per_device_train_batch_size and raise gradient_accumulation_steps",
+    ),
+    "logging_strategy": Honoured(_CADENCE),
+    "logging_steps": Honoured(_CADENCE),
+    "logging_first_step": Honoured(_CADENCE),
+    "logging_nan_inf_filter": Refused(
+        "a value that is not finite is never averaged away", "leave it at its default"
+    ),
+    "log_on_each_node": Honoured("logging: which processes use log_level"),
+    "log_level": Honoured("logging: verbosity of the processes that log"),
+    "log_level_replica": Honoured("logging: verbosity of the other processes"),
+    "include_num_input_tokens_seen": Honoured("trackers: num_input_tokens_seen is logged"),
+    "disable_tqdm": Honoured("progress bar"),
+    "report_to": Honoured(_TRACKER),
+    "run_name": Honoured(_TRACKER),
+    "project": Honoured(_TRACKER),
+    "trackio_space_id": Honoured(_TRACKER),
+    "trackio_bucket_id": Honoured(_TRACKER),
+    "trackio_static_space_id": Honoured(_TRACKER),
+    "eval_strategy": Honoured(_CADENCE),
+    "eval_steps": Honoured(_CADENCE),
+    "eval_delay": Honoured(_CADENCE),
+    "eval_on_start": Honoured(_CADENCE),
+    "per_device_eval_batch_size": Honoured("evaluation: prompts of one process at a time"),
+    "prediction_loss_only": _PREDICTIONS,
+    "eval_do_concat_batches": _PREDICTIONS,
+    "eval_use_gather_object": _PREDICTIONS,
+    "eval_accumulation_steps": _PREDICTIONS,
+    "include_for_metrics": _PREDICTIONS,
+    "batch_eval_metrics": _PREDICTIONS,
+    "label_names": _PREDICTIONS,
+    "save_only_model": Honoured("checkpoints: without optimiser, cannot be resumed"),
+    "save_strategy": Honoured(_CADENCE),
+    "save_steps": Honoured(_CADENCE),
+    "save_total_limit": Honoured(_CHECKPOINT),
+    "save_on_each_node": Refused(
+        "process 0 writes each checkpoint once", "put output_dir on a disk that all nodes share"
+    ),
+    "enable_jit_checkpoint": Refused(
+        "a kill at any moment leaves the last checkpoint whole", "lower save_steps instead"
+    ),
+    "push_to_hub": Honoured(_HUB),
+    "hub_token": Honoured(_HUB),
+    "hub_private_repo": Honoured(_HUB),
+    "hub_model_id": Honoured(_HUB),
+    "hub_strategy": Honoured(_HUB),
+    "hub_revision": Honoured(_HUB),
+    "hub_always_push": Refused(
+        "training waits for every push, so none is ever skipped", "leave it False"
+    ),
+    "load_best_model_at_end": Honoured(_BEST),
+    "metric_for_best_model": Honoured(_BEST),
+    "greater_is_better": Honoured(_BEST),
+    "ignore_data_skip": Refused(
+        "the prompts of an update follow from its number, so nothing has to be skipped to resume",
+        "leave it False",
+    ),
+    "restore_callback_states_from_checkpoint": Honoured(_CHECKPOINT),
+    "full_determinism": Honoured(_DEVICE),
+    "seed": Honoured("every random draw"),
+    "data_seed": Honoured("prompts: their order; the default is seed"),
+    "use_cpu": Honoured(_DEVICE),
+    "accelerator_config": Honoured(_DEVICE + "; its options for data loaders are refused"),
+    "parallelism_config": Refused(
+        "tensor and context parallel training are not built", "use FSDP2 or DeepSpeed ZeRO"
+    ),
+    "dataloader_drop_last": _LOADER,
+    "dataloader_num_workers": _LOADER,
+    "dataloader_pin_memory": Refused(_LOADER.reason, _LOADER.way_out, also=(False,)),
+    "dataloader_persistent_workers": _LOADER,
+    "dataloader_prefetch_factor": _LOADER,
+    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_in_order": _LOADER,
+    "remove_unused_columns": Honoured(
+        "prompts: True drops dataset columns that no reward function takes; False keeps all"
+    ),
+    "train_sampling_strategy": Refused(
+        "the order of prompts is shuffle_dataset's", "set shuffle_dataset"
+    ),
+    "length_column_name": Refused("prompts are not grouped by length", "leave it unset"),
+    "ddp_find_unused_parameters": Honoured(_DDP),
+    "ddp_bucket_cap_mb": Honoured(_DDP),
+    "ddp_broadcast_buffers": Honoured(_DDP),
+    "ddp_static_graph": Refused(
+        "value warm-up and adapters change which weights get gradients", "leave it unset"
+    ),
+    "ddp_backend": Honoured(_DEVICE),
+    "ddp_timeout": Honoured(_DEVICE),
+    "fsdp": Honoured(_DEVICE),
+    "fsdp_config": Honoured(_DEVICE),
+    "deepspeed": Honoured(_DEVICE),
+    "debug": Refused("its hooks are for transformers.Trainer", "leave it unset", also=([], None)),
+    "skip_memory_metrics": Honoured("trackers: False logs the peak memory of each update"),
+    "do_train": Honoured(_SCRIPT + ": do_eval without do_train only evaluates"),
+    "do_eval": Honoured(_SCRIPT + ": evaluate at the end"),
+    "do_predict": Refused("there is nothing to predict", "set do_eval=True"),
+    "resume_from_checkpoint": Honoured("train(): used when it is called without the argument"),
+    "local_rank": Honoured(_DEVICE),
+}
+
+OWN: dict[str, Support] = {
+    "exp_name": Honoured("trackers: the run's name when run_name is unset"),
+    "dataset_num_proc": Honoured("prompts: processes that tokenise"),
+    "num_mini_batches": Honoured(_BATCH),
+    "total_episodes": Honoured(_BATCH),
+    "num_ppo_epochs": Honoured(_BATCH),
+    "num_generations": Honoured(_BATCH),
+    "local_rollout_forward_batch_size": Honoured(
+        "rows at a time while generating, annotating and scoring"
+    ),
+    "num_sample_generations": Honoured("cadence: tables of sample completions in the run"),
+    "sft_model_path": Honoured(_SCRIPT),
+    "reward_model_path": Honoured(_SCRIPT),
+    "model_adapter_name": Honoured("models: the adapter that trains"),
+    "ref_adapter_name": Honoured("models: the adapter that is the reference"),
+    "ds3_gather_for_generation": Honoured("rollouts: whole weights while generating, ZeRO-3"),
+    **dict.fromkeys(
+        (
+            "world_size",
+            "num_total_batches",
+            "micro_batch_size",
+            "local_batch_size",
+            "batch_size",
+            "local_mini_batch_size",
+            "mini_batch_size",
+        ),
+        Honoured(_PLAN_CHECK),
+    ),
+    **dict.fromkeys(
+        (
+            "response_length",
+            "min_new_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "stop_token",
+            "stop_token_id",
+            "stop_token_ids",
+            "stop_strings",
+            "keep_sampling_mask",
+        ),
+        Honoured(_SAMPLING),
+    ),
+    **dict.fromkeys(
+        (
+            "whiten_rewards",
+            "whiten_advantages",
+            "kl_estimator",
+            "cliprange",
+            "vf_coef",
+            "cliprange_value",
+            "gamma",
+            "lam",
+            "score_position",
+            "bootstrap_truncated",
+        ),
+        Honoured(_PPO),
+    ),
+    **dict.fromkeys(("kl_coef", "adaptive_kl", "kl_target", "kl_horizon"), Honoured(_KL)),
+    **dict.fromkeys(
+        (
+            "missing_eos_penalty",
+            "non_eos_penalty",
+            "penalty_reward_value",
+            "reward_weights",
+            "on_reward_error",
+            "reward_error_score",
+        ),
+        Honoured(_REWARD),
+    ),
+    **dict.fromkeys(("max_prompt_length", "overlong_prompts", "shuffle_dataset"), Honoured(_DATA)),
+    **dict.fromkeys(
+        ("value_source", "value_learning_rate", "value_warmup_steps"), Honoured(_VALUE)
+    ),
+    "allow_low_precision_weights": Honoured("models: trainable bf16 and fp16 weights"),
+    "save_rollouts": Honoured(_ENGINE),
+    "replay_rollouts": Honoured(_ENGINE),
+    "preflight": Honoured(_ENGINE),
+    "max_lag": Honoured(_ENGINE),
+    # PPOv2Config
+    "sanity_check": Honoured(_SCRIPT + ": the first 100 rows of the dataset only"),
+    "base_model": Honoured(_SCRIPT + ": the tokenizer's folder or name"),
+}
+
+FIELD_SUPPORT: dict[str, Support] = {**INHERITED, **REMOVED, **OWN}

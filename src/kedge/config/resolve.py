@@ -1,0 +1,364 @@
+"""From one flat config to typed parts.  Nothing below the trainers sees the config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kedge.config.ppo import PPOConfig
+from kedge.errors import ConfigError
+from kedge.types import Sampling
+
+Every = float | None  # updates; None: never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """The keyword arguments of ``kedge.engine.plan.plan_batches`` that the config knows."""
+
+    per_device: int
+    accumulation: int
+    world_size: int
+    num_mini_batches: int
+    num_ppo_epochs: int
+    num_generations: int
+    total_episodes: int | None
+    max_steps: int
+    num_train_epochs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOOptions:
+    """The keyword arguments of ``kedge.algorithms.ppo`` that the config knows."""
+
+    gamma: float
+    lam: float
+    cliprange: float
+    cliprange_value: float
+    vf_coef: float
+    kl_estimator: str
+    whiten_rewards: bool
+    whiten_advantages: bool
+    score_position: Literal["last", "after_last"]
+    bootstrap_truncated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLOptions:
+    """The coefficient of the KL penalty: fixed, or steered towards ``target`` nats a response."""
+
+    coef: float
+    adaptive: bool
+    target: float
+    horizon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOptions:
+    """How scores are mixed, and what happens to failures and to responses without stop token.
+
+    Args:
+        weights: one per reward source, or None for 1 each.
+        on_error: "raise", "score" or "drop".
+        error_score: the score of a failed row under "score".
+        missing_stop: "keep" the score of a response without stop token, "subtract" ``penalty``
+            from it, or "replace" it by ``penalty``.
+        penalty: see ``missing_stop``.
+        chunk: rows scored at a time.
+    """
+
+    weights: tuple[float, ...] | None
+    on_error: Literal["raise", "score", "drop"]
+    error_score: float | None
+    missing_stop: Literal["keep", "subtract", "replace"]
+    penalty: float
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """How the dataset becomes prompts."""
+
+    max_prompt_length: int | None
+    overlong: Literal["drop", "truncate"]
+    shuffle: bool
+    seed: int
+    num_proc: int | None
+    drop_unused_columns: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOptions:
+    """Where the value model starts and how it trains."""
+
+    source: Literal["auto", "reward", "policy"]
+    learning_rate: float
+    warmup_steps: int  # updates that train the value alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerOptions:
+    """How the models that train are trained.
+
+    The optimiser itself comes from the config's ``optim``, ``optim_args``, ``adam_*`` and
+    ``weight_decay`` through ``transformers.Trainer.get_optimizer_cls_and_kwargs``.
+    """
+
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float  # inf: no clipping
+    scheduler: str
+    scheduler_kwargs: dict[str, Any]
+    precision: Literal["no", "bf16", "fp16"]
+    gradient_checkpointing: bool
+    gradient_checkpointing_kwargs: dict[str, Any]
+    compile: bool
+    compile_backend: str | None
+    compile_mode: str | None
+    allow_low_precision_weights: bool
+    chunk: int  # rows at a time without gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOSettings:
+    """Everything a PPO run is told, in typed parts."""
+
+    batch: BatchOptions
+    sampling: Sampling
+    ppo: PPOOptions
+    kl: KLOptions
+    reward: RewardOptions
+    data: DataOptions
+    value: ValueOptions
+    learner: LearnerOptions
+    seed: int
+    max_lag: int
+    preflight: bool
+    save_rollouts: str | None
+    replay_rollouts: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """When things happen.  Each method takes the number of updates done, from 1."""
+
+    updates: int
+    log_every: Every
+    log_first: bool
+    eval_every: Every
+    eval_delay: float
+    eval_on_start: bool
+    save_every: Every
+    sample_every: Every
+
+    def logs(self, done: int) -> bool:
+        """Whether the metrics since the last time are reported."""
+        return (self.log_first and done == 1) or self._due(done, self.log_every, at_end=True)
+
+    def evaluates(self, done: int) -> bool:
+        """Whether the evaluation set is scored."""
+        return done >= self.eval_delay and self._due(done, self.eval_every, at_end=False)
+
+    def saves(self, done: int) -> bool:
+        """Whether a checkpoint is written."""
+        return self._due(done, self.save_every, at_end=True)
+
+    def samples(self, done: int) -> bool:
+        """Whether a table of sample completions is shown."""
+        return self._due(done, self.sample_every, at_end=False)
+
+    def _due(self, done: int, every: Every, *, at_end: bool) -> bool:
+        if every is None:
+            return False
+        # A period may be a fraction ("epoch" of 2.5 updates): due when a multiple was passed.
+        passed = math.floor(done / every + 1e-9) > math.floor((done - 1) / every + 1e-9)
+        return passed or (at_end and done == self.updates)
+
+
+def resolve(
+    config: PPOConfig, *, world_size: int | None = None, eos_token_id: int | None = None
+) -> PPOSettings:
+    """Typed parts of a checked config.
+
+    Args:
+        config: checked again, since fields may have been set after construction.
+        world_size: processes; the default is the number that runs.
+        eos_token_id: the tokenizer's end-of-text token, for ``stop_token="eos"``.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+    config.validate()
+    chunk = config.local_rollout_forward_batch_size
+    return PPOSettings(
+        batch=batch_options(config, world_size),
+        sampling=sampling_of(config, eos_token_id),
+        ppo=PPOOptions(
+            gamma=config.gamma,
+            lam=config.lam,
+            cliprange=config.cliprange,
+            cliprange_value=config.cliprange_value,
+            vf_coef=config.vf_coef,
+            kl_estimator=config.kl_estimator,
+            whiten_rewards=config.whiten_rewards,
+            whiten_advantages=config.whiten_advantages,
+            score_position=config.score_position,
+            bootstrap_truncated=config.bootstrap_truncated,
+        ),
+        kl=KLOptions(
+            coef=config.kl_coef,
+            adaptive=config.adaptive_kl,
+            target=config.kl_target,
+            horizon=config.kl_horizon,
+        ),
+        reward=_reward(config, chunk),
+        data=DataOptions(
+            max_prompt_length=config.max_prompt_length,
+            overlong=config.overlong_prompts,
+            shuffle=config.shuffle_dataset,
+            seed=config.seed if config.data_seed is None else config.data_seed,
+            num_proc=config.dataset_num_proc,
+            drop_unused_columns=config.remove_unused_columns,
+        ),
+        value=ValueOptions(
+            source=config.value_source,
+            learning_rate=config.learning_rate
+            if config.value_learning_rate is None
+            else config.value_learning_rate,
+            warmup_steps=config.value_warmup_steps,
+        ),
+        learner=_learner(config, chunk),
+        seed=config.seed,
+        max_lag=config.max_lag,
+        preflight=config.preflight,
+        save_rollouts=config.save_rollouts,
+        replay_rollouts=config.replay_rollouts,
+    )
+
+
+def batch_options(config: PPOConfig, world_size: int | None = None) -> BatchOptions:
+    """The part of the config that ``plan_batches`` reads."""
+    return BatchOptions(
+        per_device=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+        world_size=world_size or config.world_size or 1,
+        num_mini_batches=config.num_mini_batches,
+        num_ppo_epochs=config.num_ppo_epochs,
+        num_generations=config.num_generations,
+        total_episodes=config.total_episodes,
+        max_steps=config.max_steps,
+        num_train_epochs=config.num_train_epochs,
+    )
+
+
+def sampling_of(config: PPOConfig, eos_token_id: int | None) -> Sampling:
+    """The distribution responses are drawn from, and where they stop.
+
+    Raises:
+        ConfigError: ``stop_token="eos"`` with a tokenizer that has no such token.
+    """
+    stops = list(config.stop_token_ids or ())
+    if config.stop_token_id is not None:
+        stops.append(config.stop_token_id)
+    if config.stop_token == "eos":
+        if eos_token_id is None:
+            raise ConfigError(
+                "stop_token='eos', but the tokenizer has no eos_token; set one on the tokenizer, "
+                "or name the id in stop_token_id"
+            )
+        stops.append(eos_token_id)
+    return Sampling(
+        max_new_tokens=config.response_length,
+        min_new_tokens=config.min_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        stop_ids=tuple(dict.fromkeys(stops)),
+        stop_strings=tuple(config.stop_strings or ()),
+    )
+
+
+def warmup_updates(config: PPOConfig, updates: int) -> int:
+    """Updates of learning-rate warm-up; ``warmup_steps`` below 1 is a fraction of the run."""
+    steps = config.warmup_steps
+    return int(steps) if steps >= 1 else math.ceil(updates * steps)
+
+
+def cadence(config: PPOConfig, *, updates: int, updates_per_epoch: float | None) -> Cadence:
+    """When to log, evaluate, save and show samples.
+
+    Args:
+        config: the options; steps below 1 are fractions of the run.
+        updates: in the whole run.
+        updates_per_epoch: for the strategies "epoch"; None if the dataset has no length.
+
+    Raises:
+        ConfigError: a strategy "epoch" where an epoch has no length.
+    """
+
+    def every(name: str, steps: float | None) -> Every:
+        strategy = getattr(config, f"{name}_strategy")
+        kind = str(getattr(strategy, "value", strategy))
+        if kind == "epoch":
+            if updates_per_epoch is None:
+                raise ConfigError(
+                    f"{name}_strategy='epoch', but the dataset does not know its length; set "
+                    f"{name}_strategy='steps' and {name}_steps"
+                )
+            return max(1.0, updates_per_epoch)
+        if kind == "best":
+            return every("eval", config.eval_steps)
+        if kind != "steps" or not steps:
+            return None
+        return float(max(1, math.ceil(updates * steps))) if steps < 1 else float(steps)
+
+    tables = config.num_sample_generations
+    return Cadence(
+        updates=updates,
+        log_every=every("logging", config.logging_steps),
+        log_first=config.logging_first_step,
+        eval_every=every("eval", config.eval_steps),
+        eval_delay=config.eval_delay,
+        eval_on_start=config.eval_on_start,
+        save_every=every("save", config.save_steps),
+        sample_every=max(1, updates // tables) if tables else None,
+    )
+
+
+def _reward(config: PPOConfig, chunk: int) -> RewardOptions:
+    missing: Literal["keep", "subtract", "replace"] = "keep"
+    penalty = 0.0
+    if config.non_eos_penalty:
+        missing, penalty = "replace", config.penalty_reward_value
+    elif config.missing_eos_penalty is not None:
+        missing, penalty = "subtract", config.missing_eos_penalty
+    return RewardOptions(
+        weights=None if config.reward_weights is None else tuple(config.reward_weights),
+        on_error=config.on_reward_error,
+        error_score=config.reward_error_score,
+        missing_stop=missing,
+        penalty=penalty,
+        chunk=chunk,
+    )
+
+
+def _learner(config: PPOConfig, chunk: int) -> LearnerOptions:
+    kwargs = config.gradient_checkpointing_kwargs
+    schedule = config.lr_scheduler_kwargs
+    return LearnerOptions(
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm or math.inf,
+        scheduler=str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)),
+        scheduler_kwargs=dict(schedule) if isinstance(schedule, dict) else {},
+        precision="bf16" if config.bf16 else "fp16" if config.fp16 else "no",
+        gradient_checkpointing=bool(config.gradient_checkpointing),
+        gradient_checkpointing_kwargs=dict(kwargs) if isinstance(kwargs, dict) else {},
+        compile=config.torch_compile,
+        compile_backend=config.torch_compile_backend,
+        compile_mode=config.torch_compile_mode,
+        allow_low_precision_weights=config.allow_low_precision_weights,
+        chunk=chunk,
+    )

@@ -1,0 +1,85 @@
+"""What becomes of a field: it acts, it acts under another name, or it is refused.
+
+A field is a promise.  One that would silently do nothing is refused when it is set away from its
+default, with the reason and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+from kedge.errors import ConfigError
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Honoured:
+    """The field does what it says; ``where`` names the part that reads it."""
+
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An older name: its value is handed to the field ``to``."""
+
+    to: str
+    convert: Callable[[Any], Any] = _same
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing would read the field; ``also`` lists values that mean the default."""
+
+    reason: str
+    way_out: str
+    also: tuple[Any, ...] = ()
+
+
+Support = Honoured | Moved | Refused
+
+UNKNOWN = Refused("this version of Kedge does not know what it asks for", "leave it at its default")
+
+
+def default_of(field: Field[Any]) -> Any:
+    """The value that a dataclass field has when it is not given."""
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def apply_support(config: Any, table: Mapping[str, Support]) -> None:
+    """Refuse what would do nothing and hand over the values of older names.
+
+    Args:
+        config: a dataclass instance; older names are reset to their defaults.
+        table: field name -> Support; a field that is missing from it is refused when changed.
+
+    Raises:
+        ConfigError: a refused field is away from its default, or both names of a value are set.
+    """
+    defaults = {f.name: default_of(f) for f in fields(config)}
+    for name, default in defaults.items():
+        value, support = getattr(config, name), table.get(name, UNKNOWN)
+        if value == default:
+            continue
+        if isinstance(support, Refused) and value not in support.also:
+            raise ConfigError(
+                f"{name}={value!r} is not supported: {support.reason}; {support.way_out}"
+            )
+        if isinstance(support, Moved):
+            _hand_over(config, name, support, default, defaults[support.to])
+
+
+def _hand_over(config: Any, name: str, move: Moved, default: Any, target_default: Any) -> None:
+    value, target = getattr(config, name), getattr(config, move.to)
+    if target not in (target_default, move.convert(value)):
+        raise ConfigError(
+            f"{name}={value!r} is the older name of {move.to}, which is set to {target!r}; "
+            f"set {move.to} alone"
+        )
+    setattr(config, move.to, move.convert(value))
+    setattr(config, name, default)

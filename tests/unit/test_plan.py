@@ -1,0 +1,123 @@
+"""Batch sizes: every one derived once, errors that name what would fit."""
+
+import pytest
+
+from kedge.engine.plan import plan_batches
+from kedge.errors import ConfigError
+
+
+def test_the_sizes_of_a_run():
+    plan = plan_batches(
+        per_device=4,
+        accumulation=3,
+        world_size=2,
+        num_mini_batches=6,
+        num_ppo_epochs=4,
+        num_generations=2,
+        total_episodes=100,
+    )
+    assert plan.local_rows == 12
+    assert plan.batch_size == 24
+    assert (plan.local_prompts, plan.prompts) == (6, 12)
+    assert (plan.local_mini_rows, plan.mini_batch_size) == (2, 4)
+    assert plan.micro_rows == 2  # never more than an optimiser step has
+    assert plan.micro_batches == 1
+    assert plan.updates == 5  # ceil(100 / 24)
+    assert plan.episodes == 120
+    assert plan.optimizer_steps_per_update == 24
+    assert plan.optimizer_steps == 120
+    assert plan.derived() == {
+        "world_size": 2,
+        "num_total_batches": 5,
+        "micro_batch_size": 4,
+        "local_batch_size": 12,
+        "batch_size": 24,
+        "local_mini_batch_size": 2,
+        "mini_batch_size": 4,
+    }
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_mini_batches_change_the_number_of_optimiser_steps(minibatches):
+    """D1: with gradient accumulation they once changed nothing."""
+    plan = plan_batches(
+        per_device=2, accumulation=4, num_mini_batches=minibatches, num_ppo_epochs=3, max_steps=2
+    )
+    assert plan.optimizer_steps_per_update == 3 * minibatches
+    assert plan.local_mini_rows * minibatches == 8
+
+
+def test_micro_batches_cover_a_step_that_they_do_not_divide():
+    plan = plan_batches(per_device=5, accumulation=3, num_mini_batches=1, max_steps=1)
+    assert (plan.local_mini_rows, plan.micro_rows, plan.micro_batches) == (15, 5, 3)
+    plan = plan_batches(per_device=4, accumulation=3, num_mini_batches=2, max_steps=1)
+    assert (plan.local_mini_rows, plan.micro_rows, plan.micro_batches) == (6, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [
+        ({"total_episodes": 1}, 1),
+        ({"total_episodes": 8}, 1),
+        ({"total_episodes": 9}, 2),
+        ({"max_steps": 3, "dataset_rows": 1000}, 3),
+        ({"max_steps": 3, "total_episodes": 1000}, 3),
+        ({"max_steps": 300, "total_episodes": 17}, 3),
+        ({"num_train_epochs": 3.0, "dataset_rows": 8}, 3),
+        ({"num_train_epochs": 3.0, "dataset_rows": 9}, 4),
+        ({"num_train_epochs": 0.1, "dataset_rows": 240}, 3),
+        ({"num_train_epochs": 1.0, "dataset_rows": 2}, 1),  # smaller than a batch: D7
+        ({"num_train_epochs": 1.0, "dataset_rows": 8, "num_generations": 2}, 2),
+    ],
+)
+def test_when_a_run_ends(options, updates):
+    assert plan_batches(per_device=8, **options).updates == updates
+
+
+def test_an_epoch_uses_every_prompt_once():
+    plan = plan_batches(per_device=8, num_generations=4, dataset_rows=5, max_steps=1)
+    assert plan.updates_per_epoch == 2.5
+
+
+BAD = [
+    (
+        {"per_device": 12, "num_mini_batches": 5, "num_generations": 2},
+        "num_mini_batches=5 does not divide the batch of 12 samples (6 prompts x 2 each); "
+        "nearest that do: 4, 6",
+    ),
+    (
+        {"per_device": 6, "accumulation": 2, "world_size": 2, "num_mini_batches": 24},
+        "num_mini_batches=24 does not divide the batch of 12 samples of each of the 2 processes "
+        "(12 prompts x 1 each); nearest that do: 12",
+    ),
+    (
+        {"per_device": 4, "accumulation": 2, "num_generations": 3},
+        "num_generations=3 does not divide the batch of 8 samples (per_device_train_batch_size=4 "
+        "x gradient_accumulation_steps=2); nearest that do: 2, 4",
+    ),
+    (
+        {"per_device": 3, "num_generations": 2, "min_group": 2},
+        "num_generations=2 does not divide the batch of 3 samples (per_device_train_batch_size=3 "
+        "x gradient_accumulation_steps=1); nearest that do: 3",
+    ),
+    (
+        {"per_device": 1, "num_generations": 2, "min_group": 2},
+        "nearest that do: none; raise per_device_train_batch_size",
+    ),
+    (
+        {"per_device": 8, "min_group": 2},
+        "num_generations=1 is too few: this algorithm compares the responses to one prompt and "
+        "needs at least 2",
+    ),
+    ({"per_device": 0}, "per_device_train_batch_size=0 must be at least 1"),
+    ({"per_device": 8, "total_episodes": 0}, "total_episodes=0 must be at least 1"),
+    ({"per_device": 8, "num_train_epochs": 0.0, "dataset_rows": 8}, "trains nothing"),
+    ({"per_device": 8}, "set total_episodes or max_steps"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_sizes_that_do_not_fit(options, message):
+    with pytest.raises(ConfigError) as error:
+        plan_batches(**options)
+    assert message in str(error.value)
