@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kedge.backends.hf.sampling import check, draw, restrict, support, uniforms
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, RolloutError
 from kedge.types import Sampling
 
 NO_STOP = torch.tensor([], dtype=torch.int64)
@@ -163,6 +163,11 @@ class TestRestrict:
     def test_support_lists_what_can_be_drawn(self):
         logits = torch.tensor([[0.0, -math.inf, 1.0], [-math.inf, 5.0, -math.inf]])
         assert [sorted(row) for row in support(logits).tolist()] == [[0, 2], [-1, 1]]
+
+    def test_support_too_wide_to_be_recorded(self):
+        assert support(torch.zeros(1, 4096)).shape == (1, 4096)
+        with pytest.raises(RolloutError, match="left 4097 tokens"):
+            support(torch.zeros(1, 4097))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from kedge.errors import RolloutError
+from kedge.errors import ConfigError
 
 _SPARE = 64  # token slots that a layer has free when it is allocated
 
@@ -134,14 +134,26 @@ class CausalStepper:
 
 
 def stepper_for(model: nn.Module) -> Stepper:
-    """The stepper that fits the model.
+    """A fresh stepper of the kind that fits the model.
 
     Raises:
-        RolloutError: for an encoder-decoder model.
+        ConfigError: the embedded engine cannot sample from this kind of model.
     """
-    if getattr(base_of(model).config, "is_encoder_decoder", False):
-        raise RolloutError(
-            f"{type(base_of(model)).__name__} is an encoder-decoder model; "
-            "the embedded engine samples from decoder-only models"
+    base = base_of(model)
+    name = type(base).__name__
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{name} is an encoder-decoder model; the embedded engine samples from causal models"
         )
+    if "past_key_values" not in inspect.signature(base.forward).parameters:
+        raise ConfigError(
+            f"{name} has no key-value cache (past_key_values), which the embedded engine needs"
+        )
+    adapters: Any = getattr(model, "peft_config", {})
+    for adapter, config in adapters.items():
+        if config.is_prompt_learning:
+            raise ConfigError(
+                f"adapter {adapter!r} is of type {config.peft_type}, which prepends virtual "
+                "tokens; the embedded engine needs one that changes weights, such as LoRA"
+            )
     return CausalStepper(model)

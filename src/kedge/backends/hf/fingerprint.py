@@ -38,7 +38,8 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
 def policy_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights that training changes, by name, not copied; all of them if none trains."""
     named = dict(model.named_parameters())
-    return {name: p.detach() for name, p in named.items() if p.requires_grad} or named
+    trained = {name: p for name, p in named.items() if p.requires_grad} or named
+    return {name: p.detach() for name, p in trained.items()}
 
 
 def _factors() -> Tensor:

@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, RolloutError
 from kedge.types import Sampling
 
 _BLOCK = 256  # width of the first level of the search
+_MOST_DRAWABLE = 4096  # so that no rollout holds rows x tokens x vocabulary
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
@@ -126,8 +127,17 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def support(restricted: Tensor) -> Tensor:
-    """The tokens that can be drawn from ``restricted`` logits: int64 [B, K], unused slots -1."""
+    """The tokens that can be drawn from ``restricted`` logits: int64 [B, K], unused slots -1.
+
+    Raises:
+        RolloutError: they are too many to be recorded for every token of a rollout.
+    """
     k = int((restricted > -math.inf).sum(-1).max())
+    if k > _MOST_DRAWABLE:
+        raise RolloutError(
+            f"top-p or min-p left {k} tokens to draw from, more than the {_MOST_DRAWABLE} that are"
+            f" recorded per token; set top_k={_MOST_DRAWABLE} or lower, too"
+        )
     best, index = restricted.topk(k)
     return index.masked_fill(best == -math.inf, -1)
 

@@ -1,0 +1,498 @@
+"""What the embedded engine promises beyond the contract of all engines."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.errors import ConfigError, RolloutError, SyncError
+from kedge.testing import tiny_policy
+from kedge.types import PromptBatch, Sampling
+
+PAD, VOCAB = 0, 64
+FAMILIES = ("llama", "gpt2", "gpt_neo", "gpt_neox", "qwen2", "opt", "bloom")
+
+
+def policy(family="llama", **options):
+    if family == "gpt_neo":  # alternates full attention with a window that is shorter than the text
+        options |= {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+    if family == "qwen2":
+        options |= {"num_key_value_heads": 2}
+    if family == "opt":
+        options |= {"ffn_dim": 64, "word_embed_proj_dim": 32}
+    return tiny_policy(family, **options).requires_grad_(True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    made = policy(request.param)
+    with torch.no_grad():
+        for p in made.parameters():  # far from uniform, so that mistakes show
+            p.mul_(4.0) if p.ndim > 1 else p
+    return made
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return policy("llama", initializer_range=0.3)
+
+
+def prompts(lengths=(7, 3, 5, 1, 6, 2), width=7, copies=1):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(8, VOCAB, (len(lengths), width), generator=generator)
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    group = torch.arange(len(lengths)).repeat_interleave(copies)
+    return PromptBatch(
+        ids=ids.masked_fill(~mask, PAD)[group],
+        mask=mask[group],
+        group=group,
+        row=torch.arange(len(group)),
+    )
+
+
+def full_logits(model, rollout):
+    """Logits [B, R, V] of one forward pass over prompts and responses, without a cache."""
+    ids = torch.cat([rollout.prompts.ids, rollout.ids], 1)
+    mask = torch.cat([rollout.prompts.mask, rollout.present], 1)
+    out = []
+    for row, real in zip(ids, mask, strict=True):  # one row at a time: no padding at all
+        logits = model.eval()(input_ids=row[real][None]).logits[0].detach()
+        n = int(real[-rollout.ids.shape[1] :].sum())
+        padded = torch.zeros(rollout.ids.shape[1], logits.shape[-1])
+        padded[:n] = logits[-n - 1 : -1]
+        out.append(padded)
+    return torch.stack(out)
+
+
+def logprobs_of(logits, rollout):
+    picked = logits.log_softmax(-1).gather(-1, rollout.ids[..., None])[..., 0]
+    return picked.masked_fill(~rollout.present, 0.0)
+
+
+class TestAgainstTransformers:
+    def test_greedy_is_the_greedy_of_transformers(self, model):
+        batch = prompts()
+        sampling = Sampling(max_new_tokens=12, temperature=0.0)
+        rollout = EmbeddedEngine(model, pad_id=PAD).generate(batch, sampling=sampling, seed=0)
+        want = model.eval().generate(
+            batch.ids,
+            attention_mask=batch.mask.long(),
+            do_sample=False,
+            max_new_tokens=12,
+            pad_token_id=PAD,
+            eos_token_id=None,
+        )
+        assert torch.equal(rollout.ids, want[:, batch.ids.shape[1] :])
+        assert len(rollout.ids.unique()) > 3
+        assert (rollout.behavior_logprobs == 0).all()  # the only token that could be sampled
+
+    def test_recorded_logprobs_are_those_of_a_full_forward_pass(self, model):
+        sampling = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(5, 6, 7, 8, 9))
+        rollout = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert rollout.finished.any()
+        want = logprobs_of(full_logits(model, rollout) / 0.7, rollout)
+        assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
+
+    def test_the_generation_config_of_the_model_does_not_leak_in(self, llama):
+        model = copy.deepcopy(llama)
+        engine = EmbeddedEngine(model, pad_id=PAD)
+        sampling = Sampling(max_new_tokens=12)
+        want = engine.generate(prompts(), sampling=sampling, seed=0)
+        generation = model.generation_config
+        generation.repetition_penalty, generation.top_k, generation.eos_token_id = 1.5, 2, [8, 9]
+        got = engine.generate(prompts(), sampling=sampling, seed=0)
+        assert torch.equal(got.ids, want.ids)
+        assert torch.equal(got.behavior_logprobs, want.behavior_logprobs)
+
+    def test_min_new_tokens_bans_stop_ids_and_says_so_in_the_logprobs(self, llama):
+        stops = tuple(range(5, 50))
+        sampling = Sampling(max_new_tokens=9, min_new_tokens=4, stop_ids=stops)
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert rollout.present[:, :5].sum(1).min() >= 5
+        logits = full_logits(llama, rollout)
+        logits[:, :4, list(stops)] = -math.inf
+        want = logprobs_of(logits, rollout)
+        assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def want(llama):
+    """Three responses to each of six prompts, which end at different times."""
+    engine = EmbeddedEngine(llama, pad_id=PAD)
+    return engine.generate(prompts(copies=3), sampling=TestWhatChangesNothing.sampling, seed=4)
+
+
+class TestWhatChangesNothing:
+    sampling = Sampling(max_new_tokens=16, stop_ids=(5, 6, 7, 8))
+
+    def same(self, got, want):
+        assert torch.equal(got.ids, want.ids)
+        assert torch.equal(got.present, want.present)
+        assert torch.equal(got.finished, want.finished)
+        assert torch.allclose(got.behavior_logprobs, want.behavior_logprobs, atol=2e-6)
+
+    def test_the_case_is_not_trivial(self, want):
+        lengths = want.present.sum(1)
+        assert len(lengths.unique()) > 4  # rows end at different times, so compaction happens
+        assert len({tuple(row) for row in want.ids.tolist()}) == len(want)
+
+    @pytest.mark.parametrize("chunk_rows", [1, 2, 5, 17])
+    def test_chunk_rows(self, llama, want, chunk_rows):
+        engine = EmbeddedEngine(llama, pad_id=PAD, chunk_rows=chunk_rows)
+        self.same(engine.generate(want.prompts, sampling=self.sampling, seed=4), want)
+
+    def test_row_order(self, llama, want):
+        p = want.prompts
+        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(0))
+        shuffled = replace(
+            p, ids=p.ids[order], mask=p.mask[order], group=p.group[order], row=p.row[order]
+        )
+        got = EmbeddedEngine(llama, pad_id=PAD).generate(shuffled, sampling=self.sampling, seed=4)
+        back = order.argsort()
+        assert torch.equal(got.ids[back], want.ids)
+        assert torch.equal(got.finished[back], want.finished)
+
+    def test_a_share_of_the_rows(self, llama, want):
+        p, rows = want.prompts, torch.arange(1, len(want), 2)
+        share = replace(p, ids=p.ids[rows], mask=p.mask[rows], group=p.group[rows], row=p.row[rows])
+        got = EmbeddedEngine(llama, pad_id=PAD).generate(share, sampling=self.sampling, seed=4)
+        size = got.ids.shape[1]
+        assert torch.equal(got.ids, want.ids[rows, :size])
+
+    def test_groups(self, llama, want):
+        alone = replace(want.prompts, group=torch.arange(len(want)) + 100)
+        got = EmbeddedEngine(llama, pad_id=PAD).generate(alone, sampling=self.sampling, seed=4)
+        self.same(got, want)
+
+    @pytest.mark.parametrize("fill", [PAD, 5, 63])
+    def test_padding(self, llama, want, fill):
+        p = want.prompts
+        ids = p.ids.masked_fill(~p.mask, fill)
+        wide = replace(
+            p,
+            ids=torch.nn.functional.pad(ids, (9, 0), value=fill),
+            mask=torch.nn.functional.pad(p.mask, (9, 0), value=False),
+        )
+        got = EmbeddedEngine(llama, pad_id=PAD).generate(wide, sampling=self.sampling, seed=4)
+        self.same(got, want)
+
+    @pytest.mark.parametrize("pad_id", [5, 6, 63])
+    def test_the_pad_id_even_if_it_is_a_stop_id(self, llama, want, pad_id):
+        engine = EmbeddedEngine(llama, pad_id=pad_id)
+        got = engine.generate(want.prompts, sampling=self.sampling, seed=4)
+        assert (got.ids[~got.present] == pad_id).all()
+        self.same(replace(got, ids=got.ids.masked_fill(~got.present, PAD)), want)
+
+    def test_but_the_seed_does(self, llama, want):
+        got = EmbeddedEngine(llama, pad_id=PAD).generate(
+            want.prompts, sampling=self.sampling, seed=5
+        )
+        assert not torch.equal(got.ids[:, :2], want.ids[:, :2])
+
+    def test_a_broken_variant_fails(self, llama, want, monkeypatch):
+        """Draws from a shared generator depend on the batch, which the tests above would see."""
+        from kedge.backends.hf import rollout
+
+        generator = torch.Generator().manual_seed(0)
+        monkeypatch.setattr(
+            rollout,
+            "uniforms",
+            lambda seed, rows, t: torch.rand(
+                len(rows), len(t), dtype=torch.float64, generator=generator
+            ),
+        )
+        runs = [
+            EmbeddedEngine(llama, pad_id=PAD, chunk_rows=n).generate(
+                want.prompts, sampling=self.sampling, seed=4
+            )
+            for n in (18, 5)
+        ]
+        with pytest.raises((AssertionError, RuntimeError)):
+            self.same(*runs)
+
+
+class TestEnds:
+    def test_all_rows_end_at_the_first_token(self, llama):
+        sampling = Sampling(max_new_tokens=9, stop_ids=tuple(range(VOCAB)))
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert rollout.ids.shape == (6, 1)
+        assert rollout.finished.all()
+
+    def test_a_stop_token_in_the_last_place_counts_as_finished(self, llama):
+        sampling = Sampling(max_new_tokens=1, stop_ids=tuple(range(VOCAB)))
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert rollout.finished.all()
+
+    def test_without_stops_every_row_is_full_and_unfinished(self, llama):
+        sampling = Sampling(max_new_tokens=5)
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert rollout.present.all()
+        assert rollout.ids.shape == (6, 5)
+        assert not rollout.finished.any()
+
+    @pytest.mark.parametrize(("limit", "slots"), [(9, 2), (1, 1)])
+    def test_the_spare_slot(self, llama, limit, slots):
+        sampling = Sampling(max_new_tokens=limit, stop_ids=tuple(range(VOCAB)))
+        engine = EmbeddedEngine(llama, pad_id=PAD, spare_slot=True)
+        rollout = engine.generate(prompts(), sampling=sampling, seed=0)
+        assert rollout.ids.shape == (6, slots)
+        assert rollout.present.sum(1).tolist() == [1] * 6
+
+    def test_compaction_happens_and_the_batch_shrinks(self, llama):
+        sizes = []
+        hook = llama.register_forward_pre_hook(
+            lambda _, __, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        sampling = Sampling(max_new_tokens=16, stop_ids=(5, 6, 7, 8))
+        try:
+            rollout = EmbeddedEngine(llama, pad_id=PAD).generate(
+                prompts(copies=3), sampling=sampling, seed=4
+            )
+        finally:
+            hook.remove()
+        assert sizes[0] == 6  # each prompt is read once
+        assert sizes[1] == 18
+        assert sizes[-1] < 18
+        assert sizes[1:] == sorted(sizes[1:], reverse=True)
+        assert len(sizes) == rollout.present.sum(1).max()
+
+
+class TestTruncation:
+    def test_support_is_what_the_logprobs_are_normalised_over(self, llama):
+        sampling = Sampling(max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, stop_ids=(5, 6))
+        rollout = EmbeddedEngine(llama, pad_id=PAD, chunk_rows=4).generate(
+            prompts(copies=2), sampling=sampling, seed=0
+        )
+        allowed = rollout.support
+        assert allowed.shape[:2] == rollout.ids.shape
+        assert allowed.shape[2] <= 5
+        assert ((allowed == rollout.ids[..., None]).any(-1) == rollout.present).all()
+        assert (allowed[~rollout.present] == -1).all()
+        logits = full_logits(llama, rollout) / 0.8
+        inside = logits.gather(-1, allowed.clamp(min=0)).masked_fill(allowed < 0, -math.inf)
+        picked = logits.gather(-1, rollout.ids[..., None])[..., 0]
+        want = (picked - inside.logsumexp(-1)).masked_fill(~rollout.present, 0.0)
+        assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
+
+    def test_support_is_recorded_only_when_asked_for_and_needed(self, llama):
+        cut, plain = Sampling(max_new_tokens=2, top_k=3), Sampling(max_new_tokens=2)
+        engine = EmbeddedEngine(llama, pad_id=PAD)
+        assert engine.generate(prompts(), sampling=plain, seed=0).support is None
+        engine = EmbeddedEngine(llama, pad_id=PAD, keep_support=False)
+        assert engine.generate(prompts(), sampling=cut, seed=0).support is None
+
+    def test_a_banned_stop_token_never_leaves_an_empty_support(self, llama):
+        sampling = Sampling(
+            max_new_tokens=4, min_new_tokens=3, top_k=1, stop_ids=tuple(range(1, VOCAB))
+        )
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert (rollout.ids[:, :3] == 0).all()
+        assert torch.isfinite(rollout.behavior_logprobs).all()
+
+
+class TestTheModelIsLeftAsItWas:
+    def test_dropout_is_off_while_sampling_and_modes_are_restored(self):
+        model = policy("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+        engine = EmbeddedEngine(model, pad_id=PAD)
+        model.train()
+        model.transformer.h[0].eval()  # a mix of modes comes back as it was
+        modes = [m.training for m in model.modules()]
+        first = engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
+        second = engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
+        assert [m.training for m in model.modules()] == modes
+        assert torch.equal(first.behavior_logprobs, second.behavior_logprobs)
+        want = logprobs_of(full_logits(model, first), first)
+        assert (first.behavior_logprobs - want).abs().max() < 1e-5
+
+    def test_modes_are_restored_after_an_error(self, llama):
+        model = copy.deepcopy(llama).train()
+        with torch.no_grad():
+            model.lm_head.weight.fill_(math.nan)
+        with pytest.raises(RolloutError, match="NaN"):
+            EmbeddedEngine(model, pad_id=PAD).generate(
+                prompts(), sampling=Sampling(max_new_tokens=3), seed=0
+            )
+        assert all(m.training for m in model.modules())
+
+    def test_no_gradient_graph_is_kept(self, llama):
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(
+            prompts(), sampling=Sampling(max_new_tokens=3), seed=0
+        )
+        assert not rollout.behavior_logprobs.requires_grad
+
+
+class TestWeights:
+    def test_a_live_engine_follows_the_model(self, llama):
+        model = copy.deepcopy(llama)
+        engine = EmbeddedEngine(model, pad_id=PAD)
+        assert engine.live
+        before = engine.load_weights({}, 1)
+        assert before.fingerprint == fingerprint(policy_weights(model))
+        with torch.no_grad():
+            model.lm_head.weight[3, 3] += 1e-3
+        assert engine.load_weights({}, 2).fingerprint != before.fingerprint
+
+    def test_a_copy_changes_only_when_weights_are_loaded(self, llama):
+        model, sampling = copy.deepcopy(llama), Sampling(max_new_tokens=6)
+        engine = EmbeddedEngine(model, pad_id=PAD, live=False)
+        assert not engine.live
+        want = engine.generate(prompts(), sampling=sampling, seed=0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        assert torch.equal(engine.generate(prompts(), sampling=sampling, seed=0).ids, want.ids)
+        receipt = engine.load_weights(policy_weights(model), 3)
+        assert receipt.fingerprint == fingerprint(policy_weights(model))
+        got = engine.generate(prompts(), sampling=sampling, seed=0)
+        live = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert torch.equal(got.ids, live.ids)
+        assert not torch.equal(got.ids, want.ids)
+        assert got.version.tolist() == [3] * 6
+
+    def test_the_receipt_tells_what_is_held_not_what_was_sent(self, llama):
+        model = copy.deepcopy(llama).bfloat16()
+        engine = EmbeddedEngine(model, pad_id=PAD, live=False)
+        sent = policy_weights(llama)
+        assert engine.load_weights(sent, 1).fingerprint != fingerprint(sent)
+
+    @pytest.mark.parametrize(
+        ("weights", "words"),
+        [
+            ({}, "no weights"),
+            ({"nope": torch.zeros(1)}, "'nope'"),
+            ({"lm_head.weight": torch.zeros(2, 2)}, r"\(2, 2\)"),
+        ],
+    )
+    def test_weights_that_do_not_fit(self, llama, weights, words):
+        engine = EmbeddedEngine(llama, pad_id=PAD, live=False)
+        with pytest.raises(SyncError, match=words):
+            engine.load_weights(weights, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+class TestPeft:
+    @pytest.fixture
+    def adapted(self, llama):
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5)
+        model = peft.get_peft_model(copy.deepcopy(llama), config)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(generator=torch.Generator().manual_seed(0))
+        return model.train()
+
+    def test_samples_from_base_and_adapter(self, adapted, llama):
+        sampling = Sampling(max_new_tokens=8)
+        rollout = EmbeddedEngine(adapted, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        want = logprobs_of(full_logits(adapted, rollout), rollout)
+        assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
+        base = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert not torch.equal(rollout.ids, base.ids)
+        merged = EmbeddedEngine(copy.deepcopy(adapted).merge_and_unload(), pad_id=PAD)
+        assert torch.equal(merged.generate(prompts(), sampling=sampling, seed=0).ids, rollout.ids)
+
+    def test_a_copy_takes_the_adapter_alone(self, adapted):
+        engine = EmbeddedEngine(adapted, pad_id=PAD, live=False)
+        weights = policy_weights(adapted)
+        assert weights
+        assert all("lora" in name for name in weights)
+        with torch.no_grad():
+            for w in weights.values():
+                w.mul_(2.0)
+        assert engine.load_weights(weights, 1).fingerprint == fingerprint(weights)
+        sampling = Sampling(max_new_tokens=8)
+        live = EmbeddedEngine(adapted, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert torch.equal(engine.generate(prompts(), sampling=sampling, seed=0).ids, live.ids)
+
+    def test_prompt_learning_is_refused(self, llama):
+        peft = pytest.importorskip("peft")
+        config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        engine = EmbeddedEngine(peft.get_peft_model(copy.deepcopy(llama), config), pad_id=PAD)
+        with pytest.raises(ConfigError, match="virtual tokens"):
+            engine.generate(prompts(), sampling=Sampling(max_new_tokens=2), seed=0)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, in elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if is_tensor(x)}
+        for leaf in tree_leaves(out):
+            if is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:  # no view
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+class TestMemory:
+    rows, steps, vocab = 12, 20, 5000
+
+    def generate(self, **sampling):
+        model = policy("llama", vocab_size=self.vocab, hidden_size=8)
+        engine = EmbeddedEngine(model, pad_id=PAD, chunk_rows=4)
+        batch = prompts(lengths=(7,) * self.rows)
+        with Largest() as seen:
+            engine.generate(batch, sampling=Sampling(max_new_tokens=self.steps, **sampling), seed=0)
+        return seen.elements
+
+    @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 9}, {"top_p": 0.01}])
+    def test_nothing_holds_more_than_one_vocabulary_per_row_in_flight(self, options):
+        assert self.generate(**options) <= 4 * self.vocab
+
+    def test_the_watch_sees_logits_of_whole_prompts(self, monkeypatch):
+        from kedge.backends.hf import decode
+
+        real = decode.CausalStepper.__init__
+
+        def keeps_all(stepper, model):
+            real(stepper, model)
+            del stepper._options["logits_to_keep"]
+
+        monkeypatch.setattr(decode.CausalStepper, "__init__", keeps_all)
+        assert self.generate() >= 4 * 7 * self.vocab
+
+
+class TestRefusals:
+    def refused(self, model, batch, error, words, **sampling):
+        with pytest.raises(error, match=words):
+            EmbeddedEngine(model, pad_id=PAD).generate(
+                batch, sampling=Sampling(**{"max_new_tokens": 3, **sampling}), seed=0
+            )
+
+    def test_an_empty_prompt(self, llama):
+        self.refused(llama, prompts(lengths=(3, 0, 2)), RolloutError, "row 1 is empty")
+
+    def test_right_padding(self, llama):
+        p = prompts()
+        flipped = replace(p, mask=p.mask.flip(1))
+        self.refused(llama, flipped, RolloutError, "left-padded")
+
+    def test_a_group_with_two_prompts(self, llama):
+        mixed = replace(prompts(), group=torch.tensor([0, 1, 2, 3, 0, 5]))
+        self.refused(llama, mixed, RolloutError, "rows 0 and 4 are of group 0")
+
+    def test_more_positions_than_the_model_has(self, llama):
+        self.refused(llama, prompts(), RolloutError, "need 129 positions", max_new_tokens=122)
+
+    def test_a_stop_id_beyond_the_vocabulary(self, llama):
+        self.refused(llama, prompts(), ConfigError, r"stop_ids=\(64,\)", stop_ids=(64,))
+
+    def test_stop_strings_without_a_tokenizer(self, llama):
+        self.refused(llama, prompts(), ConfigError, "tokenizer", stop_strings=("x",))
+
+    def test_an_encoder_decoder_model(self):
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+        model = T5ForConditionalGeneration(config)
+        self.refused(model, prompts(), ConfigError, "encoder-decoder")
