@@ -60,7 +60,7 @@ class ToyLearner:
         logp = self.logits.log_softmax(0)
         entropy = -(logp.exp() * logp).sum().expand(ids.shape)
         return PolicyOutput(
-            logprobs=logp[ids], entropy=entropy, values=self.value.expand(ids.shape)
+            logprobs=logp[ids], entropy=entropy, values=self.value.repeat(*ids.shape)
         )
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class ToyLearner:
             out = loss(self._respond(mb.rows.ids), mb)
             (out.parts["value"] if only_value else out.total).backward()
             for name, x in out.metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + float(x)
+                metrics[name] = metrics.get(name, 0.0) + float(x.detach())
         grad = self.logits.grad
         norm = 0.0 if grad is None else float(grad.norm())
         self.optimizer.step()
