@@ -84,7 +84,7 @@ class Annotation:
     """What the models say of a rollout before the update.  No gradients."""
 
     logprobs: Tensor  # float32 [B, R]; current policy, the anchor of the ratio
-    entropy: Tensor  # float32 [B, R]; of the policy's distribution at each response token, nats
+    entropy: Tensor | None = None  # float32 [B, R]; of the policy's distribution, nats
     ref_logprobs: Tensor | None = None  # float32 [B, R]
     values: Tensor | None = None  # float32 [B, R]; V(state before token t), and one slot beyond
     last_values: Tensor | None = None  # float32 [B]; V(state after the last token)
@@ -147,8 +147,8 @@ class MicroBatch:
 class PolicyOutput:
     """One forward pass over a micro-batch, response positions only."""
 
-    logprobs: Tensor  # float32 [b, R], with gradient; 0 off ``present``
-    entropy: Tensor  # float32 [b, R], no gradient unless the algorithm asks; 0 off ``present``
+    logprobs: Tensor  # float32 [b, R], with gradient; 0 off the mask
+    entropy: Tensor  # float32 [b, R], no gradient; 0 off the mask
     values: Tensor | None = None  # float32 [b, R], with gradient
 
 

@@ -1,0 +1,94 @@
+"""Policy and value in one module, so that one forward pass serves both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kedge.backends.hf.model import CausalParts, trunk
+from kedge.backends.hf.packing import Packed
+from kedge.backends.hf.value_head import ScalarHead, ScalarModel
+from kedge.math.logprob import Draw, linear_logprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a forward pass shall say of packed rows.
+
+    Args:
+        packed: prompts and responses.
+        tokens: bool [b, R]; the response tokens whose log-probability is wanted.
+        targets: int64 [n]; their ids.
+        draw: what could be drawn at those tokens.
+        slots: bool [b, R]; the value of the state before each is wanted.
+        ends: also the values of the states after the last token.
+        policy: log-probabilities are wanted at all.
+        only_value: the policy, trunk included, gets no gradient.
+    """
+
+    packed: Packed
+    tokens: Tensor
+    targets: Tensor
+    draw: Draw
+    slots: Tensor | None = None
+    ends: bool = False
+    policy: bool = True
+    only_value: bool = False
+
+
+class Said(NamedTuple):
+    """The answers: flat, in row-major order of the slots asked about."""
+
+    logprobs: Tensor | None  # float32 [n]
+    entropy: Tensor | None  # float32 [n]
+    values: Tensor | None  # float32 [m]
+    ends: Tensor | None  # float32 [b]
+    hidden: Tensor | None  # float [n, H] of the policy
+
+
+class ActorCritic(nn.Module):
+    """A policy, and a value model of its own or a value head on the policy's trunk."""
+
+    def __init__(
+        self, policy: nn.Module, parts: CausalParts, value: ScalarModel | ScalarHead | None
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value = value
+        self._parts = (parts,)  # in a tuple: its modules are the policy's, not registered twice
+
+    @property
+    def parts(self) -> CausalParts:
+        """Trunk and head of the policy."""
+        return self._parts[0]
+
+    @property
+    def shared(self) -> bool:
+        """Whether the value reads the policy's trunk."""
+        return isinstance(self.value, ScalarHead)
+
+    def forward(self, ask: Ask) -> Said:
+        """Everything asked for, from one pass through each trunk that is needed."""
+        logprobs = entropy = hidden = values = ends = states = None
+        packed = ask.packed
+        if ask.slots is not None:
+            states = packed.states(ask.slots)
+            states = torch.cat([states, packed.ends]) if ask.ends else states
+        if ask.policy or (self.shared and states is not None):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not ask.only_value):
+                whole = trunk(self.parts.backbone, packed.ids).flatten(0, 1)
+                if ask.policy:
+                    hidden = whole[packed.states(ask.tokens)]
+                    logprobs, entropy = linear_logprob(
+                        hidden, self.parts.head(), ask.targets, draw=ask.draw
+                    )
+            if self.shared and states is not None:
+                values = self.value(whole[states])[:, 0]  # type: ignore[misc]
+        if isinstance(self.value, ScalarModel) and states is not None:
+            values = self.value(packed.ids, states)
+        if values is not None and ask.ends:
+            values, ends = values.split([len(values) - len(packed.ids), len(packed.ids)])
+        return Said(logprobs, entropy, values, ends, hidden)

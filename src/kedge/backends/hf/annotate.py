@@ -1,0 +1,67 @@
+"""What policy, value model and reference say of some rows, in one visit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
+from kedge.backends.hf.model import trunk
+from kedge.backends.hf.packing import pack, place
+from kedge.backends.hf.reference import Reference
+from kedge.backends.hf.settings import LearnerSettings
+from kedge.math.logprob import linear_kl, linear_logprob
+from kedge.types import Rollout
+
+
+def annotate_rows(
+    module: ActorCritic,
+    reference: Reference | None,
+    rollout: Rollout,
+    index: Tensor,
+    names: set[str],
+    settings: LearnerSettings,
+) -> dict[str, Tensor]:
+    """The fields ``names`` of an Annotation for the rows ``index`` int64 [b]; call in no_grad."""
+    ids, present = rollout.ids[index], rollout.present[index]
+    prompts = rollout.prompts
+    slots = None
+    if "values" in names:
+        every = torch.arange(present.shape[1], device=present.device)
+        slots = every <= present.sum(1)[:, None]
+    ask = Ask(
+        packed=pack(prompts.ids[index], prompts.mask[index], ids, present),
+        tokens=present,
+        targets=ids[present],
+        draw=settings.draw(present, None if rollout.support is None else rollout.support[index]),
+        slots=slots,
+        ends=slots is not None,
+        policy=bool(names & {"logprobs", "full_kl"}),
+    )
+    said: Said = module(ask)
+    flat: dict[str, Tensor] = {}
+    if "logprobs" in names and said.logprobs is not None and said.entropy is not None:
+        flat |= {"logprobs": said.logprobs, "entropy": said.entropy}
+    if names & {"ref_logprobs", "full_kl"} and reference is not None:
+        flat |= _refer(module, reference, ask, said, names)
+    found = {name: place(x, present) for name, x in flat.items()}
+    if slots is not None and said.values is not None and said.ends is not None:
+        found |= {"values": place(said.values, slots), "last_values": said.ends}
+    return found
+
+
+def _refer(
+    module: ActorCritic, reference: Reference, ask: Ask, said: Said, names: set[str]
+) -> dict[str, Tensor]:
+    found = {}
+    head = module.parts.head()
+    with reference.active() as parts:
+        whole = trunk(parts.backbone, ask.packed.ids).flatten(0, 1)
+        hidden = whole[ask.packed.states(ask.tokens)]
+        if "ref_logprobs" in names:
+            found["ref_logprobs"], _ = linear_logprob(
+                hidden, parts.head(), ask.targets, draw=ask.draw
+            )
+        if "full_kl" in names and said.hidden is not None:
+            found["full_kl"] = linear_kl(said.hidden, head, hidden, parts.head(), draw=ask.draw)
+    return found

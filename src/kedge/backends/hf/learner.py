@@ -1,0 +1,330 @@
+"""The learner on transformers, torch and accelerate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import TrainingArguments
+
+from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
+from kedge.backends.hf.annotate import annotate_rows
+from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.hf.model import (
+    causal_parts,
+    check_trainable,
+    checkpoint_activations,
+    no_dropout,
+    set_training,
+)
+from kedge.backends.hf.optim import build_optimizer, build_schedule, norms, parameter_groups, scale_
+from kedge.backends.hf.packing import by_length, check_prompts, pack, place, to_device
+from kedge.backends.hf.reference import Reference
+from kedge.backends.hf.settings import LearnerSettings
+from kedge.backends.hf.value_head import ScalarHead, ScalarModel
+from kedge.errors import CheckpointError, ConfigError, KedgeError
+from kedge.protocols import LossFn
+from kedge.types import Annotation, Experience, MicroBatch, PolicyOutput, Rollout
+
+_PATIENCE = 3  # optimiser steps in a row that may be skipped
+
+
+class HFLearner:
+    """Holds policy, value model, reference and optimiser.
+
+    Args:
+        policy: causal language model.
+        args: optimiser, schedule and weight decay are read from it.
+        settings: everything else.
+        value: a model of its own, a head on the policy's trunk, or None.
+        reference: what the policy is held to, or None.
+        accelerator: device, precision and processes; None makes one from ``args``.
+        optimizers: your own (optimizer, scheduler); None where it shall be made.
+
+    Raises:
+        ConfigError: a model that cannot be trained this way.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        args: TrainingArguments,
+        settings: LearnerSettings,
+        *,
+        value: ScalarModel | ScalarHead | None = None,
+        reference: Reference | None = None,
+        accelerator: Accelerator | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+    ) -> None:
+        self.settings = settings
+        self.accelerator = accelerator or Accelerator(
+            cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        )
+        if self.accelerator.distributed_type in {DistributedType.FSDP, DistributedType.DEEPSPEED}:
+            raise ConfigError(f"{self.accelerator.distributed_type} is not supported yet")
+        self.device = self.accelerator.device
+        self.module = ActorCritic(policy, causal_parts(policy), value).to(self.device)
+        self.reference = None if reference is None else reference.to(self.device)
+        self._prepare()
+        self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
+        self.scheduler = optimizers[1] or build_schedule(
+            args, self.optimizer, settings.total_updates
+        )
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.accelerator.mixed_precision == "fp16"
+        )
+        self.version = 0
+        self.skipped = self._in_a_row = 0
+
+    def _prepare(self) -> None:
+        no_dropout(self.module)
+        check_trainable(
+            self.module.named_parameters(), allow_low=self.settings.allow_low_precision_weights
+        )
+        if self.settings.gradient_checkpointing:
+            options = self.settings.checkpointing_options
+            for model in self._models():
+                checkpoint_activations(model, None if options is None else dict(options))
+        set_training(self.module, False)
+        if self.ranks > 1:
+            for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def _models(self) -> list[nn.Module]:
+        value = self.module.value
+        return [self.policy, *([value.model] if isinstance(value, ScalarModel) else [])]
+
+    def _groups(self, args: TrainingArguments) -> list[dict[str, Any]]:
+        rate = self.settings.value_learning_rate
+        models = {"policy": (self.policy, args.learning_rate)}
+        if self.module.value is not None:
+            models["value"] = (self.module.value, args.learning_rate if rate is None else rate)
+        return parameter_groups(models, args.weight_decay)
+
+    @property
+    def policy(self) -> nn.Module:
+        """The policy, as it was given."""
+        return self.module.policy
+
+    @property
+    def value(self) -> ScalarModel | ScalarHead | None:
+        """The value model or value head."""
+        return self.module.value
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train together."""
+        return self.accelerator.num_processes
+
+    # -- before the update ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def annotate(
+        self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
+    ) -> Annotation:
+        """Log-probabilities, reference and values of a rollout, without gradient."""
+        if (reference or full_kl) and self.reference is None:
+            raise ConfigError("the reference was asked for, but the learner was given none")
+        if values and self.value is None:
+            raise ConfigError("values were asked for, but the learner was given no value model")
+        check_prompts(rollout.prompts.mask)
+        rollout = to_device(rollout, self.device)
+        reuse = self._reusable(rollout)
+        set_training(self.module, False)
+        shape, lengths = rollout.ids.shape, rollout.prompts.mask.sum(1) + rollout.present.sum(1)
+        names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
+        names |= {"ref_logprobs": reference, "full_kl": full_kl}
+        out = {n: torch.zeros(shape, device=self.device) for n, wanted in names.items() if wanted}
+        if values:
+            out["last_values"] = torch.zeros(len(rollout), device=self.device)
+        groups = by_length(
+            lengths.tolist(),
+            tokens=self.settings.forward_rows * int(lengths.max()),
+            spare=self.settings.spare_tokens,
+        )
+        for rows in groups:
+            index = torch.tensor(rows, device=self.device)
+            with self.accelerator.autocast():
+                found = annotate_rows(
+                    self.module, self.reference, rollout, index, set(out), self.settings
+                )
+            for name, x in found.items():
+                out[name][index] = x
+        if reuse and rollout.behavior_logprobs is not None:
+            out["logprobs"] = rollout.behavior_logprobs
+        return Annotation(**out)
+
+    def _reusable(self, rollout: Rollout) -> bool:
+        return (
+            self.settings.reuse_behavior_logprobs
+            and rollout.behavior_logprobs is not None
+            and bool((rollout.version == self.version).all())
+        )
+
+    # -- the update ---------------------------------------------------------------------------
+
+    def update(
+        self, step: Iterable[MicroBatch], loss: LossFn, *, only_value: bool = False
+    ) -> dict[str, float]:
+        """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks.
+
+        Raises:
+            KedgeError: the gradient was not finite three times in a row.
+        """
+        set_training(self.module, self.settings.gradient_checkpointing)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, Tensor] = {}
+        for whole in step:
+            for part in self._split(whole):
+                output = self._output(part.rows, only_value)
+                found = loss(output, part)
+                self.scaler.scale(found.total).backward()
+                for name, x in found.metrics.items():
+                    sums[name] = sums.get(name, 0.0) + x.detach().float()
+        total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
+        metrics = dict(zip(sums, total.tolist(), strict=True))
+        self._sum_gradients()
+        self.scaler.unscale_(self.optimizer)
+        return metrics | self._step()
+
+    def _split(self, whole: MicroBatch) -> Iterator[MicroBatch]:
+        """The micro-batch on the device, cut further where rows differ much in length."""
+        rows = whole.rows
+        lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
+        groups = by_length(lengths, tokens=2**62, spare=self.settings.spare_tokens)
+        for group in groups:
+            index = torch.tensor(group, device=rows.ids.device)
+            yield MicroBatch(
+                rows=to_device(rows.rows(index), self.device),
+                token_weight=whole.token_weight[index].to(self.device),
+                value_weight=whole.value_weight[index].to(self.device),
+                row_weight=whole.row_weight[index].to(self.device),
+            )
+
+    def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
+        slots = None if self.value is None else rows.value_mask
+        ask = Ask(
+            packed=pack(rows.prompt_ids, rows.prompt_mask, rows.ids, rows.present),
+            tokens=rows.mask,
+            targets=rows.ids[rows.mask],
+            draw=self.settings.draw(rows.mask, None if rows.support is None else rows.support),
+            slots=slots,
+            only_value=only_value,
+        )
+        with self.accelerator.autocast():
+            said: Said = self.module(ask)
+        assert said.logprobs is not None and said.entropy is not None  # asked for  # noqa: PT018
+        return PolicyOutput(
+            logprobs=place(said.logprobs, rows.mask),
+            entropy=place(said.entropy, rows.mask),
+            values=None if slots is None or said.values is None else place(said.values, slots),
+        )
+
+    def _sum_gradients(self) -> None:
+        """Loss weights sum to 1 over all ranks, so gradients just add.
+
+        Done by hand after the last micro-batch: ranks may hold different numbers of them, and a
+        step may leave some weights without a gradient.
+        """
+        if self.ranks == 1:
+            return
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        has = torch.tensor([float(p.grad is not None) for p in trained], device=self.device)
+        dist.all_reduce(has)
+        for p, anywhere in zip(trained, has.tolist(), strict=True):
+            if anywhere:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+
+    def _step(self) -> dict[str, float]:
+        grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
+        found = {n: float(x) for n, x in norms(grads).items()}
+        names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in found}
+        finite = math.isfinite(found[""])
+        if finite:
+            if self.settings.max_grad_norm:
+                every = [g for group in grads.values() for g in group]
+                scale_(every, found[""], self.settings.max_grad_norm)
+            self.scaler.step(self.optimizer)
+            self.version += 1
+            self._in_a_row = 0
+        else:
+            self.skipped += 1
+            self._in_a_row += 1
+        self.scaler.update()
+        if self._in_a_row >= _PATIENCE:
+            raise KedgeError(
+                f"the gradient was not finite in {self._in_a_row} optimiser steps in a row (norms: "
+                f"{found}); look for infinite rewards or a learning rate that is too high"
+            )
+        rate = self.optimizer.param_groups[0]["lr"]
+        sizes = {names[n]: x for n, x in found.items()} if finite else {}
+        return sizes | {"lr": float(rate), "skipped_steps": float(self.skipped)}
+
+    def _trained(self) -> dict[str, list[nn.Parameter]]:
+        models: dict[str, nn.Module] = {"policy": self.policy}
+        if self.value is not None:
+            models["value"] = self.value
+        return {n: [p for p in m.parameters() if p.requires_grad] for n, m in models.items()}
+
+    def end_batch(self) -> None:
+        """A training step is over: the schedule moves on."""
+        self.scheduler.step()
+
+    # -- seen from outside ----------------------------------------------------------------------
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """A copy of the policy's weights that train."""
+        return {name: p.clone() for name, p in policy_weights(self.policy).items()}
+
+    def fingerprint(self) -> str:
+        """A short hash of the policy's weights."""
+        return fingerprint(policy_weights(self.policy))
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of ``x`` over all ranks, on the device it came from."""
+        if self.ranks == 1:
+            return x
+        summed = x.to(self.device, copy=True)
+        dist.all_reduce(summed)
+        return summed.to(x.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly here."""
+        return {
+            "weights": {name: [p.detach() for p in ps] for name, ps in self._trained().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "version": self.version,
+            "skipped": [self.skipped, self._in_a_row],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``.
+
+        Raises:
+            CheckpointError: it is of other models.
+        """
+        for name, mine in self._trained().items():
+            theirs = state["weights"].get(name, [])
+            if [p.shape for p in mine] != [p.shape for p in theirs]:
+                raise CheckpointError(
+                    f"the checkpoint's {name} weights have other shapes than this {name}'s"
+                )
+            for p, q in zip(mine, theirs, strict=True):
+                p.copy_(q)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.version = state["version"]
+        self.skipped, self._in_a_row = state["skipped"]

@@ -1,0 +1,213 @@
+"""Loading causal language models, and taking them apart into trunk and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from kedge.errors import ConfigError
+from kedge.math.logprob import Head
+
+_RATES = ("dropout", "layerdrop", "drop_path")
+
+
+def load_policy(
+    source: str | nn.Module,
+    *,
+    dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    quantization: Any = None,
+) -> PreTrainedModel:
+    """A causal language model, from a name, a folder, or as it is.
+
+    Args:
+        source: hub name or local folder, or a loaded model, which is returned unchanged.
+        dtype: of the loaded weights; weights that train must be float32.
+        revision: branch, tag or commit on the hub.
+        attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
+        trust_remote_code: run Python code that comes with the model.
+        quantization: a transformers quantization config, for frozen bases.
+    """
+    if isinstance(source, nn.Module):
+        return source  # type: ignore[return-value]
+    options = {
+        "revision": revision,
+        "attn_implementation": attn_implementation,
+        "quantization_config": quantization,
+    }
+    return AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+
+
+def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:
+    """Last hidden states float [b, L, H] of right-padded rows, without an attention mask."""
+    return backbone(input_ids=ids, use_cache=False).last_hidden_state
+
+
+@dataclass(frozen=True, slots=True)
+class CausalParts:
+    """A causal language model as trunk and head; nothing is copied."""
+
+    backbone: nn.Module
+    output: nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def head(self) -> Head:
+        """The output head with the weights it has now."""
+        weight, bias = head_weight(self.output)
+        return Head(weight, bias, self.scale, self.softcap)
+
+
+def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, H] and bias [V] that an output layer applies now.
+
+    Raises:
+        ConfigError: the layer is not linear.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if type(module) is not nn.Linear or weight is None:
+        raise ConfigError(
+            f"the output layer is a {type(module).__name__}, but log-probabilities are computed "
+            "from the weight of a linear layer; leave the output layer out of quantization and "
+            "of adapters"
+        )
+    return weight, bias
+
+
+def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
+    """Trunk and head of a causal language model, by default checked on a few tokens.
+
+    Raises:
+        ConfigError: it has no linear head over a causal trunk, or its logits are computed in
+            another way than softcap(scale * head(trunk(x))).
+    """
+    inner: Any = model
+    if hasattr(model, "peft_config"):
+        inner = inner.get_base_model()
+    name = type(inner).__name__
+    config = getattr(inner, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder; a decoder-only model is needed")
+    backbone = backbone_of(inner)
+    output = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if backbone is None or output is None:
+        raise ConfigError(
+            f"{name} is no causal language model: it lacks a trunk or an output layer"
+        )
+    parts = CausalParts(backbone, output, _logit_scale(config), _softcap(config))
+    if verify:
+        _verify(model, parts, name)
+    return parts
+
+
+def backbone_of(model: nn.Module) -> nn.Module | None:
+    """The part of a transformers model below its head."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return getattr(model, prefix, None) if prefix else None
+
+
+def _logit_scale(config: Any) -> float:
+    if getattr(config, "logit_scale", None) is not None:  # Cohere
+        return float(config.logit_scale)
+    return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+
+
+def _softcap(config: Any) -> float | None:
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    return None if cap is None else float(cap)
+
+
+@torch.no_grad()
+def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
+    """Compare with the model's own logits, and a prefix with the whole."""
+    head, was_training = parts.head(), model.training
+    count = min(16, head.weight.shape[0])
+    ids = torch.arange(count, device=head.weight.device)[None]
+    model.eval()
+    try:
+        hidden = trunk(parts.backbone, ids)[0]
+        prefix = trunk(parts.backbone, ids[:, : count // 2])[0]
+        want = model(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        model.train(was_training)
+    logits = (hidden @ head.weight.T.to(hidden.dtype)).float()
+    logits = (logits if head.bias is None else logits + head.bias) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    slack = (1e-3 if hidden.dtype == torch.float32 else 5e-2) * float(want.abs().max() + 1)
+    gap = float((logits - want).abs().max())
+    if not gap <= slack:
+        raise ConfigError(
+            f"{name}: logits from trunk and head differ from the model's own by {gap:.3g}; it "
+            "post-processes logits in a way that is not supported"
+        )
+    ahead = float((hidden[: len(prefix)] - prefix).abs().max())
+    if not ahead <= slack:
+        raise ConfigError(f"{name} is not causal: later tokens change earlier states ({ahead:.3g})")
+
+
+def no_dropout(model: nn.Module) -> None:
+    """Set every dropout rate of a model to zero, for good."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and any(rate in name for rate in _RATES):
+                setattr(module, name, 0.0)
+
+
+def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) -> None:
+    """Recompute activations in the backward instead of keeping them.
+
+    Raises:
+        ConfigError: the model cannot.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not getattr(model, "supports_gradient_checkpointing", False) or not layers:
+        raise ConfigError(
+            f"gradient_checkpointing=True, but {type(model).__name__} does not support it; "
+            "set gradient_checkpointing=False"
+        )
+    options = options or {"use_reentrant": False}
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def set_training(model: nn.Module, training: bool) -> None:
+    """Evaluation mode throughout, but for layers that only checkpoint while they train."""
+    model.eval()
+    if training:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
+
+
+def check_trainable(named: Iterable[tuple[str, nn.Parameter]], *, allow_low: bool = False) -> None:
+    """Refuse weights that train in less than float32.
+
+    Raises:
+        ConfigError: such a weight, by name, with the reason.
+    """
+    for name, p in named:
+        if p.requires_grad and p.dtype not in {torch.float32, torch.float64} and not allow_low:
+            raise ConfigError(
+                f"{name} trains in {p.dtype}: a bf16 weight swallows an update smaller than 1/256 "
+                "of itself. Load the model in float32 and set bf16=True (autocast), or set "
+                "allow_low_precision_weights=True"
+            )

@@ -1,0 +1,115 @@
+"""Rows of prompt and response without the padding between them.
+
+A row of the batch is a left-padded prompt and a right-padded response.  A causal model is fed
+prompt and response joined, padding last: every real token then attends to real tokens only, and
+stands at its true position, without any attention mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kedge.errors import DataError
+from kedge.types import Experience, PromptBatch, Rollout
+
+Record = TypeVar("Record", Rollout, Experience, PromptBatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Joined rows, and where to find the states that matter."""
+
+    ids: Tensor  # int64 [b, L]; right-padded with 0
+    lengths: Tensor  # int64 [b]; real tokens
+    prompt_lengths: Tensor  # int64 [b]
+
+    def states(self, slots: Tensor) -> Tensor:
+        """Flat indices int64 [n] into [b * L] of the states before the response slots marked.
+
+        Args:
+            slots: bool [b, R]; the state before slot t has read the prompt and t response tokens.
+        """
+        row, t = slots.nonzero(as_tuple=True)
+        return row * self.ids.shape[1] + self.prompt_lengths[row] + t - 1
+
+    @property
+    def ends(self) -> Tensor:
+        """Flat indices int64 [b] of the states after the last real token."""
+        rows = torch.arange(len(self.ids), device=self.ids.device)
+        return rows * self.ids.shape[1] + self.lengths - 1
+
+
+def check_prompts(mask: Tensor) -> None:
+    """Refuse prompts, bool [B, P], without a token: no state precedes their first response token.
+
+    Raises:
+        DataError: names the rows.
+    """
+    empty = (~mask.any(1)).nonzero()[:, 0].tolist()
+    if empty:
+        raise DataError(f"the prompts of rows {empty} have no token; give each at least one")
+
+
+def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+    """Join prompts and responses.
+
+    Args:
+        prompt_ids: int64 [b, P], left-padded.
+        prompt_mask: bool [b, P].
+        ids: int64 [b, R], right-padded.
+        present: bool [b, R], a prefix of each row.
+    """
+    prompt_lengths = prompt_mask.sum(1)
+    mask = torch.cat([prompt_mask, present], dim=1)
+    lengths = mask.sum(1)
+    joined = torch.cat([prompt_ids, ids], dim=1)
+    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    longest = int(lengths.max()) if len(lengths) else 0
+    packed = joined.masked_fill(~mask, 0).gather(1, order)[:, :longest]
+    return Packed(ids=packed, lengths=lengths, prompt_lengths=prompt_lengths)
+
+
+def place(flat: Tensor, slots: Tensor) -> Tensor:
+    """Values [n] of the marked slots back on bool [b, R]; 0 elsewhere.  Differentiable."""
+    return flat.new_zeros(slots.shape).masked_scatter(slots, flat)
+
+
+def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[int]]:
+    """Rows grouped so that a group, padded to its longest row, wastes little.
+
+    Args:
+        lengths: real tokens of each row.
+        tokens: padded tokens that a group may have (a single longer row is a group).
+        spare: padding that a group may have: about what one more forward pass costs.
+
+    Returns:
+        Row numbers, longest first; each row once.
+    """
+    groups: list[list[int]] = []
+    waste = longest = 0
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        more = waste + longest - lengths[row]
+        if groups and more <= spare and longest * (len(groups[-1]) + 1) <= tokens:
+            groups[-1].append(row)
+            waste = more
+        else:
+            groups.append([row])
+            longest, waste = lengths[row], 0
+    return groups
+
+
+def to_device(record: Record, device: torch.device) -> Record:
+    """A record with its tensors, and those of the records in it, on a device."""
+    moved: dict[str, Any] = {}
+    for field in fields(record):
+        x = getattr(record, field.name)
+        if isinstance(x, Tensor):
+            moved[field.name] = x.to(device, non_blocking=True)
+        elif isinstance(x, PromptBatch):
+            moved[field.name] = to_device(x, device)
+    return replace(record, **moved)

@@ -1,0 +1,88 @@
+"""The policy that training is held to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from kedge.backends.hf.model import CausalParts, causal_parts, no_dropout
+
+
+class Reference(Protocol):
+    """Gives the reference policy for the length of a ``with`` block."""
+
+    def active(self) -> AbstractContextManager[CausalParts]:
+        """Trunk and head of the reference."""
+        ...
+
+    def to(self, device: torch.device) -> Reference:
+        """The same on a device."""
+        ...
+
+
+class FrozenModel:
+    """A reference with weights of its own.
+
+    Args:
+        model: causal language model; it is frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.requires_grad_(False).eval()
+        no_dropout(self.model)
+        self.parts = causal_parts(self.model)
+
+    @contextmanager
+    def active(self) -> Iterator[CausalParts]:
+        """Trunk and head of the model."""
+        yield self.parts
+
+    def to(self, device: torch.device) -> FrozenModel:
+        """The same on a device."""
+        self.model.to(device)
+        return self
+
+
+class OtherAdapter:
+    """The policy's own base, without its adapter or with another one.
+
+    Args:
+        policy: a PEFT model.
+        name: the reference's adapter; None: the base alone.
+    """
+
+    def __init__(self, policy: Any, name: str | None = None) -> None:
+        self.policy, self.name = policy, name
+        with self.active() as parts:
+            self.parts = parts
+
+    @contextmanager
+    def active(self) -> Iterator[CausalParts]:
+        """Trunk and head, with the reference's adapter for the length of the block alone."""
+        if self.name is None:
+            with self.policy.disable_adapter():
+                yield causal_parts(self.policy, verify=False)
+            return
+        before = self.policy.active_adapter
+        trains = [(p, p.requires_grad) for p in self.policy.parameters()]
+        self.policy.set_adapter(self.name)
+        try:
+            yield causal_parts(self.policy, verify=False)
+        finally:
+            self.policy.set_adapter(before)
+            for p, flag in trains:
+                p.requires_grad_(flag)
+
+    def to(self, device: torch.device) -> OtherAdapter:
+        """The same: it lives where the policy lives."""
+        return self
+
+
+def copy_of(policy: nn.Module) -> FrozenModel:
+    """The policy as it is now, frozen."""
+    return FrozenModel(copy.deepcopy(policy))

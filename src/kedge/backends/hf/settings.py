@@ -1,0 +1,54 @@
+"""How the learner computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.math.logprob import Draw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """How the learner computes; the optimiser's own settings are TrainingArguments.
+
+    Args:
+        total_updates: training steps that the learning-rate schedule covers.
+        temperature: logits are divided by it, as in sampling.
+        min_new_tokens: no stop token can be drawn before this many.
+        stop_ids: the stop tokens.
+        value_learning_rate: None takes the policy's.
+        max_grad_norm: gradients are scaled down to it; 0 is off.
+        forward_rows: rows of one forward pass without gradient.
+        spare_tokens: padding that is cheaper than one more forward pass.
+        gradient_checkpointing: recompute activations in the backward.
+        checkpointing_options: passed to torch.utils.checkpoint.
+        reuse_behavior_logprobs: take what the sampler recorded with these same weights.
+        allow_low_precision_weights: let bf16 and fp16 weights train.
+    """
+
+    total_updates: int
+    temperature: float = 1.0
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    value_learning_rate: float | None = None
+    max_grad_norm: float = 1.0
+    forward_rows: int = 64
+    spare_tokens: int = 128
+    gradient_checkpointing: bool = False
+    checkpointing_options: Mapping[str, Any] | None = None
+    reuse_behavior_logprobs: bool = False
+    allow_low_precision_weights: bool = False
+
+    def draw(self, tokens: Tensor, support: Tensor | None) -> Draw:
+        """What could be drawn at the marked tokens bool [b, R]; support int64 [b, R, K]."""
+        banned = None
+        if self.min_new_tokens and self.stop_ids:
+            early = tokens.nonzero()[:, 1] < self.min_new_tokens
+            banned = (early, torch.tensor(self.stop_ids, device=tokens.device))
+        chosen = None if support is None else support[tokens]
+        return Draw(temperature=self.temperature, banned=banned, support=chosen)

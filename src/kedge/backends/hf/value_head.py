@@ -1,0 +1,130 @@
+"""Models that give one number per token."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from kedge.backends.hf.model import CausalParts, backbone_of, trunk
+from kedge.errors import ConfigError
+
+_HEADS = ("score", "classifier", "v_head")
+
+
+class ScalarHead(nn.Module):
+    """A linear map from hidden states to one number, in float32.
+
+    Args:
+        size: H.
+        init: "zero", or "normal" with standard deviation 1/sqrt(H + 1) (arXiv:2403.17031).
+        bias: whether it has one, 0 at first.
+    """
+
+    def __init__(self, size: int, *, init: Literal["zero", "normal"] = "zero", bias: bool = True):
+        super().__init__()
+        self.summary = nn.Linear(size, 1, bias=bias, dtype=torch.float32)
+        nn.init.zeros_(self.summary.weight)
+        if init == "normal":
+            nn.init.normal_(self.summary.weight, std=(size + 1) ** -0.5)
+        if bias:
+            nn.init.zeros_(self.summary.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Float [..., H] -> float32 [..., 1]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.summary(hidden.to(self.summary.weight.dtype))
+
+
+class ScalarModel(nn.Module):
+    """A trunk and a head that gives one number per state.
+
+    Args:
+        model: the whole model, what is saved.
+        backbone: the part of it that makes hidden states.
+        head: the part that makes numbers, [..., H] -> [..., 1].
+    """
+
+    def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._backbone, self._head = [backbone], [head]  # lists: their weights are model's
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The trunk."""
+        return self._backbone[0]
+
+    @property
+    def head(self) -> nn.Module:
+        """The head."""
+        return self._head[0]
+
+    def forward(self, ids: Tensor, states: Tensor) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
+        hidden = trunk(self.backbone, ids)
+        return self.head(hidden.flatten(0, 1)[states])[:, 0].float()
+
+
+def scalar_model(model: nn.Module) -> ScalarModel:
+    """One number per token from a sequence-classification model with one label.
+
+    Raises:
+        ConfigError: no trunk, no head for single states, several labels, or a trunk that looks
+            ahead (a value must not see the tokens after it).
+    """
+    name = type(model).__name__
+    if isinstance(model, ScalarModel):
+        return model
+    backbone = backbone_of(model)
+    head = next((getattr(model, h) for h in _HEADS if hasattr(model, h)), None)
+    if backbone is None or head is None:
+        raise ConfigError(
+            f"{name} cannot be a value model: it needs a trunk and a head named "
+            f"{' or '.join(_HEADS[:2])}; pass an AutoModelForSequenceClassification"
+        )
+    found = ScalarModel(model, backbone, head)
+    _verify(found, name)
+    return found
+
+
+@torch.no_grad()
+def _verify(value: ScalarModel, name: str) -> None:
+    was_training = value.training
+    device = next(value.parameters()).device
+    ids = torch.arange(8, device=device)[None]
+    value.eval()
+    try:
+        hidden = trunk(value.backbone, ids)[0]
+        prefix = trunk(value.backbone, ids[:, :4])[0]
+        out = value.head(hidden)
+    finally:
+        value.train(was_training)
+    if out.shape != (8, 1):
+        raise ConfigError(
+            f"{name} gives {out.shape[-1]} numbers per token; a value model has num_labels=1"
+        )
+    if not torch.allclose(hidden[:4], prefix, rtol=1e-2, atol=1e-3):
+        raise ConfigError(f"{name} cannot be a value model: it reads the tokens that come after")
+
+
+def load_value(
+    source: str | nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> ScalarModel:
+    """A value model from a sequence-classification model, its hub name, or its folder."""
+    if isinstance(source, nn.Module):
+        return scalar_model(source)
+    given = {k: v for k, v in options.items() if v is not None}
+    return scalar_model(
+        AutoModelForSequenceClassification.from_pretrained(
+            source, num_labels=1, dtype=dtype, **given
+        )
+    )
+
+
+def value_from_trunk(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:
+    """A value head that reads the policy's own trunk."""
+    weight = parts.head().weight
+    return ScalarHead(weight.shape[1], init=init).to(weight.device)

@@ -1,0 +1,133 @@
+"""Small rollouts, experiences and learners for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainingArguments
+
+from kedge.backends.hf.learner import HFLearner
+from kedge.backends.hf.reference import copy_of
+from kedge.backends.hf.settings import LearnerSettings
+from kedge.backends.hf.value_head import load_value
+from kedge.engine.stages import cut
+from kedge.testing import tiny_policy, tiny_reward_model
+from kedge.types import Experience, PromptBatch, Rollout
+
+VOCAB = 64
+
+
+def rollout(rows=6, prompt=7, response=9, *, seed=0, extra_padding=0) -> Rollout:
+    """Prompts of 1..prompt tokens; responses of 0..response tokens (row 1 is empty)."""
+    g = torch.Generator().manual_seed(seed)
+    plen = torch.randint(1, prompt + 1, (rows,), generator=g)
+    rlen = torch.randint(1, response + 1, (rows,), generator=g)
+    plen[0], rlen[0], rlen[1 % rows] = prompt, response, 0 if rows > 1 else response
+    ids = torch.randint(2, VOCAB, (rows, prompt + response), generator=g)
+    slots = torch.arange(prompt)
+    mask = slots >= prompt - plen[:, None]
+    present = torch.arange(response) < rlen[:, None]
+    prompts = PromptBatch(
+        ids=torch.nn.functional.pad(ids[:, :prompt] * mask, (extra_padding, 0)),
+        mask=torch.nn.functional.pad(mask, (extra_padding, 0)),
+        group=torch.arange(rows),
+        row=torch.arange(rows),
+    )
+    present = torch.nn.functional.pad(present, (0, extra_padding))
+    return Rollout(
+        prompts=prompts,
+        ids=torch.nn.functional.pad(ids[:, prompt:], (0, extra_padding)) * present,
+        mask=present,
+        present=present,
+        finished=rlen < response,
+        version=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def experience(r: Rollout, *, seed=0) -> Experience:
+    """Random credit on a rollout; the same on real tokens whatever the padding."""
+    shape = r.ids.shape
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(3, shape[0], 64, generator=g)[:, :, : shape[1]] * r.present
+    slots = torch.arange(shape[1])
+    after = slots <= r.present.sum(1)[:, None]
+    return Experience(
+        prompt_ids=r.prompts.ids,
+        prompt_mask=r.prompts.mask,
+        ids=r.ids,
+        mask=r.mask,
+        present=r.present,
+        value_mask=after & (r.present.sum(1) > 0)[:, None],
+        old_logprobs=(noise[0] * 0.1 - 4) * r.present,
+        rewards=noise[1],
+        advantages=noise[1],
+        old_values=noise[2] * 0.1,
+        returns=noise[2],
+    )
+
+
+def arguments(**options) -> TrainingArguments:
+    defaults = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "use_cpu": True}
+    folder = str(Path(gettempdir()) / "kedge-tests")
+    return TrainingArguments(output_dir=folder, report_to=[], **{**defaults, **options})
+
+
+def learner(
+    family="llama", *, policy=None, value="model", reference=True, args=None, optimizers=None, **how
+) -> HFLearner:
+    policy = tiny_policy(family, vocab_size=VOCAB) if policy is None else policy
+    if value == "model":
+        value = load_value(tiny_reward_model(family, vocab_size=VOCAB))
+    if reference is True:
+        reference = copy_of(policy)
+    return HFLearner(
+        policy,
+        args or arguments(),
+        LearnerSettings(**{"total_updates": 10, "max_grad_norm": 0.0, **how}),
+        value=value,
+        reference=reference or None,
+        accelerator=Accelerator(cpu=True),
+        optimizers=optimizers or (None, None),
+    )
+
+
+class Recorder(torch.optim.SGD):
+    """An optimiser that keeps the gradients of every step."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.0)
+        self.seen = []
+
+    def step(self, closure=None):
+        self.seen.append(
+            [
+                None if p.grad is None else p.grad.clone()
+                for group in self.param_groups
+                for p in group["params"]
+            ]
+        )
+
+
+def one_rank(x):
+    return x
+
+
+def gradient(batch: Experience, algorithm, *, micro_rows=100, order=None, cutter=cut, make=learner):
+    """Every gradient of one optimiser step over the batch, as one vector, and the metrics."""
+    found = make()
+    recorder = Recorder([p for p in found.module.parameters() if p.requires_grad])
+    found.optimizer = recorder
+    index = torch.arange(len(batch)) if order is None else order
+    metrics = found.update(cutter(batch, index, algorithm, micro_rows, one_rank), algorithm.loss)
+    flat = [g.flatten() for g in recorder.seen[0] if g is not None]
+    return torch.cat(flat), metrics
+
+
+def drop_rows(r: Rollout, rows) -> Rollout:
+    mask = r.mask.clone()
+    mask[rows] = False
+    return replace(r, mask=mask)

@@ -1,0 +1,439 @@
+"""The learner on transformers: what it says of rows, and what an optimiser step does."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from kedge.algorithms import ppo
+from kedge.backends.hf.fingerprint import fingerprint
+from kedge.backends.hf.model import causal_parts, load_policy, no_dropout
+from kedge.backends.hf.reference import FrozenModel, copy_of
+from kedge.backends.hf.value_head import ScalarHead, load_value
+from kedge.engine.stages import cut
+from kedge.errors import ConfigError, DataError, KedgeError
+from kedge.testing import tiny_policy, tiny_reward_model
+from kedge.types import Loss
+from tests.learners import VOCAB, Recorder, arguments, experience, learner, one_rank, rollout
+
+FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
+
+
+def by_definition(model, value, r):
+    """Left-padded, with an attention mask and positions: log-probs, entropy, values [B, R]."""
+    ids = torch.cat([r.prompts.ids, r.ids], 1)
+    mask = torch.cat([r.prompts.mask, r.present], 1)
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    width = r.prompts.ids.shape[1]
+    with torch.no_grad():
+        given = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+        logp = model(**given).logits[:, width - 1 : -1].log_softmax(-1)
+        hidden = value.backbone(**given).last_hidden_state
+        values = value.head(hidden)[:, width - 1 :, 0]
+    chosen = logp.gather(2, r.ids[:, :, None])[:, :, 0]
+    return chosen, -(logp.exp() * logp).sum(-1), values
+
+
+@pytest.mark.parametrize("spare", [0, 10_000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_annotation_equals_a_left_padded_masked_forward(family, spare):
+    r = rollout()
+    found = learner(family, spare_tokens=spare)
+    other = tiny_policy(family, vocab_size=VOCAB, seed=5)
+    found.reference = FrozenModel(other)
+    note = found.annotate(r, values=True, reference=True, full_kl=True)
+    logp, entropy, values = by_definition(found.policy, found.value, r)
+    ref, _, _ = by_definition(other, found.value, r)
+    at = r.present
+    torch.testing.assert_close(note.logprobs, logp * at, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(note.entropy, entropy * at, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(note.ref_logprobs, ref * at, atol=2e-5, rtol=1e-5)
+    lengths = at.sum(1)
+    slots = torch.arange(at.shape[1]) <= lengths[:, None]
+    torch.testing.assert_close(note.values, values[:, :-1] * slots, atol=2e-5, rtol=1e-5)
+    want = values.gather(1, lengths[:, None])[:, 0]
+    torch.testing.assert_close(note.last_values, want, atol=2e-5, rtol=1e-5)
+    assert (note.full_kl[at] > 0).all()
+    assert not note.full_kl[~at].any()
+
+
+def test_exact_kl_to_a_copy_is_zero():
+    note = learner().annotate(rollout(), values=False, reference=True, full_kl=True)
+    assert note.values is None
+    assert torch.equal(note.logprobs, note.ref_logprobs)
+    torch.testing.assert_close(note.full_kl, torch.zeros_like(note.full_kl), atol=1e-5, rtol=0)
+
+
+def test_stop_tokens_that_could_not_be_drawn_are_left_out():
+    r = rollout()
+    stop = 5
+    r = replace(r, ids=torch.where(r.ids == stop, 6, r.ids))
+    found = learner(min_new_tokens=3, stop_ids=(stop,), temperature=0.7)
+    note = found.annotate(r, values=False, reference=False, full_kl=False)
+    with torch.no_grad():
+        row = int((r.present.sum(1) > 4).nonzero()[0])
+        ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row]])
+        z = found.policy(input_ids=ids[None]).logits[0, -r.ids.shape[1] - 1 : -1] / 0.7
+        z[:3, stop] = -math.inf
+        want = z.log_softmax(-1).gather(1, r.ids[row][:, None])[:, 0]
+    torch.testing.assert_close(note.logprobs[row], want * r.present[row], atol=2e-5, rtol=1e-5)
+
+
+def test_update_equals_one_written_out():
+    """PPO's loss by plain autograd over full logits, one SGD step by hand."""
+    r = rollout()
+    batch, algo = experience(r), ppo(vf_coef=0.3, cliprange=0.1)
+    found = learner()
+    policy, value = tiny_policy(vocab_size=VOCAB), load_value(tiny_reward_model(vocab_size=VOCAB))
+    names = [p for m in (found.policy, found.value) for p in m.parameters()]
+    found.optimizer = torch.optim.SGD(names, lr=0.5)
+    metrics = found.update(cut(batch, torch.arange(6), algo, 2, one_rank), algo.loss)
+
+    ids = torch.cat([r.prompts.ids, r.ids], 1)
+    mask = torch.cat([r.prompts.mask, r.present], 1)
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    given = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+    width = r.prompts.ids.shape[1]
+    logp = policy(**given).logits[:, width - 1 : -1].log_softmax(-1)
+    logp = logp.gather(2, r.ids[:, :, None])[:, :, 0]
+    v = value.head(value.backbone(**given).last_hidden_state)[:, width - 1 : -1, 0]
+    ratio = torch.where(r.mask, logp - batch.old_logprobs, 0).exp()
+    loss = torch.max(-ratio * batch.advantages, -ratio.clamp(0.9, 1.1) * batch.advantages)
+    policy_loss = loss[r.mask].mean()
+    bounded = batch.old_values + (v - batch.old_values).clamp(-0.2, 0.2)
+    value_loss = 0.5 * torch.max((v - batch.returns) ** 2, (bounded - batch.returns) ** 2)
+    value_loss = value_loss[batch.value_mask].mean()
+    (policy_loss + 0.3 * value_loss).backward()
+
+    assert metrics["loss/policy_avg"] == pytest.approx(policy_loss.item(), abs=1e-6)
+    assert metrics["loss/value_avg"] == pytest.approx(value_loss.item(), abs=1e-6)
+    grads = [p.grad for m in (policy, value) for p in m.parameters()]
+    norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    mine = [*found.policy.named_parameters(), *found.value.named_parameters()]
+    theirs = [*policy.named_parameters(), *value.named_parameters()]
+    for (name, p), (_, q) in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q - 0.5 * q.grad, atol=1e-5, rtol=1e-4, msg=name)
+    assert found.version == 1
+
+
+def step(found, batch=None, *, algo=None, **options):
+    batch, algo = experience(rollout()) if batch is None else batch, algo or ppo()
+    return found.update(
+        cut(batch, torch.arange(len(batch)), algo, 3, one_rank), algo.loss, **options
+    )
+
+
+def test_gradients_are_clipped_and_the_norm_is_the_one_before():
+    free = learner()
+    recorder = free.optimizer = Recorder([p for p in free.module.parameters() if p.requires_grad])
+    before = step(free)
+    raw = torch.cat([g.flatten() for g in recorder.seen[0] if g is not None])
+    assert before["grad_norm"] == pytest.approx(float(raw.norm()), rel=1e-5)
+    parts = (before["grad_norm/policy"], before["grad_norm/value"])
+    assert before["grad_norm"] == pytest.approx(math.hypot(*parts), rel=1e-6)
+    held = learner(max_grad_norm=before["grad_norm"] / 10)
+    recorder = held.optimizer = Recorder([p for p in held.module.parameters() if p.requires_grad])
+    after = step(held)
+    clipped = torch.cat([g.flatten() for g in recorder.seen[0] if g is not None])
+    assert after["grad_norm"] == pytest.approx(before["grad_norm"])
+    torch.testing.assert_close(clipped, raw / 10, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_value_leaves_the_policy_alone(shared):
+    value = ScalarHead(32, init="normal") if shared else "model"
+    found = learner(value=value)
+    print_before = found.fingerprint()
+    value_before = fingerprint(dict(found.value.named_parameters()))
+    metrics = step(found, only_value=True)
+    assert found.fingerprint() == print_before
+    assert fingerprint(dict(found.value.named_parameters())) != value_before
+    assert metrics["grad_norm/policy"] == 0
+    assert metrics["val/ratio"] > 0
+    step(found)
+    assert found.fingerprint() != print_before
+
+
+def test_shared_trunk_learns_from_both():
+    found = learner(value=ScalarHead(32, init="normal"))
+    recorder = found.optimizer = Recorder([found.policy.model.layers[0].mlp.up_proj.weight])
+    step(found)
+    batch = experience(rollout())
+    step(found, replace(batch, returns=batch.returns + 1))  # the value's error alone changes
+    first, second = (seen[0] for seen in recorder.seen)
+    assert not torch.allclose(first, second)
+
+
+def test_value_learning_rate_is_its_own():
+    found = learner(value_learning_rate=0.0)
+    value_before = fingerprint(dict(found.value.named_parameters()))
+    policy_before = found.fingerprint()
+    assert step(found)["lr"] == 1e-2
+    assert fingerprint(dict(found.value.named_parameters())) == value_before
+    assert found.fingerprint() != policy_before
+
+
+def test_schedule_moves_once_per_batch():
+    args = arguments(lr_scheduler_type="linear", warmup_steps=0, learning_rate=1.0)
+    found = learner(args=args, total_updates=4)
+    rates = []
+    for _ in range(4):
+        step(found)
+        rates.append(step(found)["lr"])
+        found.end_batch()
+    assert rates == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_warmup_is_a_count_or_a_share_of_the_updates():
+    for warmup in (2, 0.5):
+        args = arguments(lr_scheduler_type="constant_with_warmup", warmup_steps=warmup)
+        found = learner(args=args, total_updates=4)
+        rates = []
+        for _ in range(4):
+            rates.append(step(found)["lr"])
+            found.end_batch()
+        assert rates == [0.0, 0.5e-2, 1e-2, 1e-2]
+
+
+def test_weight_decay_spares_biases_and_norms():
+    found = learner("gpt_neox", args=arguments(weight_decay=0.1))
+    decayed = {
+        id(p) for g in found.optimizer.param_groups if g["weight_decay"] for p in g["params"]
+    }
+    for name, p in found.policy.named_parameters():
+        assert (id(p) in decayed) == (p.ndim > 1), name
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_then_raised():
+    found = learner()
+    before = found.fingerprint()
+    batch = experience(rollout())
+    bad = replace(batch, advantages=torch.full_like(batch.advantages, math.inf))
+    metrics = step(found, bad)
+    assert metrics["skipped_steps"] == 1
+    assert "grad_norm" not in metrics
+    assert found.version == 0
+    assert found.fingerprint() == before
+    step(found)
+    assert found.fingerprint() != before
+    step(found, bad)
+    step(found, bad)
+    with pytest.raises(KedgeError, match="3 optimiser steps in a row"):
+        step(found, bad)
+
+
+def test_recorded_logprobs_are_reused_only_while_they_are_of_these_weights():
+    r = rollout()
+    recorded = torch.full(r.ids.shape, -1.0)
+    r = replace(r, behavior_logprobs=recorded)
+    found = learner(reuse_behavior_logprobs=True)
+    note = found.annotate(r, values=True, reference=True, full_kl=False)
+    assert note.logprobs is recorded
+    assert note.entropy is None
+    step(found)
+    note = found.annotate(r, values=True, reference=True, full_kl=False)
+    assert note.logprobs is not recorded
+    assert note.entropy is not None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_resume_is_bit_exact(shared):
+    def make():
+        value = ScalarHead(32) if shared else "model"
+        args = arguments(lr_scheduler_type="linear")
+        return learner(value=value, args=args)
+
+    def go(found, n):
+        for _ in range(n):
+            step(found)
+            found.end_batch()
+
+    whole, first, second = make(), make(), make()
+    go(whole, 4)
+    go(first, 2)
+    second.load_state_dict(first.state_dict())
+    go(second, 2)
+    assert second.version == whole.version == 4
+    assert second.fingerprint() == whole.fingerprint() != first.fingerprint()
+    assert step(second) == step(whole)
+
+
+def test_total_over_one_rank_is_the_tensor():
+    x = torch.arange(3)
+    assert learner().total(x) is x
+
+
+def test_weights_are_copies_under_the_names_of_the_fingerprint():
+    found = learner()
+    copied = found.weights()
+    assert fingerprint(copied) == found.fingerprint()
+    step(found)
+    assert fingerprint(copied) != found.fingerprint()
+
+
+def test_gradient_checkpointing_really_happens_and_changes_nothing():
+    grads = []
+    calls = []
+    for on in (False, True):
+        found = learner(gradient_checkpointing=on)
+        layer = found.policy.model.layers[0].input_layernorm
+        count = []
+        layer.register_forward_hook(lambda *_, count=count: count.append(1))
+        recorder = found.optimizer = Recorder(list(found.policy.parameters()))
+        step(found)
+        grads.append(torch.cat([g.flatten() for g in recorder.seen[0]]))
+        calls.append(len(count))
+        found.annotate(rollout(), values=True, reference=False, full_kl=False)
+    torch.testing.assert_close(grads[0], grads[1])
+    assert calls[1] == 2 * calls[0]  # each layer ran again in the backward
+
+
+def test_dropout_is_off_while_training():
+    policy = tiny_policy("gpt2", vocab_size=VOCAB, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    found = learner("gpt2", policy=policy, gradient_checkpointing=True)
+    r = rollout()
+    note = found.annotate(r, values=True, reference=True, full_kl=False)
+    batch = replace(experience(r), old_logprobs=note.logprobs)
+    assert step(found, batch)["val/ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_no_dropout_reaches_rates_kept_as_numbers():
+    policy = tiny_policy("llama", attention_dropout=0.3)
+    no_dropout(policy)
+    policy.train()
+    ids = torch.arange(8)[None]
+    assert torch.equal(policy(ids).logits, policy(ids).logits)
+
+
+def test_low_precision_weights_are_refused_with_the_reason():
+    low = tiny_policy(vocab_size=VOCAB).to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="swallows an update smaller than 1/256"):
+        learner(policy=low)
+    learner(policy=low, allow_low_precision_weights=True)
+
+
+def test_autocast_keeps_float32_weights():
+    from accelerate import Accelerator
+
+    from kedge.backends.hf.learner import HFLearner
+    from kedge.backends.hf.settings import LearnerSettings
+
+    exact = learner()
+    low = HFLearner(
+        tiny_policy(vocab_size=VOCAB),
+        arguments(bf16=True),
+        LearnerSettings(total_updates=10),
+        value=load_value(tiny_reward_model(vocab_size=VOCAB)),
+        accelerator=Accelerator(cpu=True, mixed_precision="bf16"),
+    )
+    r = rollout()
+    a = exact.annotate(r, values=True, reference=False, full_kl=False)
+    b = low.annotate(r, values=True, reference=False, full_kl=False)
+    assert a.logprobs.dtype == b.logprobs.dtype == torch.float32
+    assert not torch.equal(a.logprobs, b.logprobs)
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=0.05, rtol=0.05)
+    step(low)
+    assert {p.dtype for p in low.policy.parameters()} == {torch.float32}
+
+
+def test_an_empty_prompt_is_named():
+    r = rollout()
+    mask = r.prompts.mask.clone()
+    mask[2] = False
+    with pytest.raises(DataError, match=r"rows \[2\]"):
+        learner().annotate(
+            replace(r, prompts=replace(r.prompts, mask=mask)),
+            values=False,
+            reference=False,
+            full_kl=False,
+        )
+
+
+def test_missing_models_are_named():
+    bare = learner(value=None, reference=None)
+    with pytest.raises(ConfigError, match="no value model"):
+        bare.annotate(rollout(), values=True, reference=False, full_kl=False)
+    with pytest.raises(ConfigError, match="reference"):
+        bare.annotate(rollout(), values=False, reference=True, full_kl=False)
+
+
+def test_a_model_without_a_head_is_no_policy():
+    with pytest.raises(ConfigError, match="no causal language model"):
+        causal_parts(tiny_reward_model())
+
+
+def test_logits_changed_after_the_head_are_noticed():
+    policy = tiny_policy()
+    plain = policy.forward
+
+    def warped(*args, **options):
+        out = plain(*args, **options)
+        out.logits = out.logits * 2
+        return out
+
+    policy.forward = warped
+    with pytest.raises(ConfigError, match="differ from the model's own"):
+        causal_parts(policy)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5, "head_dim": 8, "num_key_value_heads": 2}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("granite", {"logits_scaling": 4.0}),
+    ],
+)
+def test_heads_that_scale_or_cap(family, options):
+    model = tiny_policy(family, **options)
+    head = causal_parts(model).head()
+    assert (head.scale, head.softcap) != (1.0, None)
+
+
+def test_bidirectional_models_are_no_value_models():
+    config = AutoConfig.for_model(
+        "distilbert", vocab_size=64, dim=32, hidden_dim=64, n_layers=1, n_heads=2, num_labels=1
+    )
+    with pytest.raises(ConfigError, match="reads the tokens that come after"):
+        load_value(AutoModelForSequenceClassification.from_config(config))
+
+
+def test_a_value_model_has_one_label():
+    config = tiny_reward_model().config
+    config.num_labels = 3
+    with pytest.raises(ConfigError, match="num_labels=1"):
+        load_value(AutoModelForSequenceClassification.from_config(config))
+
+
+def test_policies_load_from_a_folder(tmp_path):
+    policy = tiny_policy()
+    policy.save_pretrained(tmp_path)
+    loaded = load_policy(str(tmp_path))
+    assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
+        dict(policy.named_parameters())
+    )
+    assert load_policy(policy) is policy
+
+
+def test_loss_metrics_add_up_over_micro_batches():
+    def loss(output, mb):
+        total = (mb.token_weight * output.logprobs).sum()
+        return Loss(parts={"a": total}, metrics={"weight": mb.token_weight.sum()})
+
+    algo = replace(ppo(), loss=loss)
+    found = learner(reference=None)
+    assert step(found, algo=algo)["weight"] == pytest.approx(1.0)
+
+
+def test_reference_copy_does_not_move():
+    found = learner()
+    r = rollout()
+    before = found.annotate(r, values=False, reference=True, full_kl=False)
+    step(found)
+    after = found.annotate(r, values=False, reference=True, full_kl=False)
+    assert torch.equal(before.ref_logprobs, after.ref_logprobs)
+    assert not torch.equal(before.logprobs, after.logprobs)
+    assert copy_of(found.policy).model is not found.policy
