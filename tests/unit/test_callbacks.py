@@ -345,6 +345,7 @@ def test_a_resumed_run_logs_what_the_uninterrupted_one_logs(tmp_path):
 
     assert rows(rest) == rows(whole)
     assert [r["step"] for r in rest.memory.rows] == [6, 8]
+    assert rest.memory.rows[-1]["eps"] == (64 - 32) / 4  # of this process alone
 
 
 def test_callbacks_get_their_state_back_when_asked(tmp_path):
@@ -370,6 +371,18 @@ def test_trainer_state_is_readable_by_transformers(tmp_path):
     state = TrainerState(**data)
     assert state.global_step == 4
     assert len(state.log_history) == 4
+
+
+def test_another_rank_restores_what_rank_0_wrote_but_stays_itself(tmp_path):
+    Run(args(tmp_path, save_strategy="steps", save_steps=4)).train()
+    memory = Memory()
+    callbacks = Callbacks(args(tmp_path), tracker=memory, rank=3, local_rank=1)
+    callbacks.restore(tmp_path / "checkpoint-4")
+    assert callbacks.state.global_step == 4
+    assert not callbacks.state.is_world_process_zero
+    assert not callbacks.state.is_local_process_zero
+    callbacks.log({"lr": 1.0})
+    assert memory.rows == []
 
 
 def test_a_damaged_trainer_state_is_named(tmp_path):

@@ -108,8 +108,6 @@ class TrainerHooks:
 
     def _end_epoch(self) -> None:
         self._epoch_open = False
-        control = self.callbacks.control
-        control.should_log = control.should_evaluate = control.should_save = False
         self.callbacks.fire("on_epoch_end")
         self._act()
 
