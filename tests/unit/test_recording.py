@@ -197,3 +197,17 @@ def test_rewriting_a_step_replaces_it(tmp_path):
     recorder.write(0, *sample(5))
     assert same(Replay(tmp_path).read(0)[0], sample(5)[0])
     assert json.loads((tmp_path / "step-000000.json").read_text())["step"] == 0
+
+
+def test_a_kill_while_rewriting_a_step_leaves_no_mixed_pair(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path)
+    recorder.write(0, *sample(0))
+    recorder.write(1, *sample(1))
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kedge.engine.recording.write_tensors", killed)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.write(1, *sample(5))
+    assert Replay(tmp_path).steps == [0]
