@@ -7,7 +7,8 @@
     ├── RolloutError (RuntimeError)   an engine could not generate, or broke its contract
     ├── SyncError (RuntimeError)      new weights did not arrive where samples are drawn
     ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
-    └── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or of another run
+    ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or of another run
+    └── HubError (RuntimeError)       the Hugging Face Hub refused, or cannot be reached
 
 A message names the thing, its value, and the way out.
 """
@@ -45,3 +46,7 @@ class PreflightError(KedgeError, RuntimeError):
 
 class CheckpointError(KedgeError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class HubError(KedgeError, RuntimeError):
+    """The Hugging Face Hub refused, or cannot be reached."""

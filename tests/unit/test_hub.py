@@ -1,0 +1,215 @@
+"""Pushes ask the hub for the right things, and failures say what to do."""
+
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from kedge.backends.hub import Hub, repo_name
+from kedge.errors import HubError, KedgeError
+from kedge.trainers.model_card import model_card, write_model_card
+
+
+class FakeApi:
+    def __init__(self, error=None, on="create_repo"):
+        self.calls, self.error, self.on = [], error, on
+
+    def _call(self, name, kwargs):
+        self.calls.append((name, kwargs))
+        if self.error is not None and name == self.on:
+            raise self.error
+
+    def create_repo(self, **kwargs):
+        self._call("create_repo", kwargs)
+        return SimpleNamespace(repo_id=f"me/{kwargs['repo_id']}")
+
+    def create_branch(self, **kwargs):
+        self._call("create_branch", kwargs)
+
+    def upload_folder(self, **kwargs):
+        self._call("upload_folder", kwargs)
+        return SimpleNamespace(commit_url="https://hub/commit/1")
+
+
+def uploads(api):
+    return [kwargs for name, kwargs in api.calls if name == "upload_folder"]
+
+
+def test_a_push_creates_the_repository_once_and_uploads(tmp_path):
+    api = FakeApi()
+    hub = Hub("run", token="secret", private=True, api=api)
+    assert hub.push(tmp_path, message="End of training").commit_url == "https://hub/commit/1"
+    hub.push(tmp_path, message="again", blocking=False)
+    names = [name for name, _ in api.calls]
+    assert names == ["create_repo", "upload_folder", "upload_folder"]
+    created = api.calls[0][1]
+    assert created == {"repo_id": "run", "private": True, "exist_ok": True, "token": "secret"}
+    first, second = uploads(api)
+    assert first["repo_id"] == "me/run"
+    assert first["folder_path"] == str(tmp_path)
+    assert first["commit_message"] == "End of training"
+    assert first["token"] == "secret"
+    assert not first["run_as_future"]
+    assert second["run_as_future"]
+
+
+def test_checkpoints_and_completions_stay_out_of_the_model_push(tmp_path):
+    api = FakeApi()
+    Hub("run", api=api).push(tmp_path, message="m")
+    ignored = uploads(api)[0]["ignore_patterns"]
+    assert {"checkpoint-*", "completions/*", ".*"} <= set(ignored)
+
+
+def test_a_revision_is_created_and_pushed_to(tmp_path):
+    api = FakeApi()
+    Hub("run", revision="beta", api=api).push(tmp_path, message="m")
+    assert api.calls[1][0] == "create_branch"
+    assert api.calls[1][1]["branch"] == "beta"
+    assert uploads(api)[0]["revision"] == "beta"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "places"),
+    [
+        ("end", []),
+        ("every_save", [None]),
+        ("checkpoint", [None, "last-checkpoint"]),
+        ("all_checkpoints", [None, "checkpoint-12"]),
+    ],
+)
+def test_hub_strategy(tmp_path, strategy, places):
+    api = FakeApi()
+    Hub("run", api=api).push_checkpoint(tmp_path / "checkpoint-12", strategy)
+    assert [u["path_in_repo"] for u in uploads(api)] == places
+    for upload in uploads(api):
+        assert upload["commit_message"] == "Training in progress, checkpoint 12"
+        model_alone = upload["path_in_repo"] is None
+        assert ("state-*" in upload["ignore_patterns"]) == model_alone
+        stale = upload["path_in_repo"] == "last-checkpoint"
+        assert upload["delete_patterns"] == ("*" if stale else None)
+
+
+def test_an_unknown_strategy_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="hub_strategy='sometimes'; choose one of end"):
+        Hub("run", api=FakeApi()).push_checkpoint(tmp_path, "sometimes")
+
+
+def http_error(status):
+    error = RuntimeError(f"{status} from the hub")
+    error.response = SimpleNamespace(status_code=status)
+    return error
+
+
+class TransportError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (http_error(401), "log in with `hf auth login`"),
+        (http_error(403), "set hub_token to a token that may write"),
+        (http_error(404), "check hub_model_id"),
+        (http_error(500), "upload them later"),
+        (ConnectionError("offline mode is enabled"), "cannot be reached from here"),
+        (TransportError("no name"), "cannot be reached from here"),
+    ],
+)
+def test_one_clear_error(tmp_path, error, advice):
+    with pytest.raises(HubError, match="could not push to run on the hub") as e:
+        Hub("run", api=FakeApi(error)).push(tmp_path, message="m")
+    assert advice in str(e.value)
+    assert e.value.__cause__ is error
+    assert isinstance(e.value, KedgeError)
+
+
+def test_offline_the_real_client_gives_that_error_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="cannot be reached from here"):
+        Hub("run", token="hf_x").create()
+
+
+def test_a_failing_push_does_not_end_training_but_is_told(tmp_path):
+    hub = Hub("run", api=FakeApi(http_error(500), on="upload_folder"))
+    with pytest.warns(UserWarning, match="checkpoint-3 is saved but was not pushed"):
+        hub.push_checkpoint(tmp_path / "checkpoint-3", "every_save")
+
+
+def test_the_repository_is_named_after_the_folder(tmp_path):
+    assert repo_name("org/name", tmp_path) == "org/name"
+    assert repo_name(None, tmp_path / "ppo_tldr") == "ppo_tldr"
+    with pytest.raises(HubError, match="set hub_model_id or output_dir"):
+        repo_name(None, None)
+
+
+# --------------------------------------------------------------------------- model card
+
+
+def card(**kwargs):
+    text = model_card(model_name="ppo_tldr", **kwargs)
+    assert text.startswith("---\n")
+    _, front, body = text.split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+def test_the_card_says_what_how_and_how_well(tmp_path):
+    args = SimpleNamespace(learning_rate=3e-6, kl_coef=0.05, hub_token="hf_secret", top_k=None)
+    rows = [
+        {"step": 1, "objective/scores": -0.46, "objective/kl": 0.0},
+        {"step": 2, "objective/scores": 2.851234, "objective/kl": 12.5},
+        {"step": 2, "eval_objective/scores": 2.5},
+    ]
+    front, body = card(
+        base_model="EleutherAI/pythia-1b-deduped",
+        datasets=["trl-lib/tldr", str(tmp_path)],
+        rewards=["length|odd"],
+        args=args,
+        log_history=rows,
+        tags=["tldr", "kedge"],
+    )
+    assert front == {
+        "library_name": "transformers",
+        "model_name": "ppo_tldr",
+        "pipeline_tag": "text-generation",
+        "tags": ["kedge", "ppo", "reinforcement-learning", "tldr"],
+        "base_model": "EleutherAI/pythia-1b-deduped",
+        "datasets": ["trl-lib/tldr"],
+    }
+    assert "| score | -0.46 | 2.851 |" in body
+    assert "| KL to the reference (nats per response) | 0 | 12.5 |" in body
+    assert "| evaluation score | 2.5 | 2.5 |" in body
+    assert "| learning_rate | `3e-06` |" in body
+    assert "arXiv:1707.06347" in body
+    assert "arXiv:2403.17031" in body
+    assert "| kedge |" in body
+    assert "hf_secret" not in body
+    assert "top_k" not in body
+
+
+def test_a_local_base_model_is_named_in_the_text_alone(tmp_path):
+    front, body = card(base_model=str(tmp_path))
+    assert "base_model" not in front
+    assert str(tmp_path) in body
+
+
+def test_an_empty_card_has_no_empty_sections():
+    _, body = card(algorithm="Mine")
+    assert "## Results" not in body
+    assert "## Hyperparameters" not in body
+    assert "## Citation" not in body
+    assert "\n\n\n" not in body
+
+
+def test_the_card_is_written(tmp_path):
+    file = write_model_card(tmp_path / "out", model_name="x")
+    assert file == tmp_path / "out" / "README.md"
+    assert file.read_text() == model_card(model_name="x")
+
+
+def test_transformers_reads_the_card(tmp_path):
+    from huggingface_hub import ModelCard
+
+    file = write_model_card(tmp_path, model_name="x: y", base_model="gpt2")
+    data = ModelCard.load(file).data
+    assert data.base_model == "gpt2"
+    assert data.model_name == "x: y"
