@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from kedge.errors import ConfigError
 
@@ -133,6 +134,49 @@ class CausalStepper:
         return out.logits[:, -1]
 
 
+class EncoderDecoderStepper:
+    """Encoder-decoder models: the prompt goes to the encoder, the decoder starts empty."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = base_of(model)
+        config = self._model.config
+        start = config.decoder_start_token_id
+        if start is None:
+            raise ConfigError(
+                f"the config of {type(self._model).__name__} has no decoder_start_token_id, the "
+                "token that responses are continued from; set it"
+            )
+        self._start_token: int = start
+        self._cache = EncoderDecoderCache(growing_cache(config), DynamicCache(config=config))
+
+    def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
+        """Encode each prompt once, then repeat what the decoder needs of it for each row."""
+        # Right-padded: the positions of absolute embeddings then count real tokens only.
+        real_first = mask.long().argsort(dim=-1, descending=True, stable=True)
+        ids, mask = ids.gather(-1, real_first), mask.gather(-1, real_first)
+        self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=mask)[0]
+        self._mask = mask
+        logits = self.step(ids.new_full((len(ids),), self._start_token))
+        self.select(copies)
+        return logits[copies]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One forward pass of the decoder over one token per row."""
+        out = self._model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=self._encoded),
+            attention_mask=self._mask,
+            decoder_input_ids=tokens[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return out.logits[:, -1]
+
+    def select(self, rows: Tensor) -> None:
+        """Drop the other rows from both caches and from what the encoder said."""
+        self._cache.batch_select_indices(rows)
+        self._encoded, self._mask = self._encoded[rows], self._mask[rows]
+
+
 def stepper_for(model: nn.Module) -> Stepper:
     """A fresh stepper of the kind that fits the model.
 
@@ -141,10 +185,6 @@ def stepper_for(model: nn.Module) -> Stepper:
     """
     base = base_of(model)
     name = type(base).__name__
-    if getattr(base.config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{name} is an encoder-decoder model; the embedded engine samples from causal models"
-        )
     if "past_key_values" not in inspect.signature(base.forward).parameters:
         raise ConfigError(
             f"{name} has no key-value cache (past_key_values), which the embedded engine needs"
@@ -156,4 +196,5 @@ def stepper_for(model: nn.Module) -> Stepper:
                 f"adapter {adapter!r} is of type {config.peft_type}, which prepends virtual "
                 "tokens; the embedded engine needs one that changes weights, such as LoRA"
             )
-    return CausalStepper(model)
+    encodes = getattr(base.config, "is_encoder_decoder", False)
+    return EncoderDecoderStepper(model) if encodes else CausalStepper(model)

@@ -8,16 +8,17 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-_WIDTH = 1 << 14
-_VIEW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_WIDTH = 1 << 14  # words per row of the table that a tensor is laid out in
+_ROWS = 16  # rows that are multiplied together: they stay in a processor's cache
 
 
 def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
     """16 hexadecimal digits that change if any name, shape, type or bit of a weight changes.
 
-    Each tensor is summed as integers modulo 2^64, with an odd random factor per element: a single
-    changed element always changes the sum, any other change does with probability 1 - 2^-60 or so.
-    Integer sums do not depend on the order of addition, so devices agree.
+    Each tensor is cut into rows of 32-bit words; a row is summed modulo 2^32 with an odd random
+    factor per word, and the rows modulo 2^64 with an odd random factor per row.  A change of one
+    word always shows; one of several words is missed with probability 2^-32 at most.  Integer sums
+    do not depend on the order of addition, so devices agree.
 
     Args:
         named: names and tensors of any type and device, in any order.
@@ -43,28 +44,42 @@ def policy_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _factors() -> Tensor:
+    """Odd int64 [_WIDTH]."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randint(-(2**63), 2**63 - 1, (_WIDTH,), generator=generator, dtype=torch.int64)
     return wide | 1
 
 
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of a tensor as int32 words, and the bytes left over (0 to 3) as int32."""
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 4:
+        octets = octets.clone()
+    whole = len(octets) // 4 * 4
+    return octets[:whole].view(torch.int32), octets[whole:].to(torch.int32)
+
+
 def _sum(tensor: Tensor, factors: Tensor) -> Tensor:
     """One int64 per tensor, on its device."""
-    bits = tensor.contiguous().view(-1)
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).view(-1)
-    if bits.dtype is not torch.bool:
-        bits = bits.view(_VIEW[bits.element_size()])
-    whole = len(bits) - len(bits) % _WIDTH
-    rows = (bits[:whole].view(-1, _WIDTH) * factors).sum(-1)
-    rest = (bits[whole:] * factors[: len(bits) - whole]).sum(-1, keepdim=True)
-    total = torch.cat([rows, rest])
-    # Rows are weighted too, or exchanging two of them would go unseen.
+    words, left_over = _words(tensor)
+    narrow = factors.to(torch.int32)  # keeps the low bits, which are odd
+    rows = words[: len(words) // _WIDTH * _WIDTH].view(-1, _WIDTH)
+    rest = torch.cat([words[rows.numel() :], left_over])
+    buffer = torch.empty_like(rows[:_ROWS])
+    sums = []
+    for part in rows.split(_ROWS):
+        product = torch.mul(part, narrow, out=buffer[: len(part)])
+        sums.append(product.sum(-1, dtype=torch.int32))
+    sums += [
+        (part * narrow[: len(part)]).sum(-1, keepdim=True, dtype=torch.int32)
+        for part in rest.split(_WIDTH)
+    ]
+    total = torch.cat(sums).long()
     return (total * _row_factors(len(total), factors)).sum()
 
 
 def _row_factors(n: int, factors: Tensor) -> Tensor:
-    """Odd factors for n rows, without a period."""
+    """Odd factors for n rows, without a period: exchanged rows show."""
     index = torch.arange(n, device=factors.device)
     return factors[index % _WIDTH] ^ (index // _WIDTH * 2)
 

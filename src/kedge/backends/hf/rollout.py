@@ -23,7 +23,7 @@ class EmbeddedEngine:
     """Samples from a transformers model in this process.
 
     Args:
-        model: a causal language model (PEFT models too).
+        model: a causal or an encoder-decoder language model (PEFT models too).
         pad_id: fills ``Rollout.ids`` after the end of a response; masks never depend on it.
         tokenizer: needed for stop strings only.
         live: True samples from ``model`` itself; False from a copy that ``load_weights`` updates.
@@ -296,11 +296,13 @@ def _check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> Non
     if not bool((prompts.mask[:, 1:] >= prompts.mask[:, :-1]).all()):
         raise RolloutError("prompts must be left-padded; their mask has padding after a real token")
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    needed = int(lengths.max()) + sampling.max_new_tokens
+    longest = int(lengths.max())
+    apart = getattr(config, "is_encoder_decoder", False)  # prompt and response count from 0 each
+    needed = (max if apart else sum)((longest, sampling.max_new_tokens))
     if most is not None and needed > most:
         raise RolloutError(
-            f"the longest prompt of {int(lengths.max())} tokens and max_new_tokens="
-            f"{sampling.max_new_tokens} need {needed} positions; the model has {most}. "
+            f"the longest prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} "
+            f"need {needed} positions; the model has {most}. "
             "Lower max_prompt_length or the response length"
         )
 
