@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from kedge.backends.hub import Hub, repo_name
 from kedge.errors import HubError, KedgeError
+from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.model_card import model_card, write_model_card
+from kedge.trainers.pushing import PushOnSave
 
 
 class FakeApi:
@@ -213,3 +216,29 @@ def test_transformers_reads_the_card(tmp_path):
     data = ModelCard.load(file).data
     assert data.base_model == "gpt2"
     assert data.model_name == "x: y"
+
+
+# ------------------------------------------------------------------------ while training
+
+
+def pushing(tmp_path, rank=0, **kwargs):
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, **kwargs)
+    api = FakeApi()
+    return Callbacks(args, [PushOnSave(Hub("x", api=api))], rank=rank), api
+
+
+def test_every_save_is_pushed_and_the_repository_made_before(tmp_path):
+    callbacks, api = pushing(tmp_path, hub_strategy="all_checkpoints")
+    callbacks.begin(max_steps=4, epochs=1, batch_size=1)
+    assert [name for name, _ in api.calls] == ["create_repo"]
+    callbacks.state.global_step = 4
+    callbacks.fire("on_save")
+    assert [u["path_in_repo"] for u in uploads(api)] == [None, "checkpoint-4"]
+    assert uploads(api)[0]["folder_path"] == str(tmp_path / "run" / "checkpoint-4")
+
+
+def test_other_ranks_push_nothing(tmp_path):
+    callbacks, api = pushing(tmp_path, rank=1)
+    callbacks.begin(max_steps=4, epochs=1, batch_size=1)
+    callbacks.fire("on_save")
+    assert api.calls == []
