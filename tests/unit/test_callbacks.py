@@ -12,7 +12,7 @@ from kedge.backends.trackers import Memory
 from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.errors import CheckpointError, ConfigError
-from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
+from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks, tables_of
 from kedge.trainers.hooks import TrainerHooks
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
@@ -407,11 +407,16 @@ def test_add_pop_and_remove(tmp_path):
 def test_tensorboard_gets_the_rows(tmp_path):
     run = Run(args(tmp_path, report_to="tensorboard"), max_steps=2).train()
     assert [type(c).__name__ for c in run.callbacks.handler.callbacks][1] == "TensorBoardCallback"
+    run.callbacks.begin(max_steps=2, epochs=1, batch_size=8)  # opens the writer again
+    tables_of(run.callbacks).table("completions", [{"query": "q"}], step=2)
+    run.callbacks.fire("on_train_end")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (folder,) = (tmp_path / "runs").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     assert [e.value for e in events.Scalars("train/objective/scores")] == [1.0, 2.0]
+    (text,) = events.Tensors("completions/text_summary")
+    assert b"| q |" in text.tensor_proto.string_val[0]
 
 
 @pytest.mark.parametrize("nothing", [None, "none", [], ["none"]])

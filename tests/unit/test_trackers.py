@@ -4,11 +4,13 @@ import io
 import json
 import math
 import struct
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from kedge.backends.trackers import Jsonl, Many, Memory, Screen, draw_curves
+from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
 
 
 def lines(file):
@@ -143,6 +145,52 @@ def test_the_table_escapes_markup_and_cuts_long_cells():
     assert "END" not in text
     assert "third" not in text
     shown.table("completions", [], step=8)
+
+
+# ------------------------------------------------------------------------------- tables
+
+
+class FakeService(ModuleType):
+    """Stands for wandb and trackio, which are not needed to test what they are sent."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.sent, self.run = [], "a run"
+
+    def log(self, row):
+        self.sent.append(row)
+
+    def Table(self, **kwargs):
+        return kwargs
+
+
+ROWS = [{"query": "q", "score": 1.5}, {"query": "r|<b>\n", "score": 2.0}]
+
+
+def test_tables_go_to_wandb_and_trackio(monkeypatch):
+    wandb, trackio = FakeService("wandb"), FakeService("trackio")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    tables = Tables(["mlflow", "wandb", "trackio"])
+    tables.log({"lr": 1.0}, step=3)
+    tables.table("completions", ROWS, step=3)
+    tables.table("completions", [], step=4)
+    want = {"columns": ["query", "score"], "data": [["q", 1.5], ["r|<b>\n", 2.0]]}
+    assert wandb.sent == [{"completions": want, "train/global_step": 3}]
+    (sent,) = trackio.sent
+    assert sent["completions"]["dataframe"].to_dict("records") == ROWS
+    wandb.run = None  # not rank 0, or not started
+    tables.table("completions", ROWS, step=5)
+    assert len(wandb.sent) == 1
+
+
+def test_tables_go_to_tensorboard_as_text():
+    texts = []
+    writer = SimpleNamespace(add_text=lambda *args: texts.append(args))
+    Tables(["tensorboard"], tensorboard=lambda: writer).table("completions", ROWS, step=3)
+    want = "| query | score |\n| --- | --- |\n| q | 1.5 |\n| r&#124;&lt;b><br> | 2 |"
+    assert texts == [("completions", want, 3)]
+    Tables(["tensorboard"]).table("completions", ROWS, step=3)  # no writer yet
 
 
 # ------------------------------------------------------------------------------- curves

@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_reporting_integration_callbacks,
+)
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-from kedge.backends.trackers import Many
+from kedge.backends.trackers import Many, Tables
 from kedge.errors import CheckpointError, ConfigError
 from kedge.protocols import Tracker
 
@@ -195,8 +199,6 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
     Raises:
         ConfigError: an unknown name, or a package that is not installed; says how to install it.
     """
-    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-
     if report_to in (None, [], "none", ["none"]):
         return []
     if report_to in ("all", ["all"]):
@@ -216,6 +218,14 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
                 f"pip install '{extra}', or report_to='none'"
             ) from e
     return found
+
+
+def tables_of(callbacks: Callbacks) -> Tables:
+    """The tracker that sends tables where ``report_to`` sends metrics."""
+    reporters = {type(c): c for c in callbacks.handler.callbacks}
+    services = [name for name, made in INTEGRATION_TO_CALLBACK.items() if made in reporters]
+    writer = reporters.get(INTEGRATION_TO_CALLBACK["tensorboard"])
+    return Tables(services, tensorboard=lambda: getattr(writer, "tb_writer", None))
 
 
 def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -3,5 +3,6 @@
 from kedge.backends.trackers.base import Jsonl, Many, Memory
 from kedge.backends.trackers.curves import draw_curves
 from kedge.backends.trackers.progress import Screen
+from kedge.backends.trackers.tables import Tables
 
-__all__ = ["Jsonl", "Many", "Memory", "Screen", "draw_curves"]
+__all__ = ["Jsonl", "Many", "Memory", "Screen", "Tables", "draw_curves"]

@@ -1,0 +1,70 @@
+"""Tables for the services that metrics are reported to (metrics go there by callbacks)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, object]]
+
+
+class Tables:
+    """Sends tables to wandb, trackio and tensorboard.
+
+    Args:
+        services: the names in ``report_to``; others have no tables and are passed over.
+        tensorboard: gives the open ``SummaryWriter``, or None if there is none.
+    """
+
+    def __init__(
+        self, services: Sequence[str], *, tensorboard: Callable[[], Any] = lambda: None
+    ) -> None:
+        senders = {"wandb": _wandb, "trackio": _trackio}
+        self._send = [senders[name] for name in services if name in senders]
+        self._tensorboard = tensorboard
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Nothing: the reporting callbacks of transformers send metrics."""
+
+    def table(self, name: str, rows: Rows, *, step: int) -> None:
+        """Send a table."""
+        if not rows:
+            return
+        for send in self._send:
+            send(name, rows, step)
+        writer = self._tensorboard()
+        if writer is not None:
+            writer.add_text(name, markdown(rows), step)
+
+    def close(self) -> None:
+        """Nothing: the reporting callbacks own the connections."""
+
+
+def markdown(rows: Rows) -> str:
+    """A table in Markdown, every cell one line of plain text."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[_cell(row[key]) for key in rows[0]] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(x: object) -> str:
+    text = f"{x:.6g}" if isinstance(x, float) else str(x)
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
+    return escaped.replace("`", "&#96;").replace("\r", "").replace("\n", "<br>")
+
+
+def _wandb(name: str, rows: Rows, step: int) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        columns = list(rows[0])
+        table = wandb.Table(columns=columns, data=[[row[c] for c in columns] for row in rows])
+        wandb.log({name: table, "train/global_step": step})
+
+
+def _trackio(name: str, rows: Rows, step: int) -> None:
+    import trackio
+
+    frame = importlib.import_module("pandas").DataFrame([dict(row) for row in rows])
+    trackio.log({name: trackio.Table(dataframe=frame)})
