@@ -19,9 +19,10 @@ from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Experience, PromptBatch, Rollout
 
 VOCAB = 64
+SLOTS = 9  # of the response, where no padding is added
 
 
-def rollout(rows=6, prompt=7, response=9, *, seed=0, extra_padding=0) -> Rollout:
+def rollout(rows=6, prompt=7, response=SLOTS, *, seed=0, extra_padding=0) -> Rollout:
     """Prompts of 1..prompt tokens; responses of 0..response tokens (row 1 is empty)."""
     g = torch.Generator().manual_seed(seed)
     plen = torch.randint(1, prompt + 1, (rows,), generator=g)
@@ -54,7 +55,7 @@ def experience(r: Rollout, *, seed=0) -> Experience:
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(3, shape[0], 64, generator=g)[:, :, : shape[1]] * r.present
     slots = torch.arange(shape[1])
-    after = slots <= r.present.sum(1)[:, None]
+    after = (slots <= r.present.sum(1)[:, None]) & (slots < SLOTS)
     return Experience(
         prompt_ids=r.prompts.ids,
         prompt_mask=r.prompts.mask,

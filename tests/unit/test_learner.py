@@ -11,7 +11,7 @@ from kedge.algorithms import ppo
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.model import causal_parts, load_policy, no_dropout
 from kedge.backends.hf.reference import FrozenModel, copy_of
-from kedge.backends.hf.value_head import ScalarHead, load_value
+from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
 from kedge.engine.stages import cut
 from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
@@ -437,3 +437,19 @@ def test_reference_copy_does_not_move():
     assert torch.equal(before.ref_logprobs, after.ref_logprobs)
     assert not torch.equal(before.logprobs, after.logprobs)
     assert copy_of(found.policy).model is not found.policy
+
+
+def test_value_models_and_heads_come_back_from_disk(tmp_path):
+    model = load_value(tiny_reward_model())
+    save_value(model, tmp_path / "model")
+    loaded = load_value(str(tmp_path / "model"))
+    assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
+        dict(model.named_parameters())
+    )
+    head = ScalarHead(8, init="normal")
+    save_value(head, tmp_path / "head")
+    assert [p.name for p in (tmp_path / "head").iterdir()] == ["value_head.safetensors"]
+    x = torch.randn(3, 8)
+    assert torch.equal(load_value_head(tmp_path / "head")(x), head(x))
+    with pytest.raises(ConfigError, match=r"has no value_head\.safetensors"):
+        load_value_head(tmp_path / "model")

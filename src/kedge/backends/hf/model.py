@@ -72,19 +72,38 @@ class CausalParts:
 
 
 def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight [V, H] and bias [V] that an output layer applies now.
+    """Weight [V, H] and bias [V] that an output layer applies now, with its adapter if it has one.
 
     Raises:
-        ConfigError: the layer is not linear.
+        ConfigError: the layer is not linear, or its adapter does more than add to the weight.
     """
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if type(module) is not nn.Linear or weight is None:
+    layer: Any = module
+    if hasattr(layer, "original_module"):  # PEFT's modules_to_save
+        on = layer.active_adapters and not layer.disable_adapters
+        layer = layer.modules_to_save[layer.active_adapters[0]] if on else layer.original_module
+    if type(layer) is nn.Linear:
+        return layer.weight, layer.bias
+    base = getattr(layer, "base_layer", None)
+    if type(base) is nn.Linear and hasattr(layer, "lora_A"):
+        return _with_lora(layer, base)
+    raise ConfigError(
+        f"the output layer is a {type(layer).__name__}, but log-probabilities are computed from "
+        "the weight of a linear layer; leave the output layer out of quantization and of adapters "
+        "other than LoRA"
+    )
+
+
+def _with_lora(layer: Any, base: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    names = [a for a in layer.active_adapters if a in layer.lora_A]
+    special = [a for a in names if a in layer.lora_variant or layer.lora_bias.get(a)]
+    if special:
         raise ConfigError(
-            f"the output layer is a {type(module).__name__}, but log-probabilities are computed "
-            "from the weight of a linear layer; leave the output layer out of quantization and "
-            "of adapters"
+            f"adapter {special[0]!r} on the output layer is no plain LoRA; leave the output layer "
+            "out of target_modules"
         )
-    return weight, bias
+    if layer.disable_adapters or layer.merged or not names:
+        return base.weight, base.bias
+    return base.weight + sum(layer.get_delta_weight(a) for a in names), base.bias
 
 
 def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:

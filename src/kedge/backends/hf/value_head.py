@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from kedge.backends.hf.model import CausalParts, backbone_of, trunk
 from kedge.errors import ConfigError
 
+HEAD_FILE = "value_head.safetensors"
 _HEADS = ("score", "classifier", "v_head")
 
 
@@ -128,3 +131,29 @@ def value_from_trunk(parts: CausalParts, *, init: Literal["zero", "normal"] = "z
     """A value head that reads the policy's own trunk."""
     weight = parts.head().weight
     return ScalarHead(weight.shape[1], init=init).to(weight.device)
+
+
+def save_value(value: ScalarModel | ScalarHead, folder: str | Path) -> None:
+    """Write a value model as a transformers folder, a value head as ``value_head.safetensors``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(value, ScalarModel):
+        value.model.save_pretrained(folder)  # type: ignore[operator]
+        return
+    tensors = {name: x.detach().contiguous() for name, x in value.state_dict().items()}
+    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})
+
+
+def load_value_head(folder: str | Path) -> ScalarHead:
+    """A value head that ``save_value`` wrote.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    file = Path(folder) / HEAD_FILE
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no {HEAD_FILE}; it was not written by save_value")
+    tensors = load_file(file)
+    head = ScalarHead(tensors["summary.weight"].shape[1], bias="summary.bias" in tensors)
+    head.load_state_dict(tensors)
+    return head

@@ -1,0 +1,140 @@
+"""The gradient of an optimiser step is a property of its rows: not of how they were cut or padded.
+
+Each property comes with a broken way of computing that must be seen.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kedge.algorithms import ppo
+from kedge.engine.stages import cut
+from tests.learners import experience, gradient, learner, one_rank, rollout
+
+ROWS = 6
+ALGORITHM = ppo(vf_coef=0.5)
+QUICK = settings(
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def batch(**how):
+    return experience(rollout(ROWS, **how))
+
+
+def same(a, b, tolerance=2e-5):
+    return float((a - b).norm()) <= tolerance * float(a.norm())
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return gradient(batch(), ALGORITHM)
+
+
+@QUICK
+@given(micro_rows=st.integers(1, ROWS))
+def test_micro_batch_size(whole, micro_rows):
+    vector, metrics = gradient(batch(), ALGORITHM, micro_rows=micro_rows)
+    assert same(whole[0], vector)
+    assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-6)
+
+
+@QUICK
+@given(padding=st.integers(1, 20), micro_rows=st.integers(1, ROWS))
+def test_padding(whole, padding, micro_rows):
+    vector, _ = gradient(batch(extra_padding=padding), ALGORITHM, micro_rows=micro_rows)
+    assert same(whole[0], vector)
+
+
+@QUICK
+@given(order=st.permutations(range(ROWS)), micro_rows=st.integers(1, ROWS))
+def test_row_order(whole, order, micro_rows):
+    vector, _ = gradient(batch(), ALGORITHM, micro_rows=micro_rows, order=torch.tensor(order))
+    assert same(whole[0], vector)
+
+
+@QUICK
+@given(spare=st.integers(0, 50))
+def test_grouping_by_length(whole, spare):
+    vector, _ = gradient(batch(), ALGORITHM, make=lambda: learner(spare_tokens=spare))
+    assert same(whole[0], vector)
+
+
+@QUICK
+@given(dropped=st.integers(0, ROWS - 1))
+def test_rows_without_loss_change_nothing(dropped):
+    full = batch()
+    empty = {name: getattr(full, name).clone() for name in ("mask", "value_mask")}
+    for mask in empty.values():
+        mask[dropped] = False
+    kept = torch.tensor([i for i in range(ROWS) if i != dropped])
+    with_row, _ = gradient(replace(full, **empty), ALGORITHM, micro_rows=2)
+    without, _ = gradient(full.rows(kept), ALGORITHM, micro_rows=2)
+    assert same(with_row, without)
+
+
+def mean_of_means(experience, index, algorithm, micro_rows, total):
+    """Broken: every micro-batch is averaged by itself, then the averages are."""
+    parts = list(cut(experience, index, algorithm, micro_rows, total))
+    for part in parts:
+        token = part.token_weight / part.token_weight.sum().clamp(min=1e-9) / len(parts)
+        value = part.value_weight / part.value_weight.sum().clamp(min=1e-9) / len(parts)
+        yield replace(part, token_weight=token, value_weight=value)
+
+
+def mean_over_slots(experience, index, algorithm, micro_rows, total):
+    """Broken: padding counts in the mean."""
+    for part in cut(experience, index, algorithm, micro_rows, total):
+        weight = part.rows.mask / (experience.mask.numel() / len(experience) * len(index))
+        yield replace(part, token_weight=weight)
+
+
+def shifted(experience, index, algorithm, micro_rows, total):
+    """Broken: rows keep the weights of the order they came in, not of the order they are in."""
+    parts = list(cut(experience, index, algorithm, micro_rows, total))
+    weights = [p.token_weight.flip(0) * torch.arange(1, len(p.rows) + 1)[:, None] for p in parts]
+    return [replace(p, token_weight=w) for p, w in zip(parts, weights, strict=True)]
+
+
+def test_a_mean_of_means_is_seen():
+    a, _ = gradient(batch(), ALGORITHM, cutter=mean_of_means)
+    b, _ = gradient(batch(), ALGORITHM, cutter=mean_of_means, micro_rows=2)
+    assert not same(a, b, 1e-2)
+
+
+def test_a_mean_over_padding_is_seen():
+    a, _ = gradient(batch(), ALGORITHM, cutter=mean_over_slots)
+    b, _ = gradient(batch(extra_padding=9), ALGORITHM, cutter=mean_over_slots)
+    assert not same(a, b, 1e-2)
+
+
+def test_weights_tied_to_positions_are_seen():
+    a, _ = gradient(batch(), ALGORITHM, cutter=shifted)
+    b, _ = gradient(batch(), ALGORITHM, cutter=shifted, micro_rows=3)
+    assert not same(a, b, 1e-2)
+
+
+def test_left_padding_taken_for_tokens_is_seen():
+    def careless(experience, index, algorithm, micro_rows, total):
+        for part in cut(experience, index, algorithm, micro_rows, total):
+            everything = torch.ones_like(part.rows.prompt_mask)
+            yield replace(part, rows=replace(part.rows, prompt_mask=everything))
+
+    a, _ = gradient(batch(), ALGORITHM, cutter=careless)
+    b, _ = gradient(batch(extra_padding=9), ALGORITHM, cutter=careless)
+    assert not same(a, b, 1e-2)
+
+
+def test_accumulating_in_one_backward_or_many_is_the_same():
+    """Micro-batches of one row, against the loss of all rows in a single backward."""
+    found = learner()
+    full = batch()
+    (part,) = cut(full, torch.arange(ROWS), ALGORITHM, ROWS, one_rank)
+    output = found._output(part.rows, only_value=False)
+    ALGORITHM.loss(output, part).total.backward()
+    flat = [p.grad.flatten() for p in found.module.parameters() if p.grad is not None]
+    vector, _ = gradient(full, ALGORITHM, micro_rows=1)
+    assert same(torch.cat(flat), vector)

@@ -1,0 +1,156 @@
+"""Policies that train an adapter: what trains, and what the reference is."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from kedge.algorithms import ppo
+from kedge.backends.hf.model import causal_parts
+from kedge.backends.hf.peft import quantization, with_adapter
+from kedge.backends.hf.reference import FrozenModel, OtherAdapter
+from kedge.engine.stages import cut
+from kedge.errors import ConfigError
+from kedge.testing import tiny_policy
+from tests.learners import VOCAB, experience, learner, one_rank, rollout
+
+
+def lora(targets=("q_proj", "v_proj"), **options):
+    return LoraConfig(
+        r=4, target_modules=list(targets), task_type="CAUSAL_LM", lora_dropout=0.3, **options
+    )
+
+
+def step(found):
+    algo, batch = ppo(), experience(rollout())
+    return found.update(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+
+
+HEADS = {
+    "attention": lora(),
+    "lora on the head": lora(("q_proj", "lm_head")),
+    "a copy of the head": lora(modules_to_save=["lm_head"]),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+def test_only_the_adapter_trains_and_the_reference_is_the_base(name):
+    policy = tiny_policy(vocab_size=VOCAB)
+    base = copy.deepcopy(policy)
+    policy = with_adapter(policy, HEADS[name])
+    found = learner(policy=policy, reference=OtherAdapter(policy))
+    r = rollout()
+    for _ in range(3):
+        assert step(found)["grad_norm/policy"] > 0
+    note = found.annotate(r, values=False, reference=True, full_kl=True)
+    found.reference = FrozenModel(base)
+    want = found.annotate(r, values=False, reference=True, full_kl=True)
+    torch.testing.assert_close(note.ref_logprobs, want.ref_logprobs)
+    torch.testing.assert_close(note.full_kl, want.full_kl, atol=1e-6, rtol=1e-4)
+    assert not torch.allclose(note.logprobs, note.ref_logprobs)
+    # what the learner says is what the model says
+    row = 0
+    ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.present[row]]])
+    with torch.no_grad():
+        logp = policy(input_ids=ids[None]).logits[0].log_softmax(-1)
+    n = int(r.present[row].sum())
+    want = logp[-n - 1 : -1].gather(1, ids[-n:, None])[:, 0]
+    torch.testing.assert_close(note.logprobs[row, :n], want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+def test_gradient_of_an_adapter_on_the_head_is_the_models_own():
+    policy = with_adapter(tiny_policy(vocab_size=VOCAB), HEADS["lora on the head"])
+    head = policy.get_base_model().lm_head
+    with torch.no_grad():
+        head.lora_B["default"].weight.normal_()
+    found = learner(policy=policy, reference=None)
+    x = torch.arange(8)[None]
+    weights = [head.lora_A["default"].weight, head.lora_B["default"].weight]
+    want = torch.autograd.grad(policy(input_ids=x).logits.square().sum(), weights)
+    h = found.module.parts
+    z = h.backbone(input_ids=x).last_hidden_state @ h.head().weight.T
+    got = torch.autograd.grad(z.square().sum(), weights)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_reference_adapter_is_put_back_even_after_an_error():
+    policy = get_peft_model(tiny_policy(vocab_size=VOCAB), lora(), adapter_name="ppo")
+    policy.add_adapter("sft", lora(init_lora_weights=False))
+    policy = with_adapter(policy, adapter="ppo")
+    flags = [p.requires_grad for p in policy.parameters()]
+    for name in ("sft", None):
+        reference = OtherAdapter(policy, name)
+
+        def fail(reference=reference):
+            with reference.active():
+                raise RuntimeError("on the way")
+
+        with pytest.raises(RuntimeError, match="on the way"):
+            fail()
+        assert policy.active_adapter == "ppo"
+        assert [p.requires_grad for p in policy.parameters()] == flags
+        layer = policy.get_base_model().model.layers[0].self_attn.q_proj
+        assert not layer.disable_adapters
+    found = learner(policy=policy, reference=OtherAdapter(policy, "sft"))
+    note = found.annotate(rollout(), values=False, reference=True, full_kl=False)
+    assert not torch.allclose(note.logprobs, note.ref_logprobs)
+    before = {n: p.clone() for n, p in policy.named_parameters() if ".sft." in n}
+    step(found)
+    assert before
+    assert all(torch.equal(p, policy.get_parameter(n)) for n, p in before.items())
+
+
+def test_checkpointed_adapters_get_the_same_gradient():
+    norms = []
+    for on in (False, True):
+        policy = with_adapter(tiny_policy(vocab_size=VOCAB), lora(init_lora_weights=False))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in policy.parameters():
+                if p.requires_grad:
+                    p.normal_(std=0.1)
+        found = learner(policy=policy, reference=None, gradient_checkpointing=on)
+        norms.append(step(found)["grad_norm/policy"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0
+
+
+def test_adapters_of_half_precision_bases_are_float32():
+    policy = with_adapter(tiny_policy(vocab_size=VOCAB).to(torch.bfloat16), lora())
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    learner(policy=policy)
+
+
+def test_refusals_name_the_way_out():
+    plain = tiny_policy(vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="pass peft_config"):
+        with_adapter(plain, adapter="x")
+    policy = with_adapter(plain, lora())
+    with pytest.raises(ConfigError, match="merge_and_unload"):
+        with_adapter(policy, lora())
+    with pytest.raises(ConfigError, match="adapters are default"):
+        with_adapter(policy, adapter="other")
+    soft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ConfigError, match="virtual tokens"):
+        with_adapter(tiny_policy(vocab_size=VOCAB), soft)
+
+
+def test_dora_on_the_head_is_refused():
+    policy = with_adapter(tiny_policy(vocab_size=VOCAB), lora(("lm_head",), use_dora=True))
+    with pytest.raises(ConfigError, match="no plain LoRA"):
+        causal_parts(policy)
+
+
+def test_quantization_names_its_package():
+    pytest.importorskip("torch")
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+            quantization(4)
+    else:
+        assert quantization(4).load_in_4bit
+        assert quantization(8).load_in_8bit
