@@ -78,11 +78,11 @@ class Engine:
             sent = self.step + len(self.waiting)
             stop = False
             while self.step < until and not stop:
+                self.hooks.on_step_begin(self.step)
+                begin = self.clock()
                 while sent < until and sent - self.step <= self.max_lag:
                     self.waiting.append(self._sample(worker, sent))
                     sent += 1
-                self.hooks.on_step_begin(self.step)
-                begin = self.clock()
                 sample = self.waiting.popleft().result()
                 self._settle(syncs)
                 metrics = self.train_on(*sample, begin=begin)

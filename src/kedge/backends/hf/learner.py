@@ -228,6 +228,12 @@ class HFLearner:
             values=None if slots is None or said.values is None else place(said.values, slots),
         )
 
+    @torch.no_grad()
+    def probe(self, rows: Experience) -> PolicyOutput:
+        """The forward pass of ``update`` without gradient or step."""
+        set_training(self.module, self.settings.gradient_checkpointing)
+        return self._output(to_device(rows, self.device), only_value=False)
+
     def _sum_gradients(self) -> None:
         """Loss weights sum to 1 over all ranks, so gradients just add.
 

@@ -1,0 +1,34 @@
+"""What the model says: rows for the table of sample completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kedge.types import Judgement, Rollout
+
+
+def completion_rows(
+    samples: Iterable[tuple[Rollout, Judgement]], tokenizer: Any, *, limit: int | None = None
+) -> list[dict[str, object]]:
+    """Query, response and score of each sampled row, as text.
+
+    Args:
+        samples: what was sampled and what it scored.
+        tokenizer: decodes both.
+        limit: most rows; None for all.
+    """
+    rows: list[dict[str, object]] = []
+    for rollout, judgement in samples:
+        prompts = rollout.prompts
+        for i in range(len(rollout)):
+            if limit is not None and len(rows) >= limit:
+                return rows
+            rows.append(
+                {
+                    "query": tokenizer.decode(prompts.ids[i][prompts.mask[i]]),
+                    "model response": tokenizer.decode(rollout.ids[i][rollout.present[i]]),
+                    "score": float(judgement.scores[i]),
+                }
+            )
+    return rows

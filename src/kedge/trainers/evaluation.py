@@ -1,0 +1,103 @@
+"""Evaluations and sample completions of a run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kedge.config.resolve import PPOSettings
+from kedge.engine.evaluate import Evaluation, evaluate
+from kedge.engine.hooks import StepReport
+from kedge.engine.loop import Engine
+from kedge.protocols import PromptSource
+from kedge.trainers.completions import completion_rows
+from kedge.trainers.hf_callbacks import Callbacks
+
+TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
+TABLE_ROWS = 5  # of a table drawn from the training batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """Evaluation prompts of one name."""
+
+    prefix: str  # "eval_" or "eval_<name>_"
+    source: PromptSource
+    batches: int
+    rows: int  # prompts in all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Scores evaluation prompts and shows what the model says.
+
+    Args:
+        engine: the loop, whose sampler, reward and learner are used.
+        settings: sampling and seed.
+        callbacks: get the metrics and the tables.
+        tokenizer: decodes completions.
+        sets: evaluation prompts, in order.
+        reference: whether there is a reference to measure the KL to.
+    """
+
+    engine: Engine
+    settings: PPOSettings
+    callbacks: Callbacks
+    tokenizer: Any
+    sets: list[EvalSet]
+    reference: bool
+
+    def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
+        """Score the evaluation prompts, log the metrics and show some completions."""
+        metrics: dict[str, float] = {}
+        for each in self.sets if sets is None else sets:
+            found = self._evaluate(each, each.batches)
+            metrics |= {f"{each.prefix}{name}": x for name, x in found.metrics.items()}
+            self._show(completion_rows(found.samples, self.tokenizer), f"{each.prefix}completions")
+        self.callbacks.evaluated(metrics)
+        return metrics
+
+    def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
+        """Nearly greedy completions of the evaluation prompts, or of training prompts if none.
+
+        Args:
+            sampling: one batch only, for a look in between.
+        """
+        each = self.sets[0] if self.sets else self._training_prompts()
+        found = self._evaluate(each, 1 if sampling else each.batches)
+        rows = completion_rows(found.samples, self.tokenizer)
+        self._show(rows, "completions")
+        return rows
+
+    def show_samples(self, report: StepReport) -> None:
+        """A table in between: of the evaluation prompts, or of the batch just trained on."""
+        if self.sets:
+            self.generate_completions(sampling=True)
+        else:
+            sample = (report.rollout, report.judgement)
+            self._show(completion_rows([sample], self.tokenizer, limit=TABLE_ROWS), "completions")
+
+    def _training_prompts(self) -> EvalSet:
+        engine = self.engine
+        return EvalSet(prefix="", source=engine.source, batches=1, rows=engine.plan.batch_size)
+
+    def _evaluate(self, each: EvalSet, batches: int) -> Evaluation:
+        return evaluate(
+            each.source,
+            batches=batches,
+            rows=each.rows,
+            rollouts=self.engine.rollouts,
+            judge=self.engine.judge,
+            learner=self.engine.learner,
+            sampling=replace(
+                self.settings.sampling, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0
+            ),
+            reference=self.reference,
+            seed=self.settings.seed,
+            clock=time.perf_counter,
+        )
+
+    def _show(self, rows: list[dict[str, object]], name: str) -> None:
+        if rows and self.callbacks.state.is_world_process_zero:
+            self.callbacks.tracker.table(name, rows, step=self.engine.step)

@@ -1,0 +1,245 @@
+"""One training run behind a Trainer-style API: train, save, go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import TrainOutput
+
+from kedge.backends.hf.learner import HFLearner
+from kedge.backends.rewards import RewardLog
+from kedge.backends.trackers import Jsonl, Many, Screen, draw_curves
+from kedge.config.resolve import PPOSettings, cadence
+from kedge.engine import checkpoint
+from kedge.engine.hooks import StepReport
+from kedge.engine.loop import Engine
+from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
+from kedge.engine.recording import Recorder, pack, unpack
+from kedge.errors import CheckpointError, ConfigError
+from kedge.trainers.evaluation import Evaluator
+from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.hooks import TrainerHooks
+from kedge.trainers.saving import numbers_of, recording_of, write_models
+from kedge.types import Judgement, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What a Trainer-style trainer needs around the engine.
+
+    Args:
+        args: the config as the user gave it; callbacks and cadences read it.
+        settings: its typed parts.
+        engine: the loop.
+        learner: the models, also inside the engine.
+        callbacks: callbacks, state and control.
+        evaluator: evaluations and tables of completions.
+        tokenizer: saved with the models.
+        reward_log: what reward functions record on the side.
+        fresh_reference: the reference was made from the policy, so their KL starts at 0.
+    """
+
+    args: Any
+    settings: PPOSettings
+    engine: Engine
+    learner: HFLearner
+    callbacks: Callbacks
+    evaluator: Evaluator
+    tokenizer: Any
+    reward_log: RewardLog
+    fresh_reference: bool
+
+    def train(self, resume: str | bool | None) -> TrainOutput:
+        """Train to the end of the plan, or until a callback stops it.
+
+        Args:
+            resume: True for the newest whole checkpoint in ``output_dir``, or a folder.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged or of another run.
+            PreflightError: the first batch shows that training would be wrong.
+        """
+        engine, plan = self.engine, self.engine.plan
+        resumed = self._resume(resume)
+        screen = self._open_trackers()
+        per_epoch = plan.updates_per_epoch or plan.updates
+        self.callbacks.begin(
+            max_steps=plan.updates, epochs=plan.updates / per_epoch, batch_size=plan.local_rows
+        )
+        engine.hooks = hooks = TrainerHooks(
+            self.callbacks,
+            steps_per_epoch=per_epoch,
+            evaluate=self.evaluator.evaluate if self.evaluator.sets else None,
+            save=self.save_checkpoint if self.args.output_dir else None,
+            screen=screen,
+            on_sample=self._on_sample(check=not resumed),
+            after_step=self._after_step(),
+            anyone=self._anyone if self.learner.ranks > 1 else None,
+        )
+        if not resumed:
+            hooks.evaluate_at_start()
+        begin = time.perf_counter()
+        try:
+            engine.run(plan.updates)
+            seconds = time.perf_counter() - begin
+            self._load_best()
+        finally:
+            hooks.finish()
+        return self._output(seconds)
+
+    def _output(self, seconds: float) -> TrainOutput:
+        state = self.callbacks.state
+        if self.args.output_dir and state.is_world_process_zero:
+            draw_curves(state.log_history, self._root() / "curves.png")
+        losses = [row["loss/policy_avg"] for row in state.log_history if "loss/policy_avg" in row]
+        loss = sum(losses) / len(losses) if losses else 0.0
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": state.episode / max(seconds, 1e-9),
+            "train_loss": loss,
+            "episode": state.episode,
+            "epoch": state.epoch or 0.0,
+        }
+        return TrainOutput(self.engine.step, loss, metrics)
+
+    # -- along the way --------------------------------------------------------------------------
+
+    def _on_sample(self, *, check: bool) -> Callable[[int, Rollout, Judgement], None]:
+        folder = self.settings.save_rollouts
+        accelerator = self.learner.accelerator
+        recorder = None
+        if folder is not None:
+            recorder = Recorder(
+                folder,
+                about=recording_of(self.settings),
+                rank=accelerator.process_index,
+                world_size=accelerator.num_processes,
+            )
+        first = self.engine.step
+
+        def look(step: int, rollout: Rollout, judgement: Judgement) -> None:
+            if recorder is not None:
+                recorder.write(step, rollout, judgement)
+            if check and step == first and self.settings.preflight:
+                self._preflight(rollout, judgement)
+
+        return look
+
+    def _preflight(self, rollout: Rollout, judgement: Judgement) -> None:
+        low = self.settings.learner.precision != "no"
+        warnings = preflight(
+            rollout,
+            judgement,
+            engine=self.engine.rollouts,
+            learner=self.learner,
+            algorithm=self.engine.algorithm,
+            kl_coef=self.engine.kl.value,
+            fresh_reference=self.fresh_reference,
+            tolerance=LOW_PRECISION if low else FULL_PRECISION,
+        )
+        for warning in warnings:
+            logger.warning("preflight: %s", warning)
+
+    def _after_step(self) -> Callable[[StepReport], None]:
+        plan, empty = self.engine.plan, self.args.torch_empty_cache_steps
+        when = cadence(self.args, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch)
+
+        def after(report: StepReport) -> None:
+            recorded, _ = self.reward_log.drain()
+            said = {f"log/{name}": mean for name, mean in recorded.means().items()}
+            self.callbacks.state.pending[-1] |= said
+            if when.samples(report.step):
+                self.evaluator.show_samples(report)
+            if empty and report.step % empty == 0 and self.learner.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        return after
+
+    def _open_trackers(self) -> Screen | None:
+        """Files and screen of the main process; trackers set by hand stay."""
+        if not self.callbacks.state.is_world_process_zero:
+            return None
+        screen = Screen(
+            self.engine.plan.updates, start=self.engine.step, bar=not self.args.disable_tqdm
+        )
+        files = [Jsonl(self._root(), start=self.engine.step)] if self.args.output_dir else []
+        self.callbacks.tracker = Many([*files, screen])
+        return screen
+
+    def _anyone(self, flags: list[bool]) -> list[bool]:
+        summed = self.learner.total(torch.tensor([float(f) for f in flags]))
+        return [x > 0 for x in summed.tolist()]
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> Path:
+        """Write ``checkpoint-N`` into the output folder; a kill leaves the one before whole."""
+        engine, accelerator = self.engine, self.learner.accelerator
+        parts = {} if self.args.save_only_model else engine.state_dict()
+        flight = [pack(sample) for sample in engine.in_flight]
+        return checkpoint.save(
+            self._root(),
+            engine.step,
+            parts,
+            local=flight or None,
+            settings=numbers_of(self.settings, engine),
+            write_models=self._write_models,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            barrier=accelerator.wait_for_everyone,
+        )
+
+    def _write_models(self, folder: Path) -> None:
+        write_models(folder, self.learner, self.tokenizer)
+        if self.callbacks.state.is_world_process_zero:
+            self.callbacks.write_state(folder)
+
+    def _resume(self, resume: str | bool | None) -> bool:
+        """Load a checkpoint if asked to; whether training goes on from one."""
+        if not resume:
+            return False
+        given = None if isinstance(resume, bool) else Path(resume)
+        folder = given or checkpoint.latest_good(self._root())
+        if folder is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint=True, but {self._root()} holds no checkpoint; leave it"
+                " unset to start from the beginning"
+            )
+        accelerator = self.learner.accelerator
+        found = checkpoint.load(
+            folder,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            settings=numbers_of(self.settings, self.engine),
+            verified=given is None,
+        )
+        if not found.parts:
+            raise CheckpointError(
+                f"{folder} was written with save_only_model=True: it holds the models but not the"
+                " optimiser, so training cannot go on from it; pass its folder as `model`"
+            )
+        self.engine.load_state_dict(dict(found.parts))
+        self.engine.put_back([unpack(sample) for sample in found.local or []])
+        self.callbacks.restore(folder)
+        return True
+
+    def _load_best(self) -> None:
+        best = self.callbacks.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            found = checkpoint.load(best)
+            if not found.parts:
+                raise ConfigError("load_best_model_at_end=True needs save_only_model=False")
+            self.learner.load_state_dict(found.parts["learner"])
+
+    def _root(self) -> Path:
+        if not self.args.output_dir:
+            raise ConfigError("output_dir is not set: there is no place for checkpoints")
+        return Path(self.args.output_dir)
