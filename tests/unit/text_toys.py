@@ -111,7 +111,7 @@ def rollout_of(
             row=torch.arange(count),
             columns=columns,
         ),
-        ids=torch.tensor([list(r) + [pad] * (room - len(r)) for _, r in pairs]),
+        ids=torch.tensor([list(r) + [pad] * (room - len(r)) for _, r in pairs]).long(),
         mask=present,
         present=present,
         finished=torch.tensor(

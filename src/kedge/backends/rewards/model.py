@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.backends.rewards.heads import head_of
-from kedge.backends.rewards.packing import packed, padded
+from kedge.backends.rewards.packing import chunks, filled, packed, padded
 from kedge.backends.rewards.retokenize import Retokenizer
 from kedge.backends.rewards.texts import TextCache, row_name
 from kedge.errors import ConfigError, RewardError
@@ -22,7 +22,7 @@ class RewardModel:
     Models with a backbone and a ``score`` layer are scored at the last real token, found by
     length, never by token id.  Others (``classifier`` encoders, plain modules) are called with an
     attention mask.  The model is put in evaluation mode and runs without gradient, longest rows
-    first, ``chunk_rows`` at a time.
+    first, at most ``chunk_rows`` at a time.
 
     Args:
         model: any such module.
@@ -30,7 +30,7 @@ class RewardModel:
             (or the policy's vocabulary) passes the policy's token ids on exactly.
         texts: the decoded rollout, shared with other sources; needed with a tokenizer of its own.
         policy_vocab_size: token ids the policy can produce are below it.
-        chunk_rows: rows scored at a time.
+        chunk_rows: the most rows scored at a time.
         max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
             can take is an error.
         reward_label: label (index or name) that is the reward, where the model has several.
@@ -63,6 +63,7 @@ class RewardModel:
         self._config = getattr(bare, "config", None)
         self._label = _label(self._config, reward_label, self.name)
         self._vocab = _vocab(bare)
+        self._pad = _pad(self._config, self._vocab)
         self._texts = texts
         self._own: Retokenizer | None = None
         if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
@@ -71,7 +72,11 @@ class RewardModel:
                     f"reward model {self.name} has its own tokenizer, so rows must be decoded with"
                     " the policy's: give texts=TextCache(policy_tokenizer)"
                 )
-            self._own = Retokenizer(tokenizer, max_length=max_length)
+            self._own = Retokenizer(
+                tokenizer,
+                max_length=max_length,
+                framed=bool(getattr(self._config, "is_encoder_decoder", False)),
+            )
         self._check_vocabulary(policy_vocab_size)
         self._chunk, self._max_length, self._autocast = chunk_rows, max_length, autocast
 
@@ -87,6 +92,7 @@ class RewardModel:
         else:
             ids, lengths = packed(rollout)
             ids, lengths = self._cut(ids, lengths)
+        ids = filled(ids, lengths, self._pad)
         self._check_rows(rollout, ids, lengths)
         scores = self._scores(ids, lengths).to(rollout.ids.device)
         finite = scores.isfinite()
@@ -103,10 +109,9 @@ class RewardModel:
         self.model.eval()
         device = next((p.device for p in self.model.parameters()), ids.device)
         ids, lengths = ids.to(device), lengths.to(device)
-        order = lengths.argsort(descending=True, stable=True)
         out = torch.empty(len(ids), dtype=torch.float32, device=device)
         with self._precision(device):
-            for rows in order.split(self._chunk):
+            for rows in chunks(lengths, rows=self._chunk):
                 width = int(lengths[rows[0]])
                 logits = self._head(ids[rows, :width], lengths[rows])
                 out[rows] = self._pick(logits).float()
@@ -143,8 +148,7 @@ class RewardModel:
             )
         if self._vocab is None:
             return
-        real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        over = (ids >= self._vocab) & real
+        over = ids >= self._vocab
         if bool(over.any()):
             row, column = (int(i) for i in over.nonzero()[0])
             raise RewardError(
@@ -187,6 +191,12 @@ def _vocab(model: nn.Module) -> int | None:
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(embeddings, "num_embeddings", None)
     return rows if isinstance(rows, int) else None
+
+
+def _pad(config: Any, vocab: int | None) -> int:
+    """What the model expects in padding; only encoder-decoders, which count eos tokens, look."""
+    pad = getattr(config, "pad_token_id", None)
+    return pad if isinstance(pad, int) and 0 <= pad < (vocab or pad + 1) else 0
 
 
 def _label(config: Any, wanted: int | str | None, name: str) -> int | None:

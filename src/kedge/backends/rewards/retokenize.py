@@ -12,16 +12,23 @@ from kedge.errors import ConfigError
 class Retokenizer:
     """Tokenises decoded rows for a model with its own vocabulary.
 
-    Text: prompt text + response text with the tokenizer's special tokens; the eos token ends
-    exactly the finished rows (where there is a sep token, texts stay as the tokenizer frames them).
-    Chats: the tokenizer's own chat template; the assistant's message is
-    closed in finished rows and left open in the others.  Rows longer than ``max_length`` lose
-    their first tokens.
+    Text: prompt text + response text with the tokenizer's special tokens.  The eos token ends
+    exactly the finished rows, except for encoders (``framed``, or a tokenizer with a sep token),
+    which need every text in the frame that their tokenizer gives it.  A row without any text is
+    one special token.
+
+    Chats: the tokenizer's own chat template; the assistant's message is closed in finished rows and
+    left open in the others.
+
+    Rows longer than ``max_length`` lose their first tokens.
     """
 
-    def __init__(self, tokenizer: Any, *, max_length: int | None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, max_length: int | None = None, framed: bool = False
+    ) -> None:
         self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: its own
         self._max_length = max_length
+        self._framed = framed or self._tokenizer.sep_token_id is not None
 
     def rows(self, texts: Texts, finished: Sequence[bool]) -> list[list[int]]:
         """Token ids of every row, without padding."""
@@ -51,13 +58,17 @@ class Retokenizer:
 
     def _ended(self, ids: list[int], finished: bool) -> list[int]:
         eos = self._tokenizer.eos_token_id
-        if eos is None or self._tokenizer.sep_token_id is not None:
-            return ids  # an encoder: its tokenizer frames every text alike
-        body = ids[:-1] if ids[-1:] == [eos] and len(ids) > 1 else ids
+        if eos is None or self._framed:
+            return ids or [self._blank()]
+        body = ids[:-1] if ids[-1:] == [eos] else ids
         if not finished:
-            return body
+            return body or [self._blank()]
         whole = [*body, eos]
         return whole if self._max_length is None else whole[-self._max_length :]
+
+    def _blank(self) -> int:
+        special = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        return next((token for token in special if token is not None), 0)
 
     def _render(self, texts: Texts, row: int, finished: bool) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
