@@ -145,6 +145,14 @@ def test_a_data_collator_pads_and_its_mask_is_believed():
     assert batch.mask.sum(1).tolist() == [3, 1, 2]
 
 
+def test_columns_nobody_reads_can_be_left_out():
+    rows = [{"prompt": "w3", "answer": 1, "long": "x"}]
+    assert make(rows, prompts_per_step=1, columns={"answer", "none"}).batch(0).columns == {
+        "prompt": ["w3"],
+        "answer": [1],
+    }
+
+
 def test_transformers_own_collator_works():
     from transformers import DataCollatorWithPadding
 

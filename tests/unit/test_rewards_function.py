@@ -53,11 +53,12 @@ def test_kwargs_take_everything():
             "prompts",
             "trainer_state",
         ]
-        assert kwargs["prompts"] == ["w5 w6", "w7"]  # decoded: the dataset had token ids only
+        assert kwargs["prompts"] == ["w5 w6", "w7"]
         assert kwargs["prompt_ids"] == [[5, 6], [7]]
         return kwargs["level"]
 
-    assert make(reward).score(rollout_of(PAIRS, level=[1, 2])).scores.tolist() == [1.0, 2.0]
+    rollout = rollout_of(PAIRS, level=[1, 2], prompt=["w5 w6", "w7"])
+    assert make(reward).score(rollout).scores.tolist() == [1.0, 2.0]
 
 
 def test_chat_prompts_get_completions_as_messages():
@@ -254,6 +255,40 @@ def test_functions_log_metrics_and_columns():
     assert metrics.means() == {"length": 3.0}
     assert extras == {"seen": ["w8 w9", "w10"]}
     assert log.drain() == (type(metrics)(), {})
+
+
+def test_prompts_are_decoded_where_the_dataset_has_token_ids_only():
+    def reward(prompts):
+        return [float(p == q) for p, q in zip(prompts, ["w5 w6", "w7"], strict=True)]
+
+    assert make(reward).score(rollout_of(PAIRS)).scores.tolist() == [1.0, 1.0]
+
+
+def test_what_a_failed_call_logs_is_not_counted_again():
+    log = RewardLog()
+
+    def reward(prompts, log_metric):
+        log_metric("calls", 1.0)
+        if len(prompts) > 1:
+            raise OSError
+        return [1.0]
+
+    make(reward, log=log, on_error="drop").score(rollout_of(PAIRS))
+    assert log.drain()[0].totals == {"calls": (1.0, 1.0)}
+
+
+def test_an_asynchronous_client_lives_from_step_to_step():
+    loops = set()
+
+    async def reward(prompts):
+        loops.add(asyncio.get_running_loop())
+        return [0.0] * len(prompts)
+
+    source = make(reward)
+    source.score(rollout_of(PAIRS))
+    source.score(rollout_of(PAIRS))
+    assert len(loops) == 1
+    assert not next(iter(loops)).is_closed()
 
 
 def test_text_is_decoded_once_and_only_when_asked_for(monkeypatch):

@@ -140,6 +140,18 @@ def test_the_builder_mixes_models_functions_and_sources():
     assert list(judged.parts)[:4] == ["GPTNeoXForSequenceClassification", "two", "lambda", "two_2"]
 
 
+def test_which_columns_are_read_is_known():
+    def one(prompts, answer, level=2):
+        return [0.0] * len(prompts)
+
+    def open_ended(**columns):
+        return [0.0]
+
+    assert build(neox_reward(), [one, two], missing_eos_penalty=1.0).columns == {"answer", "level"}
+    assert build(None, [one, open_ended]).columns is None
+    assert build(None, [one, ConstantReward(1.0)]).columns is None  # it may read anything
+
+
 def test_functions_by_name(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "class Scores:\n"

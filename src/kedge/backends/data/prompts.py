@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,7 @@ class DatasetPrompts:
             prompt of the global batch, instead of Kedge's own padding; must be pure and return
             both keys.  Real tokens are moved to the right end of the row afterwards.
         dataset_num_proc: processes that tokenise a ``datasets.Dataset``.
+        columns: dataset columns to pass along; None passes all.
 
     Raises:
         ConfigError: sizes that cannot work.
@@ -69,6 +70,7 @@ class DatasetPrompts:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
         dataset_num_proc: int | None = None,
+        columns: Collection[str] | None = None,
     ) -> None:
         _check_sizes(prompts_per_step, num_generations, rank, world_size)
         if max_prompt_length is not None and max_prompt_length < 1:
@@ -86,7 +88,12 @@ class DatasetPrompts:
             num_proc=dataset_num_proc,
         )
         self._source = prompt_column(self._table)
-        self._names = [n for n in self._table.names if n not in ("input_ids", "attention_mask")]
+        self._names = [
+            name
+            for name in self._table.names
+            if name not in ("input_ids", "attention_mask")
+            and (columns is None or name in columns or name in ("prompt", "query"))
+        ]
         self._collate = data_collator
         self._per_step, self._repeat = prompts_per_step, num_generations
         self._rank, self._world_size = rank, world_size

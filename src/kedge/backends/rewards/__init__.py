@@ -4,7 +4,7 @@ from kedge.backends.rewards.build import FunctionOptions, ModelOptions, reward_s
 from kedge.backends.rewards.eos import EosPenalty
 from kedge.backends.rewards.function import RewardFunction
 from kedge.backends.rewards.log import RewardLog
-from kedge.backends.rewards.mixture import Mixture
+from kedge.backends.rewards.mixture import Mixture, columns_read
 from kedge.backends.rewards.model import RewardModel
 from kedge.backends.rewards.texts import TextCache
 
@@ -17,5 +17,6 @@ __all__ = [
     "RewardLog",
     "RewardModel",
     "TextCache",
+    "columns_read",
     "reward_source",
 ]

@@ -12,6 +12,7 @@ from kedge.backends.rewards.texts import Texts
 from kedge.errors import ConfigError, RewardError
 
 PER_ROW = ("prompts", "completions", "prompt_ids", "completion_ids")
+FIXED = ("trainer_state", "log_metric", "log_extra")
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -53,6 +54,11 @@ class Signature:
                 " called with keyword arguments (prompts, completions, ...)"
             )
 
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """Dataset columns the function may read, None if any."""
+        return None if self._all else frozenset(self._named - {*PER_ROW, *FIXED})
+
     def choose(self, offered: Collection[str]) -> list[str]:
         """The names among ``offered`` to pass.
 
@@ -74,12 +80,8 @@ def arguments(
 ) -> dict[str, Any]:
     """The keyword arguments of one call over all rows of a rollout."""
     columns = texts.rollout.prompts.columns
-    fixed: dict[str, Any] = {
-        "trainer_state": trainer_state,
-        "log_metric": log.metric,
-        "log_extra": log.extra,
-    }
-    reserved = {"prompt", *PER_ROW, *fixed}  # a column cannot hide one of Kedge's arguments
+    fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
+    reserved = {"prompt", *PER_ROW, *FIXED}  # a column cannot hide one of Kedge's arguments
     extra = {name: list(values) for name, values in columns.items() if name not in reserved}
     names = signature.choose([*PER_ROW, *fixed, *extra])
     own = fixed | extra

@@ -43,6 +43,7 @@ class EosPenalty:
                 " choose one"
             )
         self._inner = inner
+        self.columns: frozenset[str] | None = getattr(inner, "columns", None)
         self._subtract = missing_eos_penalty
         self._replace = penalty_reward_value if non_eos_penalty else None
 

@@ -69,6 +69,7 @@ class RewardFunction:
         self.name = name or function_name(function)
         self._function, self._texts = function, texts
         self._signature = Signature(function, self.name)
+        self.columns = self._signature.columns
         self._on_error, self._error_score = on_error, error_score
         self._log = log or RewardLog()
         self._state = trainer_state or (lambda: None)

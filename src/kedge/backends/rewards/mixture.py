@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -45,6 +45,7 @@ class Mixture:
             for name, (_, source, weight) in zip(names, sources, strict=True)
         ]
         self.name = "+".join(names)
+        self.columns = columns_read([source for _, source, _ in sources])
         self._on_unscored = on_unscored
 
     def score(self, rollout: Rollout) -> Judgement:
@@ -78,6 +79,17 @@ class Mixture:
         return Verdict(
             scores=scores, applies=applies, failed=failed, parts=parts, token_rewards=dense
         )
+
+
+def columns_read(sources: Iterable[RewardSource]) -> frozenset[str] | None:
+    """Dataset columns that any of the sources reads; None if that cannot be said."""
+    every: frozenset[str] = frozenset()
+    for source in sources:
+        columns = getattr(source, "columns", None)
+        if columns is None:
+            return None
+        every |= columns
+    return every
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

@@ -41,6 +41,8 @@ class RewardModel:
         ConfigError: the vocabulary is too small, or there are several labels and none was named.
     """
 
+    columns: frozenset[str] | None = frozenset()  # it reads none of the dataset's
+
     def __init__(
         self,
         model: nn.Module,
