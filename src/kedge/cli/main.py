@@ -1,0 +1,95 @@
+"""``kedge``: pick a command, and turn errors into one clear line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+COMMANDS = {
+    "ppo": "train a language model with PPO",
+    "plan": "show the sizes and the memory of a run, before any weight is loaded",
+}
+
+_WHERE = {"ppo": "kedge.cli.ppo", "plan": "kedge.cli.plan"}
+
+EXAMPLE = """\
+example:
+  kedge ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
+      --reward_funcs rewards.py:length --stop_token eos --total_episodes 10000 --output_dir runs/a
+  kedge plan ppo ...         the same flags: every size, and an estimate of the memory
+
+MODEL is a folder or a name on the Hugging Face hub.  `kedge ppo --help` lists every flag;
+--config FILE.yaml reads them from a file, and the command line wins.
+KEDGE_TRACEBACK=1 shows where an error came from."""
+
+
+def usage() -> str:
+    """The text of ``kedge --help``."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}   {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: kedge COMMAND [flags]\n\n"
+        "Train language models with the PPO family of reinforcement learning.\n\n"
+        f"commands:\n{commands}\n\n  --version   print the version\n  --help      print this\n\n"
+        f"{EXAMPLE}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code: 0, or 2 for something the user can mend, 130 when interrupted.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] in ("-V", "--version"):
+        from kedge import __version__
+
+        print(f"kedge {__version__}")
+        return 0
+    name, *rest = args
+    if name not in _WHERE:
+        near = difflib.get_close_matches(name, _WHERE, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(
+            f"kedge: error: there is no command {name!r}{hint} (commands: {', '.join(COMMANDS)})",
+            file=sys.stderr,
+        )
+        return 2
+    command = importlib.import_module(_WHERE[name]).main
+    return guarded(command, rest, name=f"kedge {name}")
+
+
+def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
+    """Run ``command(argv)``; an error that the user can mend becomes one line.
+
+    Returns:
+        The exit code: 0, 2 for such an error, 130 when interrupted.
+    """
+    from kedge.errors import KedgeError
+
+    try:
+        command(list(argv))
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except (KedgeError, OSError) as error:
+        if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
+            raise
+        print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

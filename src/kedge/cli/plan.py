@@ -1,0 +1,271 @@
+"""``kedge plan``: every size of a run and an estimate of its memory, before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+from kedge.cli import memory
+from kedge.cli.arguments import Options, parse, parser
+from kedge.cli.data import load_prompts
+from kedge.cli.ppo import Names, load_algorithm, load_tokenizer, lora, model_names
+from kedge.config.resolve import PPOSettings, resolve, warmup_updates
+from kedge.engine.plan import BatchPlan, plan_batches
+from kedge.errors import ConfigError
+
+PROMPT_GUESS = 512  # tokens, where there is no dataset to look at
+
+
+def main(argv: Sequence[str]) -> None:
+    """``kedge plan ppo [flags]``."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: kedge plan ppo [--num_processes N] [the flags of kedge ppo]")
+        return
+    name, *rest = argv
+    if name != "ppo":
+        raise ConfigError(f"kedge plan {name}: only runs of ppo can be planned")
+    if {"-h", "--help"} & set(rest):
+        parser("kedge plan ppo").print_help()
+        return
+    processes, rest = _processes(rest)
+    options = parse(rest, prog="kedge plan ppo")
+    show(*plan(options, processes))
+
+
+def plan(
+    options: Options, processes: int | None = None
+) -> tuple[Options, BatchPlan, dict[str, int], list[memory.Need]]:
+    """Sizes, prompt facts and memory of the run that the flags describe.
+
+    Args:
+        options: what ``parse`` returned.
+        processes: plan for this many; the default is the number that runs now.
+
+    Raises:
+        ConfigError, DataError: as training would.
+    """
+    names = model_names(options)
+    tokenizer = load_tokenizer(names.tokenizer, options.model)
+    settings = resolve(
+        options.config,
+        world_size=processes,
+        eos_token_id=getattr(tokenizer, "eos_token_id", None),
+    )
+    rule = load_algorithm(options.script.algorithm)
+    min_group = rule.min_group if rule is not None else 1
+    batches, facts = _batches(options, settings, tokenizer, min_group)
+    needs = needs_of(options, settings, batches, names, longest(facts))
+    return options, batches, facts, needs
+
+
+def longest(facts: dict[str, int]) -> int:
+    """Tokens of the longest prompt, measured or assumed."""
+    return next(value for name, value in facts.items() if name.startswith("longest prompt"))
+
+
+def _processes(argv: list[str]) -> tuple[int | None, list[str]]:
+    rest, found = [], None
+    tokens = iter(argv)
+    for token in tokens:
+        name, equals, value = token.partition("=")
+        if name not in ("--num_processes", "--num-processes"):
+            rest.append(token)
+            continue
+        value = value if equals else next(tokens, "")
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"--num_processes {value} must be a whole number of at least 1")
+        found = int(value)
+    return found, rest
+
+
+def _batches(
+    options: Options, settings: PPOSettings, tokenizer: Any, min_group: int
+) -> tuple[BatchPlan, dict[str, int]]:
+    if options.script.dataset_name is None:
+        guess = settings.data.max_prompt_length or PROMPT_GUESS
+        made = plan_batches(**asdict(settings.batch), min_group=min_group)
+        return made, {"longest prompt, assumed": guess}
+    from kedge.trainers.assembly import prompting
+
+    train, _ = load_prompts(options)
+    here: Any = SimpleNamespace(process_index=0, num_processes=settings.batch.world_size)
+    prompts = prompting(train, tokenizer, settings, here, min_group=min_group)
+    report = prompts.source.report
+    return prompts.plan, {
+        "prompts": report.rows - report.dropped,
+        "prompts dropped": report.dropped,
+        "prompts truncated": report.truncated,
+        "longest prompt": report.longest,
+    }
+
+
+def needs_of(
+    options: Options,
+    settings: PPOSettings,
+    batches: BatchPlan,
+    names: Names,
+    prompt: int,
+) -> list[memory.Need]:
+    """The memory of every model of the run."""
+    trust = options.model.trust_remote_code
+    policy = memory.read_config(names.policy, trust_remote_code=trust)
+    shape = memory.shape_of(policy)
+    device = options.config.device.type
+    width = 4 if settings.learner.precision == "no" else 2
+    length = prompt + settings.sampling.max_new_tokens
+    tile = min(
+        memory.TILE_BYTES.get(device, memory.TILE_BYTES["cuda"]),
+        batches.micro_rows * settings.sampling.max_new_tokens * shape.vocab * 4,
+    )
+    rows = min(batches.local_rows, settings.learner.chunk)
+    state = memory.optimizer_bytes(settings_optimizer(options))
+
+    def training(of: memory.Shape) -> float:
+        return memory.activation_bytes(
+            of,
+            batches.micro_rows * length,
+            width=width,
+            checkpointing=settings.learner.gradient_checkpointing,
+        )
+
+    adapter = lora(options.model) if options.model.use_peft else None
+    counts = memory.count_parameters(policy, head="causal", adapter=adapter)
+    base = weight_bytes(options)
+    needs = [
+        memory.trained(
+            "policy",
+            counts,
+            weight_bytes=base,
+            state_bytes=state,
+            training=training(shape) + 2 * tile,
+            generation=rows * (length * shape.layers * shape.cache * width + shape.vocab * 8.0),
+        )
+    ]
+    if settings.kl.coef > 0 and adapter is None:
+        needs.append(memory.frozen("reference", counts[0], base))
+    needs += _value_and_reward(options, settings, names, training, state)
+    return needs
+
+
+def _value_and_reward(
+    options: Options, settings: PPOSettings, names: Names, training: Any, state: Any
+) -> list[memory.Need]:
+    trust = options.model.trust_remote_code
+    reward, value = names.reward, options.script.value_model_path
+    if value is None and settings.value.source != "policy":
+        value = reward
+    needs = []
+    if value is not None:
+        config = memory.read_config(value, trust_remote_code=trust)
+        counts = memory.count_parameters(config, head="score")
+        needs.append(
+            memory.trained(
+                "value",
+                counts,
+                weight_bytes=4.0,
+                state_bytes=state,
+                training=training(memory.shape_of(config)),
+            )
+        )
+    if reward is not None:
+        config = memory.read_config(reward, trust_remote_code=trust)
+        needs.append(memory.frozen("reward", memory.count_parameters(config, head="score")[0]))
+    return needs
+
+
+def settings_optimizer(options: Options) -> str:
+    """The optimiser's name."""
+    optim = options.config.optim
+    return str(getattr(optim, "value", optim))
+
+
+def weight_bytes(options: Options) -> float:
+    """Bytes per weight that does not train."""
+    model = options.model
+    if model.load_in_4bit:
+        return 0.56  # 4 bits, and the constants of blocks of 64
+    if model.load_in_8bit:
+        return 1.0
+    return 2.0 if model.dtype in ("bfloat16", "float16") else 4.0
+
+
+def show(
+    options: Options, batches: BatchPlan, facts: dict[str, int], needs: list[memory.Need]
+) -> None:
+    """Print the plan."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    sizes = Table(title="sizes", show_header=False, title_justify="left")
+    for name, value, how in rows_of(options, batches, facts):
+        sizes.add_row(name, value, how)
+    console.print(sizes)
+    table = Table(title="memory per process, estimated", title_justify="left")
+    columns = ("model", "parameters", "trained", "weights", "gradients", "optimiser")
+    for name in (*columns, "activations", "cache"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for n in needs:
+        parts = (n.weights, n.gradients, n.optimizer, n.training, n.generation)
+        table.add_row(n.role, short(n.parameters), short(n.trained), *map(human, parts))
+    console.print(table)
+    console.print(
+        f"peak about {human(memory.peak(needs))} per process, before sharding by FSDP or DeepSpeed"
+    )
+
+
+def rows_of(
+    options: Options, batches: BatchPlan, facts: dict[str, int]
+) -> list[tuple[str, str, str]]:
+    """Every size with its name and where it comes from."""
+    response = options.config.response_length
+    per_update = batches.batch_size * (longest(facts) + response)
+    warmup = warmup_updates(options.config, batches.updates)
+    return [
+        ("processes", f"{batches.world_size:,}", ""),
+        *((name, f"{value:,}", "") for name, value in facts.items()),
+        ("batch", f"{batches.batch_size:,}", f"samples; {batches.local_rows} per process"),
+        ("prompts per update", f"{batches.prompts:,}", f"{batches.group} responses each"),
+        (
+            "mini-batch",
+            f"{batches.mini_batch_size:,}",
+            f"samples per optimiser step; {batches.local_mini_rows} per process",
+        ),
+        (
+            "micro-batch",
+            f"{batches.micro_batch_size:,}",
+            f"samples per forward pass; {batches.micro_rows} per process, "
+            f"{batches.micro_batches} passes per optimiser step",
+        ),
+        (
+            "optimiser steps per update",
+            f"{batches.optimizer_steps_per_update:,}",
+            f"{batches.epochs} passes x {batches.minibatches} mini-batches",
+        ),
+        ("updates", f"{batches.updates:,}", f"{warmup} of them warm-up"),
+        ("optimiser steps", f"{batches.optimizer_steps:,}", ""),
+        ("episodes", f"{batches.episodes:,}", "responses generated"),
+        ("tokens per update", f"{per_update:,}", "at most, prompt and response"),
+        ("response tokens", f"{batches.episodes * response:,}", "at most, in the run"),
+    ]
+
+
+def short(count: int) -> str:
+    """A count in thousands, millions or billions."""
+    if count < 1000:
+        return str(count)
+    power = min(3, (len(str(count)) - 1) // 3)
+    return f"{count / 1000**power:.1f}{' kMB'[power]}"
+
+
+def human(size: float) -> str:
+    """Bytes in a unit that a person reads."""
+    if not size:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1000:
+            return f"{size:.{1 if size < 100 else 0}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

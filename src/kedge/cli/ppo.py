@@ -1,0 +1,240 @@
+"""``kedge ppo``: flags to a trainer, and the run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.arguments import ModelArguments, Options, parse, parser
+from kedge.cli.data import load_prompts
+from kedge.errors import ConfigError
+
+
+def main(argv: Sequence[str], *, prog: str = "kedge ppo") -> None:
+    """Train as the flags say."""
+    if {"-h", "--help"} & set(argv):
+        parser(prog).print_help()
+        return
+    train(parse(argv, prog=prog))
+
+
+def train(options: Options, *, train_dataset: Any = None) -> Any:
+    """Build the trainer, train, save, and show some completions.
+
+    Args:
+        options: what ``parse`` returned.
+        train_dataset: prompts to use instead of ``dataset_name``.
+
+    Returns:
+        The trainer.
+    """
+    trainer = build(options, train_dataset=train_dataset)
+    config = options.config
+    if "do_eval" in options.given and not config.do_train:
+        trainer.evaluate()
+        return trainer
+    trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint))
+    if config.do_eval:
+        trainer.evaluate()
+    trainer.save_model(config.output_dir)
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=options.script.dataset_name)
+    trainer.generate_completions()
+    if trainer.state.is_world_process_zero:
+        print(f"kedge: the trained model is in {config.output_dir}")
+    return trainer
+
+
+def build(options: Options, *, train_dataset: Any = None) -> Any:
+    """The trainer that the flags describe, with everything loaded."""
+    from kedge import PPOTrainer
+
+    names = model_names(options)
+    eval_dataset = None
+    if train_dataset is None:
+        train_dataset, eval_dataset = load_prompts(options)
+    model = options.model
+    return PPOTrainer(
+        args=options.config,
+        processing_class=load_tokenizer(names.tokenizer, model),
+        model=load_policy(names.policy, model),
+        reward_model=names.reward,
+        value_model=options.script.value_model_path,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=lora(model) if model.use_peft else None,
+        reward_funcs=options.script.reward_funcs,
+        algorithm=load_algorithm(options.script.algorithm),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Folders or hub names; ``reward`` is None where reward functions score."""
+
+    policy: str
+    tokenizer: str
+    reward: str | None
+
+
+def model_names(options: Options) -> Names:
+    """Which folder or hub name is the policy, the tokenizer and the reward model.
+
+    ``sft_model_path`` is the policy where it is given, else ``model_name_or_path``.  Without any
+    reward, a reward head with random weights on the model stands in, to try a run.
+
+    Raises:
+        ConfigError: there is no model.
+    """
+    given, config, main_name = options.given, options.config, options.model.model_name_or_path
+    policy = config.sft_model_path if "sft_model_path" in given else main_name
+    if policy is None:
+        raise ConfigError("--model_name_or_path is missing: a folder or a hub name")
+    tokenizer = config.base_model if "base_model" in given else main_name or policy
+    reward = config.reward_model_path if "reward_model_path" in given else None
+    if reward is None and not options.script.reward_funcs:
+        reward = policy
+        print(
+            "kedge: no --reward_model_path and no --reward_funcs: the reward is a dummy, a head "
+            f"with random weights on {policy}",
+            file=sys.stderr,
+        )
+    return Names(policy=policy, tokenizer=tokenizer, reward=reward)
+
+
+def load_tokenizer(name: str, options: ModelArguments) -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            name,
+            padding_side="left",
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"there is no tokenizer in {name!r}: {error}") from error
+
+
+def load_policy(name: str, options: ModelArguments) -> Any:
+    """The policy's weights.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **loading(options))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {name!r} cannot be loaded: {error}") from error
+
+
+def loading(options: ModelArguments) -> dict[str, Any]:
+    """Keyword arguments of ``from_pretrained``."""
+    wanted = {
+        "revision": options.model_revision,
+        "dtype": options.dtype or "float32",
+        "attn_implementation": options.attn_implementation,
+        "trust_remote_code": options.trust_remote_code,
+        "use_safetensors": True,
+        "quantization_config": quantization(options),
+    }
+    return {k: v for k, v in wanted.items() if v is not None}
+
+
+def quantization(options: ModelArguments) -> Any:
+    """The bitsandbytes configuration, or None."""
+    if not (options.load_in_4bit or options.load_in_8bit):
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=options.load_in_4bit,
+        load_in_8bit=options.load_in_8bit,
+        bnb_4bit_quant_type=options.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=options.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=options.dtype or "bfloat16",
+    )
+
+
+def lora(options: ModelArguments) -> Any:
+    """The LoRA configuration.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError("--use_peft needs peft: pip install 'kedge[peft]'") from error
+    return LoraConfig(
+        task_type=options.lora_task_type,
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules=options.lora_target_modules,
+        target_parameters=options.lora_target_parameters,
+        modules_to_save=options.lora_modules_to_save,
+        use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
+    )
+
+
+def load_algorithm(spec: str | None) -> Any:
+    """The algorithm that ``file.py:name`` or ``module:name`` names; None is PPO.
+
+    Raises:
+        ConfigError: there is none, or it is something else.
+    """
+    from kedge import Algorithm
+
+    if spec in (None, "ppo"):
+        return None
+    where, _, name = str(spec).rpartition(":")
+    try:
+        module = _module(where)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(
+            f"--algorithm {spec}: {where!r} cannot be imported ({error}); give file.py:name or "
+            "module:name"
+        ) from error
+    found = getattr(module, name, None)
+    made = found() if callable(found) else found
+    if not isinstance(made, Algorithm):
+        raise ConfigError(
+            f"--algorithm {spec}: {name!r} is {type(made).__name__}, not a kedge.Algorithm or a "
+            "function that returns one"
+        )
+    return made
+
+
+def _module(where: str) -> Any:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(f"kedge_algorithm_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def resume_point(given: str | None) -> str | bool | None:
+    """``--resume_from_checkpoint True`` is the newest checkpoint, anything else a folder."""
+    words: Mapping[str, bool | None] = {"true": True, "false": None, "": None}
+    return given if given is None else words.get(given.lower(), given)

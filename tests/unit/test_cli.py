@@ -1,0 +1,484 @@
+"""The command line: flags, files, names, plans, and one clear line for every mistake."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kedge.cli import memory
+from kedge.cli.arguments import parse
+from kedge.cli.data import Splits, load_prompts
+from kedge.cli.main import COMMANDS, main
+from kedge.cli.plan import human, plan, short
+from kedge.cli.ppo import load_algorithm, model_names, resume_point
+from kedge.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["--model_name_or_path", "m"]
+
+
+def options(*flags, **kwargs):
+    return parse(flags, prog="kedge ppo", **kwargs)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A file of 30 prompts."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Day {i}"}) + "\n" for i in range(30)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a tiny model's configuration and tokenizer, and no weights at all."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    words = {w: i for i, w in enumerate(["<unk>", "</s>", "Day", *map(str, range(30))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder
+
+
+# -- the command itself ---------------------------------------------------------------------------
+
+
+def test_help_names_every_command(capsys):
+    assert main([]) == main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name}" in out for name in COMMANDS)
+
+
+def test_version(capsys):
+    from kedge import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kedge {__version__}\n"
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    assert main(["pop"]) == 2
+    assert "there is no command 'pop'; did you mean 'ppo'?" in capsys.readouterr().err
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys; from kedge.cli.main import main; main(['--help']);"
+        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert time.perf_counter() - begin < 10
+
+
+def test_errors_are_one_line_and_exit_code_2(capsys, monkeypatch):
+    monkeypatch.delenv("KEDGE_TRACEBACK", raising=False)
+    assert main(["ppo", "--lerning_rate", "1"]) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        "kedge ppo: error: there is no flag --lerning_rate; the nearest is --learning_rate\n"
+    )
+    monkeypatch.setenv("KEDGE_TRACEBACK", "1")
+    with pytest.raises(ConfigError):
+        main(["ppo", "--lerning_rate", "1"])
+
+
+def test_help_of_a_command_lists_what_works_and_hides_what_does_not(capsys):
+    assert main(["ppo", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--kl_estimator" in out
+    assert "--warmup_ratio" not in out
+    assert "--neftune_noise_alpha" not in out
+
+
+# -- flags ----------------------------------------------------------------------------------------
+
+SEED_000 = """
+    --learning_rate 3e-6 --num_ppo_epochs 1 --num_mini_batches 1 --output_dir models/minimal/ppo
+    --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 10000
+    --model_name_or_path m --non_eos_penalty
+"""
+SEED_003 = """
+    --dataset_name d --dataset_train_split descriptiveness --learning_rate 3e-6 --num_ppo_epochs 1
+    --num_mini_batches 1 --output_dir models/minimal/ppo --per_device_train_batch_size 64
+    --gradient_accumulation_steps 1 --total_episodes 10000 --model_name_or_path m
+    --sft_model_path s --reward_model_path r --missing_eos_penalty 1.0
+"""
+
+
+def test_the_older_command_line():
+    made = options(*SEED_000.split())
+    assert made.config.non_eos_penalty is True
+    assert made.config.per_device_train_batch_size == 64
+    names = model_names(made)
+    assert (names.policy, names.tokenizer, names.reward) == ("m", "m", "m")
+
+
+def test_the_newer_command_line():
+    made = options(*SEED_003.split())
+    assert made.config.missing_eos_penalty == 1.0
+    assert made.script.dataset_train_split == "descriptiveness"
+    names = model_names(made)
+    assert (names.policy, names.tokenizer, names.reward) == ("s", "m", "r")
+
+
+def test_reward_functions_alone_need_no_reward_model(capsys):
+    made = options(*MODEL, "--reward_funcs", "a.py:f", "b:g")
+    assert made.script.reward_funcs == ["a.py:f", "b:g"]
+    assert model_names(made).reward is None
+    assert "dummy" not in capsys.readouterr().err
+    assert model_names(options(*MODEL)).reward == "m"
+    assert "the reward is a dummy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--bf16"], "bf16", True),
+        (["--bf16", "false"], "bf16", False),
+        (["--no_gradient_checkpointing"], "gradient_checkpointing", False),
+        (["--gradient_checkpointing", "false"], "gradient_checkpointing", False),
+        (["--max-steps", "3"], "max_steps", 3),
+        (["--no_shuffle_dataset"], "shuffle_dataset", False),
+        (["--stop_token_ids", "0", "7"], "stop_token_ids", [0, 7]),
+        (["--report_to", "tensorboard"], "report_to", ["tensorboard"]),
+    ],
+)
+def test_flags(flags, name, value):
+    made = options(*MODEL, "--output_dir", "x", *flags)
+    assert getattr(made.config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lerning_rate", "1"], "there is no flag --lerning_rate; the nearest is --learning_r"),
+        (["--learn", "1"], "there is no flag --learn"),
+        (["--learning_rate", "fast"], "argument --learning_rate/--learning-rate: invalid float"),
+        (["--kl_estimator", "k9"], "argument --kl_estimator/--kl-estimator: invalid choice: 'k9'"),
+        (["stray"], "'stray'"),
+        (["--config"], "--config needs a file name"),
+        (["--config", "none.yaml"], "--config none.yaml: there is no such file"),
+        (["--dataset_streaming"], "dataset_streaming=True is not supported"),
+        (["--load_in_4bit"], "add --use_peft"),
+        (["--lora_r", "4"], "lora_r set without --use_peft"),
+        (["--use_peft", "--lora_dropout", "0.1"], "lora_dropout=0.1 would make"),
+        (["--use_peft", "--load_in_4bit", "--load_in_8bit"], "are both set"),
+        (["--lam", "3"], "lam=3.0 must be"),
+        (["--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1 is not supported"),
+    ],
+)
+def test_mistakes_in_flags(flags, message):
+    with pytest.raises(ConfigError) as error:
+        options(*MODEL, "--output_dir", "x", *flags)
+    assert message in str(error.value)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "learning_rate": 1e-3,
+                "kl_coef": "3e-2",  # what YAML 1.1 makes of a bare 3e-2
+                "max_steps": -1,
+                "stop_strings": ["end", "stop"],
+                "bf16": False,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+                "output_dir": str(tmp_path),
+                "run_name": None,
+            }
+        )
+    )
+    made = options(*MODEL, "--config", str(file), "--learning_rate", "1e-4")
+    assert made.config.learning_rate == 1e-4
+    assert made.config.kl_coef == 0.03
+    assert made.config.max_steps == -1
+    assert made.config.stop_strings == ["end", "stop"]
+    assert made.config.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    assert made.config.run_name is None
+    assert {"learning_rate", "kl_coef", "bf16"} <= made.given
+    assert "run_name" not in made.given
+
+
+def test_an_unknown_key_names_the_nearest_and_its_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lerning_rate: 1e-3\n")
+    with pytest.raises(ConfigError) as error:
+        options(*MODEL, f"--config={file}")
+    assert str(error.value) == (
+        f"{file}: there is no option lerning_rate; the nearest is learning_rate"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("- a\n- b\n", "must hold `name: value`"), ("a: [", "is no YAML")]
+)
+def test_a_file_that_is_no_mapping(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        options("--config", str(file))
+
+
+def test_an_empty_file_is_fine(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("")
+    assert options("--config", str(file), *MODEL).given == {"model_name_or_path"}
+
+
+def test_defaults_of_a_script_give_way_to_file_and_flags(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("response_length: 7\n")
+    defaults = {"response_length": 5, "max_prompt_length": 512}
+    made = options(*MODEL, "--config", str(file), defaults=defaults)
+    assert (made.config.response_length, made.config.max_prompt_length) == (7, 512)
+    assert "max_prompt_length" not in made.given
+
+
+# -- names of things ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "txt"])
+def test_prompts_from_a_file(tmp_path, rows, suffix):
+    import datasets
+
+    data = datasets.Dataset.from_json(str(rows), cache_dir=str(tmp_path / "cache"))
+    file = tmp_path / f"p.{suffix}"
+    if suffix in ("json", "jsonl"):
+        data.to_json(file)
+    elif suffix == "csv":
+        data.to_csv(file)
+    elif suffix == "parquet":
+        data.to_parquet(file)
+    else:
+        file.write_text("\n".join(data["prompt"]))
+    train, test = load_prompts(options(*MODEL, "--dataset_name", str(file)))
+    assert test is None
+    assert list(train["prompt"]) == [f"Day {i}" for i in range(30)]
+
+
+def test_prompts_from_folders(tmp_path, rows):
+    import datasets
+
+    data = datasets.Dataset.from_json(str(rows), cache_dir=str(tmp_path / "cache"))
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({"train": data, "test": data.select(range(3))}).save_to_disk(saved)
+    splits = Splits(str(saved))
+    assert (len(splits.load("train")), len(splits.load("test"))) == (30, 3)
+    one = tmp_path / "one"
+    data.save_to_disk(one)
+    assert len(Splits(str(one)).load("train")) == 30
+    files = tmp_path / "files"
+    (files / "data").mkdir(parents=True)
+    data.select(range(20)).to_parquet(files / "data" / "train-00000-of-00002.parquet")
+    data.select(range(20, 30)).to_parquet(files / "data" / "train-00001-of-00002.parquet")
+    data.select(range(4)).to_json(files / "data" / "test.jsonl")
+    splits = Splits(str(files))
+    assert list(splits.load("train")["prompt"])[-1] == "Day 29"
+    assert len(splits.load("test")) == 4
+    with pytest.raises(DataError, match="has no split 'dev'; it has test, train"):
+        splits.load("dev")
+
+
+def test_a_single_split_stands_for_any(rows, capsys):
+    made = options(*MODEL, "--dataset_name", str(rows), "--dataset_train_split", "descriptiveness")
+    train, _ = load_prompts(made)
+    assert len(train) == 30
+    assert "it stands for 'descriptiveness'" in capsys.readouterr().out
+
+
+def test_evaluation_prompts_are_a_split_or_held_out(tmp_path, rows, capsys):
+    flags = [*MODEL, "--dataset_name", str(rows), "--output_dir", str(tmp_path / "o")]
+    train, test = load_prompts(options(*flags, "--eval_strategy", "steps", "--eval_steps", "5"))
+    assert (len(train), len(test)) == (27, 3)
+    assert list(test["prompt"]) == ["Day 27", "Day 28", "Day 29"]
+    assert "the last 3 prompts are held out" in capsys.readouterr().out
+
+
+def test_another_column_and_a_quick_look(tmp_path):
+    file = tmp_path / "q.jsonl"
+    lines = [json.dumps({"question": f"q{i}", "prompt": "no", "answer": i}) for i in range(200)]
+    file.write_text("\n".join(lines))
+    flags = [*MODEL, "--dataset_name", str(file), "--dataset_prompt_column"]
+    train, _ = load_prompts(options(*flags, "question", "--sanity_check"))
+    assert (len(train), train[7]) == (100, {"prompt": "q7", "answer": 7})
+    with pytest.raises(DataError, match="'nothing' is no column; there are"):
+        load_prompts(options(*flags, "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (None, "--dataset_name is missing"),
+        ("./nowhere", "there is no such file or folder"),
+        ("nowhere.jsonl", "there is no such file or folder"),
+        ("EMPTY", "has no .json"),
+        ("BROKEN", "cannot be read as json"),
+        ("ODD", "is none of .json"),
+    ],
+)
+def test_datasets_that_cannot_be_read(tmp_path, name, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.json").write_text("{nonsense")
+    (tmp_path / "odd.xyz").write_text("?")
+    places = {"EMPTY": "empty", "BROKEN": "broken.json", "ODD": "odd.xyz"}
+    if name in places:
+        name = str(tmp_path / places[name])
+    flags = [] if name is None else ["--dataset_name", name]
+    with pytest.raises(DataError) as error:
+        load_prompts(options(*MODEL, *flags))
+    assert message in str(error.value)
+
+
+def test_a_missing_model_is_named(tiny, rows):
+    with pytest.raises(ConfigError, match="--model_name_or_path is missing"):
+        model_names(options("--dataset_name", str(rows)))
+    with pytest.raises(ConfigError, match="there is no tokenizer in '/no/such'"):
+        plan(options("--model_name_or_path", "/no/such", "--total_episodes", "8"))
+
+
+def test_an_algorithm_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from kedge import ppo\n\nrule = ppo(lam=0.5)\n\n\ndef make():\n    return ppo()\n\nn = 3\n"
+    )
+    assert load_algorithm(None) is None
+    assert load_algorithm("ppo") is None
+    assert load_algorithm(f"{file}:rule").name == "ppo"
+    assert load_algorithm(f"{file}:make").name == "ppo"
+    with pytest.raises(ConfigError, match=r"'n' is int, not a kedge\.Algorithm"):
+        load_algorithm(f"{file}:n")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        load_algorithm(f"{tmp_path}/none.py:rule")
+
+
+@pytest.mark.parametrize(
+    ("given", "want"), [(None, None), ("True", True), ("false", None), ("a/checkpoint-2", "a/c")]
+)
+def test_where_to_resume(given, want):
+    found = resume_point(given)
+    assert found == want if not isinstance(want, str) else found.startswith(want)
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_needs_no_weights(tiny):
+    assert not list(tiny.glob("*.safetensors"))
+    flags = (
+        f"--model_name_or_path {tiny} --total_episodes 20 --response_length 5 --optim sgd "
+        "--per_device_train_batch_size 4 --num_mini_batches 2 --max_prompt_length 3 "
+        "--no_gradient_checkpointing"
+    )
+    made = options(*flags.split())
+    _, batches, facts, needs = plan(made, processes=2)
+    assert (batches.batch_size, batches.updates, batches.local_mini_rows) == (8, 3, 2)
+    assert facts == {"longest prompt, assumed": 3}
+    policy, reference, value, reward = needs
+    # embed 40x16, head 16x40, 2 layers of q16x16 kv2x16x8 o16x16 mlp 3x16x24 2 norms; 1 norm
+    per_layer = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16
+    want = 2 * 40 * 16 + 2 * per_layer + 16
+    assert (policy.parameters, policy.trained) == (want, want)
+    assert (policy.weights, policy.gradients, policy.optimizer) == (want * 4, want * 4, 0)
+    assert reference.resident == want * 4
+    assert value.trained == want - 40 * 16 + 16
+    assert reward.resident == value.parameters * 4
+    # a block keeps 10 x 16 + 4 x 24 numbers per token, 2 blocks; 4 x 16 at the end
+    tokens, logits = 2 * 8, 2 * (2 * 5 * 40 * 4)
+    assert policy.training == tokens * (2 * 256 + 64) * 4 + logits
+    assert policy.generation == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
+
+
+def test_checkpointing_optimiser_and_adapters_change_the_plan(tiny):
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8"]
+    plain = plan(options(*flags, "--no_gradient_checkpointing"))[3][0]
+    saving = plan(options(*flags))[3][0]
+    assert saving.training < plain.training
+    assert plain.optimizer == plain.trained * 8
+    lora = plan(options(*flags, "--use_peft", "--lora_r", "2"))[3]
+    assert lora[0].trained < lora[0].parameters
+    assert lora[0].optimizer == lora[0].trained * 8
+    assert [n.role for n in lora] == ["policy", "value", "reward"]  # the base is the reference
+
+
+def test_no_kl_no_reference(tiny):
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--kl_coef", "0"]
+    assert [n.role for n in plan(options(*flags))[3]] == ["policy", "value", "reward"]
+
+
+@pytest.mark.parametrize(
+    ("optim", "size"),
+    [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("rmsprop_bnb_8bit", 1)],
+)
+def test_optimiser_state(optim, size):
+    assert memory.optimizer_bytes(optim) == size
+
+
+def test_sizes_that_do_not_divide_are_found_by_the_plan(tiny, capsys):
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--num_mini_batches", "3"]
+    assert main(["plan", "ppo", *flags]) == 2
+    assert "num_mini_batches=3 does not divide" in capsys.readouterr().err
+
+
+def test_the_plan_is_printed(tiny, capsys):
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8"]
+    assert main(["plan", "ppo", "--num_processes", "4", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "policy" in out
+    assert "peak about" in out
+    assert main(["plan", "dpo"]) == 2
+    assert main(["plan", "ppo", "--num_processes", "none", *flags]) == 2
+
+
+def test_units():
+    assert [human(x) for x in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
+        "-",
+        "512 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]
+    assert [short(x) for x in (12, 1500, 260_000, 162_322_944)] == [
+        "12",
+        "1.5k",
+        "260.0k",
+        "162.3M",
+    ]
+
+
+# -- files beside the package ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["single_gpu", "multi_gpu", "fsdp1", "fsdp2", "cpu_2"]
+    + [f"deepspeed_zero{n}" for n in (1, 2, 3)],
+)
+def test_accelerate_reads_the_launch_files(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    file = ROOT / "examples" / "accelerate_configs" / f"{name}.yaml"
+    assert load_config_from_file(str(file)).num_processes >= 1
