@@ -14,6 +14,7 @@ from kedge.engine.hooks import StepReport
 from kedge.errors import CheckpointError, ConfigError
 from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks, tables_of
 from kedge.trainers.hooks import TrainerHooks
+from kedge.types import PromptBatch, Rollout
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
@@ -318,6 +319,52 @@ def test_an_unknown_best_metric_is_named(tmp_path):
         Run(arguments).train()
 
 
+# -------------------------------------------------------------------------------- measures
+
+
+def rollout_of(prompt_lengths, response_lengths):
+    def mask(lengths, width):
+        return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+    n, P, R = len(prompt_lengths), 4, 6
+    prompts = PromptBatch(
+        ids=torch.zeros(n, P, dtype=torch.long),
+        mask=mask(prompt_lengths, P).flip(1),
+        group=torch.arange(n),
+        row=torch.arange(n),
+    )
+    present = mask(response_lengths, R)
+    return Rollout(
+        prompts=prompts,
+        ids=torch.zeros(n, R, dtype=torch.long),
+        mask=present,
+        present=present,
+        finished=present[:, 0],
+        version=torch.zeros(n),
+    )
+
+
+@pytest.mark.parametrize(
+    ("include", "want"), [("no", None), ("all", 2 * 2 * 20), (True, 80), ("non_padding", 2 * 2 * 9)]
+)
+def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
+    run = Run(args(tmp_path, include_num_input_tokens_seen=include))
+    run.callbacks.begin(max_steps=4, epochs=2, batch_size=2)
+    hooks = TrainerHooks(run.callbacks, steps_per_epoch=2.0, total=lambda x: 2 * x)
+    for step in (1, 2):
+        hooks.on_step_begin(step - 1)
+        rollout = rollout_of([1, 3], [2, 3])
+        hooks.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, judgement=None))
+    assert run.state.num_input_tokens_seen == (want or 0)
+    assert run.memory.rows[-1].get("num_input_tokens_seen") == want
+
+
+def test_peak_memory_is_logged_when_asked(tmp_path):
+    row = Run(args(tmp_path, skip_memory_metrics=False)).train().memory.rows[-1]
+    assert 50 < row["memory/peak_cpu"] < 1e6  # MiB of a process that has imported torch
+    assert "memory/peak_cpu" not in Run(args(tmp_path)).train().memory.rows[-1]
+
+
 # ------------------------------------------------------------------------ state and resume
 
 
@@ -436,3 +483,14 @@ def test_a_missing_package_is_named_with_its_extra():
 def test_an_unknown_integration_is_named():
     with pytest.raises(ConfigError, match="report_to='wandbb'"):
         reporting_callbacks("wandbb")
+
+
+# ----------------------------------------------------------------------------- bad inputs
+
+
+@pytest.mark.parametrize("bad", [print, "EarlyStopping", 3, dict])
+def test_what_is_no_callback_is_named(tmp_path, bad):
+    with pytest.raises(ConfigError, match=r"was given as a callback and is a"):
+        Callbacks(args(tmp_path), [bad])
+    with pytest.raises(ConfigError, match=r"transformers.TrainerCallback"):
+        Callbacks(args(tmp_path)).add(bad)

@@ -27,7 +27,10 @@ from kedge.errors import CheckpointError, ConfigError
 from kedge.protocols import Tracker
 
 STATE_FILE = "trainer_state.json"
-LATEST = ("episode", "epoch", "lr", "eps", "objective/kl_coef", "skipped_steps")
+LATEST = (
+    *("episode", "epoch", "lr", "eps", "objective/kl_coef", "skipped_steps"),
+    *("num_input_tokens_seen", "memory/peak_cpu", "memory/peak_gpu"),
+)
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Callbacks:
         local_rank: this process on its machine.
 
     Raises:
-        ConfigError: ``report_to`` names something unknown or not installed.
+        ConfigError: ``report_to`` names something unknown or not installed, or a callback is none.
     """
 
     def __init__(
@@ -66,7 +69,8 @@ class Callbacks:
         local_rank: int = 0,
     ) -> None:
         self.args, self.tracker = args, tracker or Many()
-        everyone = [DefaultFlowCallback(), *reporting_callbacks(args.report_to), *(callbacks or ())]
+        everyone = [DefaultFlowCallback(), *reporting_callbacks(args.report_to)]
+        everyone += [_checked(callback) for callback in callbacks or ()]
         self.handler = CallbackHandler(everyone, model, processing_class, None, None)
         self.control = TrainerControl()
         self.state = RunState(
@@ -76,7 +80,7 @@ class Callbacks:
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback, an object or a class."""
-        self.handler.add_callback(callback)
+        self.handler.add_callback(_checked(callback))
 
     def pop(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Remove and return the first callback equal to this one, or of this class."""
@@ -218,6 +222,16 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
                 f"pip install '{extra}', or report_to='none'"
             ) from e
     return found
+
+
+def _checked(callback: Any) -> Any:
+    made = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(made, TrainerCallback):
+        raise ConfigError(
+            f"{callback!r} was given as a callback and is a {made.__name__}; give an object or a "
+            "class made from transformers.TrainerCallback"
+        )
+    return callback
 
 
 def tables_of(callbacks: Callbacks) -> Tables:

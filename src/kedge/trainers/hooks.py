@@ -8,10 +8,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from kedge.backends.trackers import Screen
 from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.trainers.hf_callbacks import Callbacks, merge_rows, share_control
+from kedge.trainers.measures import over_ranks, peak_memory, tokens_in
 from kedge.types import Judgement, Rollout
 
 
@@ -33,6 +36,7 @@ class TrainerHooks:
         on_sample: called with every batch before it is trained on (recording).
         after_step: called after each update, before logging (completions tables).
         anyone: "or" of flags over all ranks; None for one process.
+        total: element-wise sum of a tensor over all ranks; None for one process.
         clock: seconds.
     """
 
@@ -47,12 +51,13 @@ class TrainerHooks:
         on_sample: Callable[[int, Rollout, Judgement], None] | None = None,
         after_step: Callable[[StepReport], None] | None = None,
         anyone: Callable[[list[bool]], list[bool]] | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.callbacks, self.steps_per_epoch = callbacks, steps_per_epoch
         self._evaluate, self._save, self._screen = evaluate, save, screen
         self._on_sample, self._after_step = on_sample, after_step
-        self._anyone, self._clock = anyone, clock
+        self._anyone, self._total, self._clock = anyone, total, clock
         self._begin, self._first = clock(), callbacks.state.episode
         self._epoch_open = False
 
@@ -79,8 +84,7 @@ class TrainerHooks:
         state.global_step = report.step
         state.epoch = report.step / self.steps_per_epoch
         state.episode = int(report.metrics.get("episode", state.episode))
-        elapsed = max(self._clock() - self._begin, 1e-9)
-        metrics = {**report.metrics, "eps": (state.episode - self._first) / elapsed}
+        metrics = {**report.metrics, **self._measure(report)}
         state.pending.append(metrics)
         if self._screen is not None:
             self._screen.advance(report.step, metrics)
@@ -91,6 +95,19 @@ class TrainerHooks:
         if math.floor(state.epoch + 1e-9) > before:
             self._end_epoch()
         return self.callbacks.control.should_training_stop
+
+    def _measure(self, report: StepReport) -> dict[str, float]:
+        state, args = self.callbacks.state, self.callbacks.args
+        elapsed = max(self._clock() - self._begin, 1e-9)
+        found: dict[str, float] = {"eps": (state.episode - self._first) / elapsed}
+        include = str(args.include_num_input_tokens_seen)
+        if include != "no":
+            own = tokens_in(report.rollout, include)
+            state.num_input_tokens_seen += over_ranks(own, self._total)
+            found["num_input_tokens_seen"] = state.num_input_tokens_seen
+        if not args.skip_memory_metrics:
+            found |= peak_memory()
+        return found
 
     def finish(self) -> None:
         """Training is over: end the open pass, log what is left, fire on_train_end."""
