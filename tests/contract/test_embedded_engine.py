@@ -93,6 +93,13 @@ class TestAgainstTransformers:
         assert len(rollout.ids.unique()) > 3
         assert (rollout.behavior_logprobs == 0).all()  # the only token that could be sampled
 
+    def test_long_responses_outgrow_what_the_cache_first_holds(self, llama):
+        sampling = Sampling(max_new_tokens=110, stop_ids=(5,))
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert rollout.present.sum(1).max() > 80  # the first allocation has 64 spare slots
+        want = logprobs_of(full_logits(llama, rollout), rollout)
+        assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
+
     def test_recorded_logprobs_are_those_of_a_full_forward_pass(self, model):
         sampling = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(5, 6, 7, 8, 9))
         rollout = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)

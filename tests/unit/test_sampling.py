@@ -103,6 +103,18 @@ class TestDraw:
         assert (token == place % vocabulary).all()
         assert (logprob == 0).all()
 
+    def test_at_the_edge_of_a_block_that_begins_with_an_impossible_token(self):
+        torch.manual_seed(0)
+        logits = torch.randn(400, 1280) * 3
+        logits[:, 512] = -math.inf  # blocks are 256 wide
+        sums = logits.softmax(-1).unflatten(-1, (-1, 256)).sum(-1)
+        cumulative = sums.cumsum(-1, dtype=torch.float64)
+        for nudge in (-(2**-52), 0.0, 2**-52):
+            token, logprob = draw(logits, cumulative[:, 1] / cumulative[:, -1] + nudge)
+            assert ((token - 512).abs() < 40).all()
+            assert (token != 512).all()
+            assert torch.isfinite(logprob).all()
+
     def test_rare_tokens_of_a_large_vocabulary_are_reached(self):
         # The last 1000 tokens share one part in a million; u points into the middle of them.
         logits = torch.zeros(150_000)
@@ -118,6 +130,14 @@ class TestDraw:
         token, logprob = draw(logits, uniforms(0, torch.arange(64), 0))
         want = logits.double().log_softmax(-1).gather(-1, token[:, None])[:, 0]
         assert (logprob - want).abs().max() < 1e-6
+
+    def test_nan_logits_show_in_the_logprob(self):
+        for vocabulary in (30, 3000):
+            logits = torch.zeros(2, vocabulary)
+            logits[1, 7] = math.nan
+            token, logprob = draw(logits, torch.tensor([0.5, 0.5], dtype=torch.float64))
+            assert torch.isnan(logprob).tolist() == [False, True]
+            assert token.max() < vocabulary
 
 
 class TestRestrict:

@@ -85,6 +85,8 @@ class TestStopStrings:
         assert first_stop(ids, ("END",), self.tokenizer) == 2
         assert first_stop(ids, ("END",), self.tokenizer, min_new_tokens=3) == 2
         assert first_stop(ids, ("END",), self.tokenizer, min_new_tokens=4) == 7
+        ids = [*b"END.D.END"]  # the second D completes nothing
+        assert first_stop(ids, ("END",), self.tokenizer, min_new_tokens=4) == 8
 
     def test_a_tokenizer_is_needed(self):
         with pytest.raises(ConfigError, match="tokenizer"):

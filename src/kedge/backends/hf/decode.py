@@ -84,10 +84,9 @@ def growing_cache(config: Any) -> DynamicCache:
     return cache
 
 
-def base_of(model: nn.Module) -> nn.Module:
+def base_of(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class CausalStepper:
@@ -95,7 +94,7 @@ class CausalStepper:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        config: Any = base_of(model).config
+        config = base_of(model).config
         accepted = inspect.signature(base_of(model).forward).parameters
         self._cache = growing_cache(config)
         self._options: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True}
@@ -138,7 +137,7 @@ class EncoderDecoderStepper:
     """Encoder-decoder models: the prompt goes to the encoder, the decoder starts empty."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: Any = base_of(model)
+        self._model = base_of(model)
         config = self._model.config
         start = config.decoder_start_token_id
         if start is None:

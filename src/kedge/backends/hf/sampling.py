@@ -155,7 +155,8 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         u: float64 [B]; in [0, 1).
 
     Returns:
-        token int64 [B] and log-probability float32 [B]; both undefined where logits hold NaN.
+        token int64 [B] and log-probability float32 [B], exact to about 1e-6 for probabilities
+        above 1e-37; where logits hold NaN, some token and NaN.
     """
     probs = logits.softmax(-1)
     if probs.shape[-1] <= 4 * _BLOCK:
