@@ -222,6 +222,20 @@ def test_what_the_builder_refuses(args, options, message):
         build(*args, **options)
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    with pytest.raises(ConfigError, match=r"broken.py' \(SyntaxError"):
+        build(None, f"{tmp_path}/broken.py:f")
+    neox_reward().save_pretrained(tmp_path / "judge")
+    (tmp_path / "judge" / "model.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(ConfigError, match="judge' cannot be loaded: "):
+        build(tmp_path / "judge")
+    torch.save({}, tmp_path / "judge" / "pytorch_model.bin")
+    (tmp_path / "judge" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"judge' cannot be loaded: .*safetensors"):
+        build(tmp_path / "judge")  # a pickle is never opened
+
+
 def test_an_empty_mixture_is_refused():
     with pytest.raises(ConfigError, match="at least one reward source"):
         Mixture([])

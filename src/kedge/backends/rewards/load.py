@@ -24,10 +24,10 @@ def load_function(spec: str) -> Callable[..., Any]:
     where, _, name = spec.rpartition(":")
     try:
         module = _module(where)
-    except (ImportError, OSError) as error:
+    except Exception as error:
         raise ConfigError(
-            f"reward function {spec!r}: cannot import {where!r} ({error}); give"
-            " package.module:function or file.py:function"
+            f"reward function {spec!r}: cannot import {where!r}"
+            f" ({type(error).__name__}: {error}); give package.module:function or file.py:function"
         ) from error
     function = module
     for part in name.split("."):
@@ -96,7 +96,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
             trust_remote_code=trust_remote_code,
             **options,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file raises whatever its reader raises
         raise ConfigError(
             f"reward model {name!r} cannot be loaded: {error}; give a folder or hub name of a"
             " sequence-classification model, or module:function for a Python function"
@@ -119,7 +119,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(
             f"the tokenizer of reward model {name!r} cannot be loaded: {error}"
         ) from error

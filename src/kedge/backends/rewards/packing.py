@@ -15,8 +15,9 @@ def packed(rollout: Rollout) -> tuple[Tensor, Tensor]:
         ids: int64 [B, L]; what follows a row's end is arbitrary.
         lengths: int64 [B]; real tokens of each row.
     """
-    ids = torch.cat([rollout.prompts.ids, rollout.ids], 1)
-    real = torch.cat([rollout.prompts.mask, rollout.present], 1)
+    device, prompts = rollout.ids.device, rollout.prompts
+    ids = torch.cat([prompts.ids.to(device), rollout.ids], 1)
+    real = torch.cat([prompts.mask.to(device), rollout.present], 1)
     lengths = real.sum(1)
     order = (~real).long().argsort(dim=1, stable=True)
     return ids.gather(1, order)[:, : int(lengths.max())], lengths
