@@ -200,7 +200,7 @@ def test_a_flag_set_on_another_rank_counts_here(tmp_path):
     run = Run(args(tmp_path))
     run.callbacks.begin(max_steps=4, epochs=2, batch_size=8)
     hooks = TrainerHooks(
-        run.callbacks, steps_per_epoch=2.0, anyone=lambda flags: [True, *flags[1:]]
+        run.callbacks, steps_per_epoch=2.0, total=lambda x: x + torch.tensor([1.0, 0, 0, 0])
     )
     hooks.on_step_begin(0)
     report = StepReport(step=1, metrics={}, rollout=None, judgement=None)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -261,13 +262,14 @@ def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def share_control(control: TrainerControl, anyone: Callable[[list[bool]], list[bool]]) -> None:
+def share_control(control: TrainerControl, total: Callable[[Tensor], Tensor]) -> None:
     """Give all ranks the same control: a flag set on one rank is set on all.
 
     Args:
         control: changed in place.
-        anyone: element-wise "or" of a list of flags over all ranks.
+        total: element-wise sum of a tensor over all ranks.
     """
     names = ("should_training_stop", "should_log", "should_evaluate", "should_save")
-    for name, value in zip(names, anyone([getattr(control, n) for n in names]), strict=True):
-        setattr(control, name, value)
+    votes = total(torch.tensor([float(getattr(control, name)) for name in names]))
+    for name, vote in zip(names, votes.tolist(), strict=True):
+        setattr(control, name, vote > 0)

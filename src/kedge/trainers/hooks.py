@@ -35,7 +35,6 @@ class TrainerHooks:
         screen: moved after each update, on the rank that has one.
         on_sample: called with every batch before it is trained on (recording).
         after_step: called after each update, before logging (completions tables).
-        anyone: "or" of flags over all ranks; None for one process.
         total: element-wise sum of a tensor over all ranks; None for one process.
         clock: seconds.
     """
@@ -50,14 +49,13 @@ class TrainerHooks:
         screen: Screen | None = None,
         on_sample: Callable[[int, Rollout, Judgement], None] | None = None,
         after_step: Callable[[StepReport], None] | None = None,
-        anyone: Callable[[list[bool]], list[bool]] | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.callbacks, self.steps_per_epoch = callbacks, steps_per_epoch
         self._evaluate, self._save, self._screen = evaluate, save, screen
         self._on_sample, self._after_step = on_sample, after_step
-        self._anyone, self._total, self._clock = anyone, total, clock
+        self._total, self._clock = total, clock
         self._begin, self._first = clock(), callbacks.state.episode
         self._epoch_open = False
 
@@ -131,8 +129,8 @@ class TrainerHooks:
     def _act(self) -> None:
         """Log, evaluate and save as control says."""
         callbacks = self.callbacks
-        if self._anyone is not None:
-            share_control(callbacks.control, self._anyone)
+        if self._total is not None:
+            share_control(callbacks.control, self._total)
         if callbacks.control.should_epoch_stop:
             callbacks.control.should_epoch_stop = False
             warnings.warn(

@@ -23,7 +23,7 @@ from kedge.trainers import assembly
 from kedge.trainers.evaluation import EvalSet, Evaluator
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.models import Models, policy_of, reference_of, value_of
-from kedge.trainers.publishing import hub_of, provenance, write_card
+from kedge.trainers.publishing import hub_of, provenance, pushing, write_card
 from kedge.trainers.run import Run
 from kedge.trainers.saving import write_models
 
@@ -142,7 +142,7 @@ class PPOTrainer:
         self._fill_in(prompts.plan.derived())
         self.callbacks = Callbacks(
             args,
-            callbacks,
+            [*(callbacks or []), *pushing(args)],
             model=policy,
             processing_class=processing_class,
             rank=accelerator.process_index,

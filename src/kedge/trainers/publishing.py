@@ -10,6 +10,7 @@ from typing import Any
 from kedge.backends.hub import Hub, repo_name
 from kedge.errors import ConfigError
 from kedge.trainers.model_card import write_model_card
+from kedge.trainers.pushing import PushOnSave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,11 @@ def hub_of(args: Any, *, token: str | None = None, revision: str | None = None) 
         private=args.hub_private_repo,
         revision=revision or args.hub_revision,
     )
+
+
+def pushing(args: Any) -> list[PushOnSave]:
+    """The callback that pushes along the way, if ``push_to_hub`` asks for it."""
+    return [PushOnSave(hub_of(args))] if args.push_to_hub else []
 
 
 def _listed(x: Any) -> list[Any]:

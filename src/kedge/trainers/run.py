@@ -23,7 +23,7 @@ from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.engine.recording import Recorder, pack, unpack
 from kedge.errors import CheckpointError, ConfigError
 from kedge.trainers.evaluation import Evaluator
-from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.hf_callbacks import Callbacks, tables_of
 from kedge.trainers.hooks import TrainerHooks
 from kedge.trainers.saving import numbers_of, recording_of, write_models
 from kedge.types import Judgement, Rollout
@@ -68,6 +68,7 @@ class Run:
             PreflightError: the first batch shows that training would be wrong.
         """
         engine, plan = self.engine, self.engine.plan
+        self._tidy()
         resumed = self._resume(resume)
         screen = self._open_trackers()
         per_epoch = plan.updates_per_epoch or plan.updates
@@ -82,7 +83,7 @@ class Run:
             screen=screen,
             on_sample=self._on_sample(check=not resumed),
             after_step=self._after_step(),
-            anyone=self._anyone if self.learner.ranks > 1 else None,
+            total=self.learner.total if self.learner.ranks > 1 else None,
         )
         if not resumed:
             hooks.evaluate_at_start()
@@ -171,12 +172,8 @@ class Run:
             self.engine.plan.updates, start=self.engine.step, bar=not self.args.disable_tqdm
         )
         files = [Jsonl(self._root(), start=self.engine.step)] if self.args.output_dir else []
-        self.callbacks.tracker = Many([*files, screen])
+        self.callbacks.tracker = Many([*files, screen, tables_of(self.callbacks)])
         return screen
-
-    def _anyone(self, flags: list[bool]) -> list[bool]:
-        summed = self.learner.total(torch.tensor([float(f) for f in flags]))
-        return [x > 0 for x in summed.tolist()]
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -201,6 +198,12 @@ class Run:
         write_models(folder, self.learner, self.tokenizer)
         if self.callbacks.state.is_world_process_zero:
             self.callbacks.write_state(folder)
+
+    def _tidy(self) -> None:
+        """Clear away what a killed run left, before anyone looks for checkpoints."""
+        if self.args.output_dir and self.callbacks.state.is_world_process_zero:
+            checkpoint.tidy(self._root())
+        self.learner.accelerator.wait_for_everyone()
 
     def _resume(self, resume: str | bool | None) -> bool:
         """Load a checkpoint if asked to; whether training goes on from one."""

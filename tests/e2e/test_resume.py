@@ -1,0 +1,180 @@
+"""N + N updates are 2N updates, bit for bit, through kills, damage and recordings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from kedge import PPOConfig, PPOTrainer
+from kedge.engine import checkpoint
+from kedge.errors import CheckpointError
+from kedge.testing import tiny_policy
+from tests.unit.text_toys import neox_reward, word_tokenizer
+
+PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
+# Not numbers of the run: how fast it was.
+TIMED = ("eps", "tokens_per_second", "time/")
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.step
+
+
+def trainer(folder: Path, *callbacks: Any, **changes: Any) -> PPOTrainer:
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "total_episodes": 4 * 6,
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "response_length": 5,
+        "learning_rate": 3e-3,
+        "logging_steps": 2,
+        "save_steps": 3,
+        "adaptive_kl": True,
+        "num_sample_generations": 0,
+        "stop_token": "eos",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    reward = neox_reward(vocab=32)
+    return PPOTrainer(
+        PPOConfig(**options | changes),
+        word_tokenizer(),
+        tiny_policy("llama", vocab_size=32, hidden_size=16, seed=3),
+        reward_model=reward,
+        train_dataset=PROMPTS,
+        callbacks=list(callbacks),
+    )
+
+
+def outcome(made: PPOTrainer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Every number of a run: weights of policy and value, optimiser state, logged rows."""
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(TIMED)} for row in made.state.log_history
+    ]
+    weights = {f"policy.{k}": v.clone() for k, v in made.model.state_dict().items()}
+    weights |= {f"value.{k}": v.clone() for k, v in made.value_model.state_dict().items()}
+    for i, one in made.optimizer.state_dict()["state"].items():
+        weights |= {f"optimizer.{i}.{k}": torch.as_tensor(v).clone() for k, v in one.items()}
+    return weights, rows
+
+
+def assert_same(a: PPOTrainer, b: PPOTrainer) -> None:
+    (weights, rows), (others, other_rows) = outcome(a), outcome(b)
+    assert weights.keys() == others.keys()
+    assert [k for k in weights if not weights[k].equal(others[k])] == []
+    assert rows == other_rows
+
+
+def whole_run(tmp_path: Path, **changes: Any) -> PPOTrainer:
+    made = trainer(tmp_path / "whole", save_strategy="no", **changes)
+    made.train()
+    return made
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_n_plus_n_is_two_n(tmp_path: Path, max_lag: int) -> None:
+    first = trainer(tmp_path / "cut", StopAt(3), max_lag=max_lag)
+    first.train()
+    assert first.state.global_step == 3
+    second = trainer(tmp_path / "cut", max_lag=max_lag)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 6
+    assert_same(second, whole_run(tmp_path, max_lag=max_lag))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "cut", StopAt(4), save_steps=2)
+    first.train()
+    damaged = tmp_path / "cut" / "checkpoint-4" / "model.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(bytes(data))
+    second = trainer(tmp_path / "cut", save_steps=2)
+    with pytest.warns(UserWarning, match=r"checkpoint-4 is damaged: model.safetensors"):
+        second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run(tmp_path))
+    with pytest.raises(CheckpointError, match=r"checkpoint-9 does not exist"):
+        trainer(tmp_path / "cut").train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-9"))
+
+
+def test_other_settings_are_listed_on_resume(tmp_path: Path) -> None:
+    trainer(tmp_path, StopAt(3)).train()
+    changed = trainer(tmp_path, learning_rate=1e-3)
+    with pytest.warns(UserWarning, match=r"learning_rate: 0.003 in the checkpoint, 0.001 now"):
+        changed.train(resume_from_checkpoint=True)
+
+
+def test_the_files_of_a_run(tmp_path: Path) -> None:
+    made = trainer(tmp_path / "run", save_total_limit=1)
+    made.train()
+    made.save_model()
+    made.create_model_card()
+    folder = tmp_path / "run"
+    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(folder)] == [6]
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "trainer_state.json"}
+    assert expected <= {p.name for p in (folder / "checkpoint-6").iterdir()}
+    assert (folder / "checkpoint-6" / "value_model").is_dir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "## Results" in (folder / "README.md").read_text()
+    assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".pkl")]
+
+
+def test_a_replayed_run_ends_where_the_recorded_one_did(tmp_path: Path) -> None:
+    recorded = trainer(tmp_path / "a", save_rollouts=str(tmp_path / "rec"), save_strategy="no")
+    recorded.train()
+    replayed = trainer(tmp_path / "b", replay_rollouts=str(tmp_path / "rec"), save_strategy="no")
+    replayed.train()
+    assert_same(recorded, replayed)
+
+
+KILLED = """
+    import os, signal
+    from pathlib import Path
+    from tests.e2e.test_resume import StopAt, trainer
+    from kedge.engine import checkpoint_folders
+
+    real, calls = checkpoint_folders.write_manifest, []
+
+    def dying(folder):
+        calls.append(folder)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(folder)
+
+    from kedge.engine import checkpoint
+    checkpoint.write_manifest = dying
+    trainer(Path(os.environ["RUN"]), save_steps=2).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    run = tmp_path / "cut"
+    env = os.environ | {"RUN": str(run), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(run)] == [2]
+    assert (run / ".saving-checkpoint-4").is_dir()
+    second = trainer(run, save_steps=2)
+    second.train(resume_from_checkpoint=True)
+    assert not (run / ".saving-checkpoint-4").exists()
+    assert_same(second, whole_run(tmp_path))
