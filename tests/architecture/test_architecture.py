@@ -75,7 +75,7 @@ def test_import_rules_notice_a_breach() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_sizes(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= (280 if layer(path) == "trainers" else 400)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body
@@ -86,7 +86,11 @@ def test_sizes(path: Path) -> None:
             public = [
                 n
                 for n in node.body
-                if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")
+                if isinstance(n, ast.FunctionDef)
+                and not n.name.startswith("_")
+                and not any(
+                    isinstance(d, ast.Name) and d.id == "property" for d in n.decorator_list
+                )
             ]
             assert len(public) <= 12, f"{node.name}: {len(public)} public methods"
 

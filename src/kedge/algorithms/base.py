@@ -41,6 +41,7 @@ class Algorithm:
         needs_full_kl: the KL over the whole vocabulary is computed per token.
         weighting: how tokens share the loss, a name in ``kedge.math.weights.WEIGHTINGS``.
         min_group: responses per prompt below which the algorithm is undefined.
+        spare_slot: scores are placed one slot after the last token, where engines leave room.
     """
 
     name: str
@@ -51,3 +52,4 @@ class Algorithm:
     needs_full_kl: bool = False
     weighting: str = "token_mean"
     min_group: int = 1
+    spare_slot: bool = False

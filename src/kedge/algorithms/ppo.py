@@ -115,4 +115,5 @@ def ppo(
         needs_values=True,
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
+        spare_slot=score_position == "after_last",
     )

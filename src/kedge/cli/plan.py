@@ -87,7 +87,7 @@ def _batches(
         guess = settings.data.max_prompt_length or PROMPT_GUESS
         made = plan_batches(**asdict(settings.batch), min_group=min_group)
         return made, {"longest prompt, assumed": guess}
-    from kedge.trainers.assembly import prompting
+    from kedge.trainers.prompts import prompting
 
     train, _ = load_prompts(options)
     here: Any = SimpleNamespace(process_index=0, num_processes=settings.batch.world_size)

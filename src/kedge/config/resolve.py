@@ -121,12 +121,11 @@ class LearnerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PPOSettings:
-    """Everything a PPO run is told, in typed parts."""
+class RunSettings:
+    """Everything a run is told whatever its algorithm, in typed parts."""
 
     batch: BatchOptions
     sampling: Sampling
-    ppo: PPOOptions
     kl: KLOptions
     reward: RewardOptions
     data: DataOptions
@@ -137,6 +136,13 @@ class PPOSettings:
     preflight: bool
     save_rollouts: str | None
     replay_rollouts: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOSettings(RunSettings):
+    """Everything a PPO run is told."""
+
+    ppo: PPOOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

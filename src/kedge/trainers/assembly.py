@@ -2,147 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from kedge.algorithms import Algorithm, ppo
+from kedge.algorithms import Algorithm
 from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
 from kedge.config.ppo import PPOConfig
-from kedge.config.resolve import DataOptions, PPOSettings
+from kedge.config.resolve import RunSettings
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
-from kedge.engine.plan import BatchPlan, plan_batches
+from kedge.engine.plan import BatchPlan
 from kedge.engine.recording import Replay, Replayed
-from kedge.errors import ConfigError, DataError
+from kedge.errors import ConfigError
 from kedge.protocols import KLController, RewardSource, RolloutEngine
-from kedge.trainers.models import Models
+from kedge.trainers.evaluation import Evaluator
+from kedge.trainers.given import Given
+from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.models import Models, policy_of, reference_of, value_of
+from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
+from kedge.trainers.publishing import pushing
+from kedge.trainers.run import Run
 from kedge.trainers.saving import recording_of
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompting:
-    """Training prompts and the sizes that follow from them."""
-
-    source: DatasetPrompts
-    plan: BatchPlan
-
-
-def text_tokenizer(processing_class: Any, model: Any) -> Any:
-    """The tokenizer: given, inside a processor, or beside a model given by name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if processing_class is None and isinstance(model, str):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(model, padding_side="left")
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
-        raise ConfigError(
-            f"processing_class={processing_class!r} is no tokenizer; pass"
-            " AutoTokenizer.from_pretrained(...), which turns prompts into tokens and back"
-        )
-    return tokenizer
-
-
-def prompting(
-    dataset: Any,
-    tokenizer: Any,
-    settings: PPOSettings,
-    accelerator: Accelerator,
+def assemble(
+    given: Given,
+    settings: RunSettings,
+    algorithm: Algorithm,
     *,
-    collator: Any = None,
-    min_group: int = 1,
-) -> Prompting:
-    """Tokenise the training prompts and derive every size.
+    tokenizer: Any,
+    accelerator: Accelerator,
+) -> Run:
+    """Everything a run needs.  Data and options are checked before any weight is loaded.
+
+    Args:
+        given: what the user handed over.
+        settings: the config, resolved.
+        algorithm: the learning rule.
+        tokenizer: the policy's.
+        accelerator: device and processes.
 
     Raises:
-        DataError: no dataset, or one that cannot be used.
-        ConfigError: sizes that do not divide.
+        ConfigError: options that cannot work.
+        DataError: prompts that cannot be used.
     """
-    if dataset is None:
-        raise DataError("train_dataset=None: PPO needs prompts, a dataset with a `prompt` column")
-    sizes = asdict(settings.batch)
-    draft = plan_batches(**sizes | {"max_steps": 1}, min_group=min_group)
-    source = prompt_source(
-        dataset,
+    args, log = given.args, RewardLog()
+    prompts = prompting(
+        given.train_dataset,
         tokenizer,
-        settings.data,
+        settings,
         accelerator,
-        prompts=draft.prompts,
-        group=draft.group,
-        shuffle=settings.data.shuffle,
-        collator=collator,
+        collator=given.data_collator,
+        min_group=algorithm.min_group,
     )
-    plan = plan_batches(**sizes, dataset_rows=len(source), min_group=min_group)
-    return Prompting(source=source, plan=plan)
+    sets = eval_sets(given.eval_dataset, args, settings, tokenizer, accelerator)
+    _fill_in(args, prompts.plan.derived())
+    models = models_of(given, settings, algorithm)
+    callbacks = callbacks_of(given, models, accelerator)
+    judge = judge_of(
+        given, settings, tokenizer, accelerator, trainer_state=lambda: callbacks.state, log=log
+    )
+    if settings.data.drop_unused_columns:
+        for source in (prompts.source, *(each.source for each in sets)):
+            if isinstance(source, DatasetPrompts):
+                source.keep(getattr(judge, "columns", None))
+    learner = learner_of(models, args, settings, prompts.plan, accelerator, given.optimizers)
+    callbacks.watch(learner.optimizer, learner.scheduler)
+    engine = engine_of(prompts, learner, judge, algorithm, settings, given, tokenizer=tokenizer)
+    evaluator = Evaluator(
+        engine=engine,
+        settings=settings,
+        callbacks=callbacks,
+        tokenizer=tokenizer,
+        sets=sets,
+        reference=models.reference is not None,
+    )
+    return Run(
+        args=args,
+        settings=settings,
+        engine=engine,
+        learner=learner,
+        callbacks=callbacks,
+        evaluator=evaluator,
+        tokenizer=tokenizer,
+        reward_log=log,
+        fresh_reference=models.fresh_reference,
+    )
 
 
-def prompt_source(
-    dataset: Any,
-    tokenizer: Any,
-    options: DataOptions,
-    accelerator: Accelerator,
-    *,
-    prompts: int,
-    group: int = 1,
-    shuffle: bool,
-    collator: Any = None,
-) -> DatasetPrompts:
-    """Prompts of a dataset, this process's share."""
-    return DatasetPrompts(
-        dataset,
-        tokenizer,
-        prompts_per_step=prompts,
-        num_generations=group,
-        seed=options.seed,
+def callbacks_of(given: Given, models: Models, accelerator: Accelerator) -> Callbacks:
+    """The user's callbacks, those that report, and the one that pushes."""
+    args = given.args
+    return Callbacks(
+        args,
+        [*(given.callbacks or []), *pushing(args)],
+        model=models.policy,
+        processing_class=given.processing_class,
         rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        shuffle=shuffle,
-        max_prompt_length=options.max_prompt_length,
-        overlong=options.overlong,
-        data_collator=collator,
-        dataset_num_proc=options.num_proc,
+        local_rank=accelerator.local_process_index,
     )
 
 
 def judge_of(
-    settings: PPOSettings,
+    given: Given,
+    settings: RunSettings,
     tokenizer: Any,
     accelerator: Accelerator,
     *,
-    reward_model: Any,
-    reward_funcs: Any,
-    weights: Sequence[float] | None,
-    tokenizers: Any,
-    trainer_state: Any,
+    trainer_state: Callable[[], object],
     log: RewardLog,
-    policy_vocab_size: int | None,
 ) -> RewardSource:
     """One reward source out of models and functions, with the penalties of the options."""
-    options = settings.reward
+    options, weights = settings.reward, given.reward_weights
     return reward_source(
-        reward_model,
-        reward_funcs,
+        given.reward_model,
+        given.reward_funcs,
         policy_tokenizer=tokenizer,
         weights=options.weights if weights is None else weights,
-        tokenizers=tokenizers,
+        tokenizers=given.reward_processing_class,
         models=ModelOptions(
             chunk_rows=options.chunk,
             autocast=_DTYPES[settings.learner.precision],
             device=accelerator.device,
-            policy_vocab_size=policy_vocab_size,
         ),
         functions=FunctionOptions(
             on_error=options.on_error,
@@ -156,10 +146,23 @@ def judge_of(
     )
 
 
+def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Models:
+    """Policy, reference and value model."""
+    args = given.args
+    policy = policy_of(given.model, given.peft_config, args.model_adapter_name)
+    reference, fresh = reference_of(
+        policy, given.ref_model, args.ref_adapter_name, wanted=algorithm.needs_reference
+    )
+    value = None
+    if algorithm.needs_values:
+        value = value_of(given.value_model, given.reward_model, policy, settings.value)
+    return Models(policy=policy, reference=reference, fresh_reference=fresh, value=value)
+
+
 def learner_of(
     models: Models,
     args: PPOConfig,
-    settings: PPOSettings,
+    settings: RunSettings,
     plan: BatchPlan,
     accelerator: Accelerator,
     optimizers: tuple[Any, Any],
@@ -189,30 +192,25 @@ def learner_of(
     )
 
 
-def algorithm_of(settings: PPOSettings, *, reference: bool) -> Algorithm:
-    """PPO with the options of the config."""
-    return ppo(**asdict(settings.ppo), reference=reference)
-
-
 def engine_of(
     prompts: Prompting,
     learner: HFLearner,
     judge: RewardSource,
     algorithm: Algorithm,
-    settings: PPOSettings,
+    settings: RunSettings,
+    given: Given,
     *,
     tokenizer: Any,
-    rollout_engine: RolloutEngine | None,
 ) -> Engine:
     """The loop with all its parts."""
-    rollouts = rollout_engine or EmbeddedEngine(
+    rollouts: RolloutEngine = given.rollout_engine or EmbeddedEngine(
         learner.policy,
         pad_id=pad_id(tokenizer),
         tokenizer=tokenizer,
         live=settings.max_lag == 0,
         chunk_rows=settings.learner.chunk,
         autocast=_DTYPES[settings.learner.precision],
-        spare_slot=settings.ppo.score_position == "after_last",
+        spare_slot=algorithm.spare_slot,
     )
     source: Any = prompts.source
     if settings.replay_rollouts is not None:
@@ -238,7 +236,7 @@ def engine_of(
     )
 
 
-def kl_controller(settings: PPOSettings) -> KLController:
+def kl_controller(settings: RunSettings) -> KLController:
     """The coefficient of the KL penalty."""
     options = settings.kl
     if options.adaptive:
@@ -246,9 +244,11 @@ def kl_controller(settings: PPOSettings) -> KLController:
     return FixedKL(value=options.coef)
 
 
-def pad_id(tokenizer: Any) -> int:
-    """What fills the slots after a response; masks never depend on it."""
-    given = tokenizer.pad_token_id
-    if given is None:
-        given = tokenizer.eos_token_id
-    return 0 if given is None else int(given)
+def _fill_in(args: PPOConfig, derived: Mapping[str, int]) -> None:
+    for name, value in derived.items():
+        given = getattr(args, name)
+        if given is not None and given != value:
+            raise ConfigError(
+                f"{name}={given} was given, but the other sizes make it {value}; leave it unset"
+            )
+        setattr(args, name, value)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kedge.config.resolve import PPOSettings
+from kedge.config.resolve import RunSettings
 from kedge.engine.evaluate import Evaluation, evaluate
 from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine
@@ -42,7 +42,7 @@ class Evaluator:
     """
 
     engine: Engine
-    settings: PPOSettings
+    settings: RunSettings
     callbacks: Callbacks
     tokenizer: Any
     sets: list[EvalSet]

@@ -15,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.rewards import RewardLog
 from kedge.backends.trackers import Jsonl, Many, Screen, draw_curves
-from kedge.config.resolve import PPOSettings, cadence
+from kedge.config.resolve import RunSettings, cadence
 from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine
@@ -48,7 +48,7 @@ class Run:
     """
 
     args: Any
-    settings: PPOSettings
+    settings: RunSettings
     engine: Engine
     learner: HFLearner
     callbacks: Callbacks

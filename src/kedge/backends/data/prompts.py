@@ -88,18 +88,22 @@ class DatasetPrompts:
             num_proc=dataset_num_proc,
         )
         self._source = prompt_column(self._table)
-        self._names = [
-            name
-            for name in self._table.names
-            if name not in ("input_ids", "attention_mask")
-            and (columns is None or name in columns or name in ("prompt", "query"))
-        ]
+        self.keep(columns)
         self._collate = data_collator
         self._per_step, self._repeat = prompts_per_step, num_generations
         self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
         self._pad = _pad_id(self._tokenizer)
         self._orders: dict[int, Tensor] = {}
+
+    def keep(self, columns: Collection[str] | None) -> None:
+        """Pass along these dataset columns and the prompt alone; None passes all."""
+        self._names = [
+            name
+            for name in self._table.names
+            if name not in ("input_ids", "attention_mask")
+            and (columns is None or name in columns or name in ("prompt", "query"))
+        ]
 
     def __len__(self) -> int:
         """Prompts in one pass."""

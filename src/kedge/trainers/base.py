@@ -1,0 +1,156 @@
+"""What every Trainer-style trainer offers: train, evaluate, save, publish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from kedge.config.ppo import PPOConfig
+from kedge.engine.loop import Engine
+from kedge.errors import ConfigError
+from kedge.trainers.given import Given
+from kedge.trainers.prompts import eval_sets
+from kedge.trainers.publishing import hub_of, provenance, write_card
+from kedge.trainers.run import Run
+from kedge.trainers.saving import write_models
+
+
+class TrainerShell:
+    """The public methods; a trainer of its own adds how it is built.
+
+    Args:
+        run: everything the trainer works with.
+        given: what the user handed over.
+        algorithm_name: for the model card.
+    """
+
+    def __init__(self, run: Run, given: Given, algorithm_name: str) -> None:
+        self._run = run
+        self.args: PPOConfig = given.args
+        self.processing_class = given.processing_class
+        self.train_dataset, self.eval_dataset = given.train_dataset, given.eval_dataset
+        self.accelerator = run.learner.accelerator
+        self.callbacks = run.callbacks
+        self._made_of = provenance(
+            algorithm_name, self.model, given.train_dataset, given.reward_model, given.reward_funcs
+        )
+
+    # -- what users call ------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train to the end; ``resume_from_checkpoint`` is True (the newest) or a folder."""
+        resume = resume_from_checkpoint
+        return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Score completions of the evaluation prompts; metrics named ``eval_...``.
+
+        Raises:
+            ConfigError: there is no evaluation dataset.
+        """
+        evaluator = self._run.evaluator
+        sets = evaluator.sets
+        if eval_dataset is not None:
+            run = self._run
+            sets = eval_sets(eval_dataset, self.args, run.settings, run.tokenizer, self.accelerator)
+        if not sets:
+            raise ConfigError("evaluate() needs prompts: give eval_dataset here or to the trainer")
+        return evaluator.evaluate(sets)
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
+        """Completions of the evaluation prompts as a table: query, model response, score.
+
+        Args:
+            sampling: one batch only.
+        """
+        return self._run.evaluator.generate_completions(sampling=sampling)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save policy and tokenizer, and the value model in a folder below.
+
+        Raises:
+            ConfigError: there is no folder to save to.
+        """
+        folder = output_dir or self.args.output_dir
+        if not folder:
+            raise ConfigError("save_model() needs a folder: give output_dir here or in the config")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_models(Path(folder), self._run.learner, self._run.tokenizer)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save model and card, and upload the folder to the hub."""
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        if not self.accelerator.is_main_process:
+            return None
+        hub = hub_of(self.args, token=token, revision=revision)
+        message = commit_message or "End of training"
+        return hub.push(str(self.args.output_dir), message=message, blocking=blocking)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """Write ``README.md`` into ``output_dir``: what was trained, how, and what came out."""
+        if self.accelerator.is_main_process:
+            write_card(
+                self._made_of,
+                self.args,
+                self.state.log_history,
+                model_name=model_name,
+                dataset_name=dataset_name,
+                tags=tags,
+            )
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a ``transformers.TrainerCallback``, an object or a class."""
+        self.callbacks.add(callback)
+
+    # -- what users look at ---------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainerState:
+        """Progress; ``log_history`` holds every logged row."""
+        return self.callbacks.state
+
+    @property
+    def engine(self) -> Engine:
+        """The loop and its parts: prompts, sampler, reward, learner, KL controller."""
+        return self._run.engine
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy."""
+        return self._run.learner.policy
+
+    @property
+    def value_model(self) -> nn.Module | None:
+        """The value model, or the value head on the policy."""
+        value = self._run.learner.value
+        return getattr(value, "model", value)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimiser of policy and value."""
+        return self._run.learner.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule."""
+        return self._run.learner.scheduler

@@ -1,0 +1,134 @@
+"""From datasets to prompts, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from kedge.backends.data import DatasetPrompts
+from kedge.config.ppo import PPOConfig
+from kedge.config.resolve import DataOptions, RunSettings
+from kedge.engine.plan import BatchPlan, plan_batches
+from kedge.errors import ConfigError, DataError
+from kedge.trainers.evaluation import EvalSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompting:
+    """Training prompts and the sizes that follow from them."""
+
+    source: DatasetPrompts
+    plan: BatchPlan
+
+
+def text_tokenizer(processing_class: Any, model: Any) -> Any:
+    """The tokenizer: given, inside a processor, or beside a model given by name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if processing_class is None and isinstance(model, str):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
+        raise ConfigError(
+            f"processing_class={processing_class!r} is no tokenizer; pass"
+            " AutoTokenizer.from_pretrained(...), which turns prompts into tokens and back"
+        )
+    return tokenizer
+
+
+def prompting(
+    dataset: Any,
+    tokenizer: Any,
+    settings: RunSettings,
+    accelerator: Accelerator,
+    *,
+    collator: Any = None,
+    min_group: int = 1,
+) -> Prompting:
+    """Tokenise the training prompts and derive every size.
+
+    Raises:
+        DataError: no dataset, or one that cannot be used.
+        ConfigError: sizes that do not divide.
+    """
+    if dataset is None:
+        raise DataError("train_dataset=None: give prompts, a dataset with a `prompt` column")
+    sizes = asdict(settings.batch)
+    draft = plan_batches(**sizes | {"max_steps": 1}, min_group=min_group)
+    source = prompt_source(
+        dataset,
+        tokenizer,
+        settings.data,
+        accelerator,
+        prompts=draft.prompts,
+        group=draft.group,
+        shuffle=settings.data.shuffle,
+        collator=collator,
+    )
+    return Prompting(
+        source=source, plan=plan_batches(**sizes, dataset_rows=len(source), min_group=min_group)
+    )
+
+
+def prompt_source(
+    dataset: Any,
+    tokenizer: Any,
+    options: DataOptions,
+    accelerator: Accelerator,
+    *,
+    prompts: int,
+    group: int = 1,
+    shuffle: bool,
+    collator: Any = None,
+) -> DatasetPrompts:
+    """Prompts of a dataset, this process's share."""
+    return DatasetPrompts(
+        dataset,
+        tokenizer,
+        prompts_per_step=prompts,
+        num_generations=group,
+        seed=options.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        shuffle=shuffle,
+        max_prompt_length=options.max_prompt_length,
+        overlong=options.overlong,
+        data_collator=collator,
+        dataset_num_proc=options.num_proc,
+    )
+
+
+def eval_sets(
+    dataset: Any, args: PPOConfig, settings: RunSettings, tokenizer: Any, accelerator: Accelerator
+) -> list[EvalSet]:
+    """Evaluation prompts: none, one dataset, or a dict of named ones."""
+    if dataset is None:
+        return []
+    named = {"eval_": dataset}
+    if isinstance(dataset, Mapping) and not {"prompt", "query", "input_ids"} & set(dataset):
+        named = {f"eval_{name}_": each for name, each in dataset.items()}
+    per_batch = args.per_device_eval_batch_size * accelerator.num_processes
+    made = []
+    for prefix, each in named.items():
+        source = prompt_source(
+            each, tokenizer, settings.data, accelerator, prompts=per_batch, shuffle=False
+        )
+        batches = math.ceil(len(source) / per_batch)
+        made.append(EvalSet(prefix=prefix, source=source, batches=batches, rows=len(source)))
+    return made
+
+
+def pad_id(tokenizer: Any) -> int:
+    """What fills the slots after a response; masks never depend on it."""
+    given = tokenizer.pad_token_id
+    if given is None:
+        given = tokenizer.eos_token_id
+    return 0 if given is None else int(given)
