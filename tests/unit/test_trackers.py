@@ -48,18 +48,23 @@ def test_jsonl_writes_rows_at_once_and_tables_apart(tmp_path):
     tracker.close()
 
 
-def test_jsonl_goes_on_from_a_step_without_losing_or_doubling_rows(tmp_path):
+def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
     first = Jsonl(tmp_path)
     for step in (1, 2, 3):
-        first.log({"n": step}, step=step)
+        first.log({"n": step / 3, "bad": math.inf}, step=step)
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 4, "n"')  # killed in mid-line
-    second = Jsonl(tmp_path, start=2)
-    second.log({"n": 30}, step=3)
-    second.close()
-    assert [r["n"] for r in lines(tmp_path / "metrics.jsonl")] == [1, 2, 30]
+    history = [{"bad": math.inf, "n": step / 3, "step": step} for step in (1, 2)]
+    for _ in range(2):  # going on twice from the same checkpoint
+        second = Jsonl(tmp_path, history=history)
+        second.log({"n": 30}, step=3)
+        second.close()
+        rows = lines(tmp_path / "metrics.jsonl")
+        assert [(r["step"], r["n"]) for r in rows] == [(1, 1 / 3), (2, 2 / 3), (3, 30)]
     assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 3
+    Jsonl(tmp_path, history=[*history, {"n": 30, "step": 3}]).close()
+    assert not (tmp_path / "metrics.3.jsonl").exists()  # nothing in it that is not kept
 
 
 def test_a_new_run_in_an_old_folder_keeps_the_old_rows_aside(tmp_path):

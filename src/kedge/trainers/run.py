@@ -171,7 +171,8 @@ class Run:
         screen = Screen(
             self.engine.plan.updates, start=self.engine.step, bar=not self.args.disable_tqdm
         )
-        files = [Jsonl(self._root(), start=self.engine.step)] if self.args.output_dir else []
+        history = self.callbacks.state.log_history
+        files = [Jsonl(self._root(), history=history)] if self.args.output_dir else []
         self.callbacks.tracker = Many([*files, screen, tables_of(self.callbacks)])
         return screen
 

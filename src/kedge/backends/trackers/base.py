@@ -64,17 +64,20 @@ class Jsonl:
 
     Args:
         folder: the run's output folder.
-        start: the step that training goes on from.  Rows behind it belong to a run that was cut
-            off or to an earlier one; that file is kept as ``metrics.1.jsonl`` (2, 3, ...).
+        history: the rows of this run so far, each with its "step", when it goes on.  A file with
+            other rows belongs to an earlier run, or to updates that a kill undid; it is kept as
+            ``metrics.1.jsonl`` (2, 3, ...).
     """
 
-    def __init__(self, folder: str | Path, *, start: int = 0) -> None:
+    def __init__(self, folder: str | Path, *, history: Sequence[Mapping[str, float]] = ()) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = self.folder / "metrics.jsonl"
-        kept = _rows_until(self.file, start) if self.file.exists() else []
+        lines = [_line({"step": row["step"], **row}) for row in history]
+        if self.file.exists():
+            _set_aside(self.file, unless=lines)
         self._out = self.file.open("w", encoding="utf-8")
-        self._out.writelines(kept)
+        self._out.writelines(lines)
         self._out.flush()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -93,24 +96,22 @@ class Jsonl:
         self._out.close()
 
 
-def _rows_until(file: Path, start: int) -> list[str]:
-    """The lines of steps up to ``start``; if there are others, the file is set aside first."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if _step(line) <= start]
-    if len(kept) < len(lines):
-        number = 1
-        while (aside := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
-            number += 1
-        file.rename(aside)
-    return kept
+def _set_aside(file: Path, *, unless: list[str]) -> None:
+    """Rename a file, unless all its rows are among these."""
+    if {*map(_sorted, file.read_text(encoding="utf-8").splitlines())} <= {*map(_sorted, unless)}:
+        return
+    number = 1
+    while (aside := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
+        number += 1
+    file.rename(aside)
 
 
-def _step(line: str) -> float:
-    """The step of a line; infinity for a line that a kill cut short."""
+def _sorted(line: str) -> str:
+    """A row with its keys in order; a line that a kill cut short as it is."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return json.dumps(json.loads(line), sort_keys=True)
+    except ValueError:
+        return line
 
 
 def _line(row: Mapping[str, object]) -> str:

@@ -1,0 +1,95 @@
+"""Two processes stop, save and go on together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+ROOT = Path(__file__).parents[2]
+
+
+class StopOnOneRank(TrainerCallback):
+    """As a user's callback might: it looks at something that rank 1 alone sees."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3 and not state.is_world_process_zero:
+            control.should_training_stop = True
+
+
+def work(mode: str, folder: str, out: str) -> None:
+    """What each process does."""
+    from tests.e2e.test_resume import outcome, trainer
+
+    stops = [StopOnOneRank()] if mode == "first" else []
+    made = trainer(
+        Path(folder),
+        *stops,
+        per_device_train_batch_size=2,
+        max_lag=1,  # each rank has samples of its own in flight
+        save_rollouts=str(Path(folder) / "rec"),
+    )
+    made.train(resume_from_checkpoint=mode == "second")
+    weights, rows = outcome(made)
+    found = {"step": made.state.global_step, "rows": rows}
+    found["weights"] = {k: v.double().sum().item() for k, v in weights.items()}
+    rank = os.environ["RANK"]
+    Path(f"{out}-{rank}.json").write_text(json.dumps(found))
+    from torch import distributed
+
+    distributed.destroy_process_group()
+
+
+def launch(mode: str, folder: Path) -> list[dict[str, Any]]:
+    """Run this file in two processes; what each wrote."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    out = folder.parent / f"{folder.name}-{mode}"
+    running = []
+    for rank in range(2):
+        env = os.environ | {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        }
+        command = [sys.executable, __file__, mode, str(folder), str(out)]
+        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    finally:
+        for process in running:
+            process.kill()
+    return [json.loads(Path(f"{out}-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_together_and_go_on_as_if_never_stopped(tmp_path: Path) -> None:
+    first = launch("first", tmp_path / "cut")
+    assert [f["step"] for f in first] == [3, 3]
+    saved = tmp_path / "cut" / "checkpoint-3"
+    assert {"rank-00000.json", "rank-00001.json"} <= {p.name for p in saved.iterdir()}
+    second = launch("second", tmp_path / "cut")
+    whole = launch("whole", tmp_path / "whole")
+    assert [f["step"] for f in second] == [6, 6]
+    assert second[0]["weights"] == second[1]["weights"]
+    assert second[0] == whole[0]
+    recorded = sorted(p.name for p in (tmp_path / "cut" / "rec").glob("*.json"))
+    assert len(recorded) == 12
+    assert recorded[1] == "step-000000-rank-00001.json"
+    # Files that only rank 0 writes were written once.
+    rows = (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [2, 4, 6]
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])
