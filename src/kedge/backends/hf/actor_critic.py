@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,16 @@ class ActorCritic(nn.Module):
     def shared(self) -> bool:
         """Whether the value reads the policy's trunk."""
         return isinstance(self.value, ScalarHead)
+
+    def compile_trunks(self, backend: str | None, mode: str | None) -> None:
+        """Run the trunks through torch.compile; the models themselves stay as they are."""
+        how: dict[str, Any] = {"backend": backend or "inductor", "dynamic": True}
+        if mode is not None:
+            how["mode"] = mode
+        backbone: Any = torch.compile(self.parts.backbone, **how)
+        self._parts = (replace(self.parts, backbone=backbone),)
+        if isinstance(self.value, ScalarModel):
+            self.value.compile_trunk(**how)
 
     def forward(self, ask: Ask) -> Said:
         """Everything asked for, from one pass through each trunk that is needed."""

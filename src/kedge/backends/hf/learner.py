@@ -25,7 +25,14 @@ from kedge.backends.hf.model import (
     no_dropout,
     set_training,
 )
-from kedge.backends.hf.optim import build_optimizer, build_schedule, norms, parameter_groups, scale_
+from kedge.backends.hf.optim import (
+    build_optimizer,
+    build_schedule,
+    norms,
+    parameter_groups,
+    scale_,
+    sum_over_ranks,
+)
 from kedge.backends.hf.packing import by_length, check_prompts, pack, place, to_device
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
@@ -81,6 +88,9 @@ class HFLearner:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.accelerator.mixed_precision == "fp16"
         )
+        if args.torch_compile:
+            self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
+        self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = 0
         self.skipped = self._in_a_row = 0
 
@@ -240,15 +250,9 @@ class HFLearner:
         Done by hand after the last micro-batch: ranks may hold different numbers of them, and a
         step may leave some weights without a gradient.
         """
-        if self.ranks == 1:
-            return
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        has = torch.tensor([float(p.grad is not None) for p in trained], device=self.device)
-        dist.all_reduce(has)
-        for p, anywhere in zip(trained, has.tolist(), strict=True):
-            if anywhere:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(p.grad)
+        if self.ranks > 1:
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            sum_over_ranks(trained, self._bucket_mb)
 
     def _step(self) -> dict[str, float]:
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}

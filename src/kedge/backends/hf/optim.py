@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,14 +41,59 @@ def parameter_groups(
     return groups
 
 
+class TFAdamW(Optimizer):
+    """AdamW as TensorFlow computes it: epsilon is added before the bias correction.
+
+        w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps) + lr weight_decay w
+
+    The first steps are smaller than torch's where gradients are small.  arXiv:2403.17031, sec. 5;
+    Kingma & Ba 2015 (arXiv:1412.6980), the remark after Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One optimiser step."""
+        for group in self.param_groups:
+            (b1, b2), rate = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+                state["step"] += 1
+                t = state["step"]
+                p.mul_(1 - rate * group["weight_decay"])
+                state["m"].lerp_(p.grad, 1 - b1)
+                state["v"].mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
+                size = rate * (1 - b2**t) ** 0.5 / (1 - b1**t)
+                p.addcdiv_(state["m"], state["v"].sqrt().add_(group["eps"]), value=-size)
+
+
 def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
     """The optimiser that ``args.optim`` names, over these groups.
+
+    ``optim_args="style=tf"`` makes AdamW the one of TensorFlow.
 
     Raises:
         ConfigError: nothing trains, or an optimiser that wants the whole model.
     """
     if not groups:
         raise ConfigError("no weight has requires_grad=True: there is nothing to train")
+    if _style(args) == "tf":
+        betas = (args.adam_beta1, args.adam_beta2)
+        return TFAdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
     made, options = Trainer.get_optimizer_cls_and_kwargs(args)
     if not isinstance(made, type) or not issubclass(made, Optimizer) or "params" in options:
         raise ConfigError(
@@ -55,6 +101,19 @@ def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Op
             "pass optimizers=(optimizer, scheduler)"
         )
     return made(groups, **options)
+
+
+def _style(args: TrainingArguments) -> str:
+    """The ``style`` in ``optim_args``: "torch" or "tf"."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    pairs = dict(x.split("=", 1) for x in (args.optim_args or "").split(",") if "=" in x)
+    style = pairs.get("style", "torch").strip()
+    if style not in {"torch", "tf"} or (style == "tf" and not optim.startswith("adamw_torch")):
+        raise ConfigError(
+            f"optim_args={args.optim_args!r} with optim={optim!r}: style is torch or tf, and tf is "
+            "for optim=adamw_torch or adamw_torch_fused"
+        )
+    return style
 
 
 def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) -> LRScheduler:
@@ -67,6 +126,33 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
         num_training_steps=updates,
         scheduler_specific_kwargs=dict(options) if options else None,  # type: ignore[arg-type]
     )
+
+
+def sum_over_ranks(params: Sequence[nn.Parameter], bucket_mb: float) -> None:
+    """Add the gradients of all ranks, in buckets; a gradient that only some have counts as 0."""
+    device = params[0].device
+    has = torch.tensor([float(p.grad is not None) for p in params], device=device)
+    dist.all_reduce(has)
+    bucket: list[Tensor] = []
+    for p, anywhere in zip(params, has.tolist(), strict=True):
+        if not anywhere:
+            continue
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        full = sum(g.nbytes for g in bucket) + p.grad.nbytes > bucket_mb * 2**20
+        if bucket and (full or p.grad.dtype != bucket[0].dtype):
+            _reduce(bucket)
+            bucket = []
+        bucket.append(p.grad)
+    _reduce(bucket)
+
+
+def _reduce(grads: list[Tensor]) -> None:
+    if not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        g.copy_(part.view_as(g))
 
 
 def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:

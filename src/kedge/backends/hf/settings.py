@@ -38,7 +38,7 @@ class LearnerSettings:
     value_learning_rate: float | None = None
     max_grad_norm: float = 1.0
     forward_rows: int = 64
-    spare_tokens: int = 128
+    spare_tokens: int = 256
     gradient_checkpointing: bool = False
     checkpointing_options: Mapping[str, Any] | None = None
     reuse_behavior_logprobs: bool = False

@@ -65,6 +65,11 @@ class ScalarModel(nn.Module):
         """The head."""
         return self._head[0]
 
+    def compile_trunk(self, **how: Any) -> None:
+        """Run the trunk through torch.compile from now on."""
+        compiled: Any = torch.compile(self.backbone, **how)
+        self._backbone = [compiled]
+
     def forward(self, ids: Tensor, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
         hidden = trunk(self.backbone, ids)

@@ -1,0 +1,120 @@
+"""Optimisers, precision and compilation do what the options say."""
+
+import pytest
+import torch
+
+from kedge.algorithms import ppo
+from kedge.backends.hf.optim import TFAdamW, build_optimizer, parameter_groups
+from kedge.engine.stages import cut
+from kedge.errors import ConfigError
+from tests.learners import arguments, experience, learner, one_rank, rollout
+
+
+def step(found):
+    algo, batch = ppo(), experience(rollout())
+    return found.update(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, torch.optim.AdamW),
+        ({"optim": "adamw_torch"}, torch.optim.AdamW),
+        ({"optim": "sgd"}, torch.optim.SGD),
+        ({"optim": "rmsprop"}, torch.optim.RMSprop),
+        ({"optim": "adagrad"}, torch.optim.Adagrad),
+        ({"optim_args": "style=tf"}, TFAdamW),
+    ],
+)
+def test_the_optimiser_is_the_one_named(options, kind):
+    found = learner(args=arguments(**options))
+    assert type(found.optimizer) is kind
+    before = found.fingerprint()
+    step(found)
+    assert found.fingerprint() != before
+
+
+def test_adam_gets_its_betas_and_epsilon():
+    for options in ({}, {"optim_args": "style=tf"}):
+        args = arguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-5, **options)
+        group = learner(args=args).optimizer.param_groups[0]
+        assert group["betas"] == (0.8, 0.9)
+        assert group["eps"] == 1e-5
+
+
+def test_tf_adam_by_hand():
+    """One weight, gradients 3 then 1: the formula, written out."""
+    w = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = TFAdamW([w], lr=0.1, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.5)
+    m = v = 0.0
+    want = 1.0
+    for t, g in enumerate((3.0, 1.0), start=1):
+        w.grad = torch.tensor([g], dtype=torch.float64)
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        want *= 1 - 0.1 * 0.5
+        want -= 0.1 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t) * m / (v**0.5 + 1e-2)
+        assert w.item() == pytest.approx(want, rel=1e-12)
+
+
+def test_tf_adam_takes_smaller_first_steps_where_gradients_are_small():
+    moved = []
+    for kind in (TFAdamW, torch.optim.AdamW):
+        w = torch.nn.Parameter(torch.zeros(1))
+        w.grad = torch.full((1,), 1e-5)
+        kind([w], lr=1.0, eps=1e-5, weight_decay=0.0).step()
+        moved.append(-w.item())
+    assert moved[1] == pytest.approx(0.5)  # g / (g + eps)
+    assert moved[0] == pytest.approx(1 / (1 + 0.001**-0.5), rel=1e-3)  # ... eps / sqrt(1 - b2)
+
+
+def test_tf_style_of_another_optimiser_is_refused():
+    with pytest.raises(ConfigError, match="style is torch or tf"):
+        learner(args=arguments(optim="sgd", optim_args="style=tf"))
+    with pytest.raises(ConfigError, match="style is torch or tf"):
+        learner(args=arguments(optim_args="style=jax"))
+
+
+def test_nothing_to_train_is_refused():
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        build_optimizer(arguments(), parameter_groups({"policy": (frozen, 0.1)}, 0.0))
+
+
+def test_an_optimiser_and_schedule_of_your_own():
+    found = learner()
+    mine = torch.optim.SGD(found.policy.parameters(), lr=0.25)
+    schedule = torch.optim.lr_scheduler.StepLR(mine, 1, gamma=0.5)
+    found = learner(policy=found.policy, optimizers=(mine, schedule))
+    assert step(found)["lr"] == 0.25
+    found.end_batch()
+    assert step(found)["lr"] == 0.125
+
+
+def test_compiled_trunks_give_the_same_numbers():
+    plain = learner()
+    args = arguments(torch_compile=True, torch_compile_backend="aot_eager")
+    compiled = learner(args=args)
+    inner = plain.policy.model
+    assert type(compiled.module.parts.backbone) is not type(inner)
+    assert type(compiled.policy.model) is type(inner)  # sampling is not compiled
+    for _ in range(2):
+        assert step(compiled) == pytest.approx(step(plain), rel=1e-4, abs=1e-6)
+    a, b = (
+        x.annotate(rollout(), values=True, reference=True, full_kl=False) for x in (plain, compiled)
+    )
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)
+
+
+def test_resume_of_tf_adam_is_bit_exact():
+    def make():
+        return learner(args=arguments(optim_args="style=tf"))
+
+    whole, first, second = make(), make(), make()
+    for _ in range(2):
+        step(whole)
+    step(first)
+    second.load_state_dict(first.state_dict())
+    step(second)
+    assert second.fingerprint() == whole.fingerprint()
