@@ -17,14 +17,29 @@ from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 
 PAD, VOCAB = 0, 64
-FAMILIES = ("llama", "gpt2", "gpt_neo", "gpt_neox", "qwen2", "opt", "bloom")
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "qwen2",
+    "opt",
+    "bloom",
+    "mistral",
+    "gemma2",
+    "lfm2",
+)
 
 
 def policy(family="llama", **options):
     if family == "gpt_neo":  # alternates full attention with a window that is shorter than the text
         options |= {"attention_types": [[["global", "local"], 1]], "window_size": 4}
-    if family == "qwen2":
+    if family in ("qwen2", "mistral", "gemma2", "lfm2"):
         options |= {"num_key_value_heads": 2}
+    if family in ("mistral", "gemma2"):
+        options |= {"sliding_window": 4, "head_dim": 8}
+    if family == "lfm2":  # one layer of attention, one of convolution
+        options |= {"full_attn_idxs": [1]}
     if family == "opt":
         options |= {"ffn_dim": 64, "word_embed_proj_dim": 32}
     return tiny_policy(family, **options).requires_grad_(True)

@@ -84,6 +84,13 @@ def growing_cache(config: Any) -> DynamicCache:
     return cache
 
 
+def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
+    """Keep only the rows of every layer, also of those that hold a recurrent state."""
+    for layer in cache.layers:
+        # Recurrent layers only know the reordering of a beam search, which is the same thing.
+        getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
+
+
 def base_of(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -108,7 +115,7 @@ class CausalStepper:
         positions = (mask.long().cumsum(-1) - 1).clamp_(min=0)
         logits = self._forward(ids, mask, positions)
         if len(copies) != len(ids) or not torch.equal(copies, torch.arange(len(ids)).to(copies)):
-            self._cache.batch_select_indices(copies)
+            keep_rows(self._cache, copies)
             logits, mask, positions = logits[copies], mask[copies], positions[copies]
         self._position = positions[:, -1:] + 1
         self._mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
@@ -123,7 +130,7 @@ class CausalStepper:
 
     def select(self, rows: Tensor) -> None:
         """Drop the other rows from the cache, the mask and the positions."""
-        self._cache.batch_select_indices(rows)
+        keep_rows(self._cache, rows)
         self._mask, self._position = self._mask[rows], self._position[rows]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
