@@ -86,7 +86,8 @@ def growing_cache(config: Any) -> DynamicCache:
 
 def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
     """Keep only the rows of every layer, also of those that hold a recurrent state."""
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         # Recurrent layers only know the reordering of a beam search, which is the same thing.
         getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
 
