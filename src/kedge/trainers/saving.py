@@ -30,18 +30,31 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
         save_value(learner.value, folder / VALUE_FOLDER)
 
 
+_NO_NUMBERS = {"preflight", "save_rollouts", "replay_rollouts", "compile", "num_proc", "chunk"}
+
+
 def numbers_of(settings: RunSettings, engine: Engine) -> dict[str, Any]:
-    """The settings that change numbers, as JSON values, for comparison when a run goes on."""
-    named = asdict(settings) | {
+    """The settings that change numbers, as JSON values, for comparison when a run goes on.
+
+    Sizes that only cut the same batch into other pieces are left out.
+    """
+    plan = engine.plan
+    named: dict[str, Any] = {
         "algorithm": engine.algorithm.name,
-        "updates": engine.plan.updates,
-        "batch_size": engine.plan.batch_size,
+        "updates": plan.updates,
+        "batch_size": plan.batch_size,
+        "num_mini_batches": plan.minibatches,
+        "num_ppo_epochs": plan.epochs,
+        "num_generations": plan.group,
     }
-    for name in ("batch", "reward", "preflight", "save_rollouts", "replay_rollouts"):
-        del named[name]
-    for name in ("chunk", "compile", "compile_backend", "compile_mode"):
-        named["learner"].pop(name, None)
-    named["data"].pop("num_proc", None)
+    for part, value in asdict(settings).items():
+        if part == "batch":
+            continue
+        for name, each in value.items() if isinstance(value, dict) else [(part, value)]:
+            # Learner and value both have a learning_rate; a bare name is the learner's.
+            full = f"value_{name}" if part == "value" else name
+            if name not in _NO_NUMBERS:
+                named[full] = each
     return json.loads(json.dumps(named, default=str))
 
 
