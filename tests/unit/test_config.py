@@ -155,6 +155,13 @@ def test_precision_on_a_gpu_is_bf16(config, monkeypatch):
     assert config(use_cpu=True).bf16 is False
 
 
+def test_processes_that_do_not_find_one_another_are_an_error(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("kedge.config.ppo.is_torch_cuda_available", lambda: True)
+    with pytest.raises(ConfigError, match="2 processes were launched, but this one is one of 1"):
+        config()
+
+
 def test_gradient_checkpointing_is_on_unless_turned_off(config):
     assert resolve(config()).learner.gradient_checkpointing is True
     assert resolve(config(gradient_checkpointing=False)).learner.gradient_checkpointing is False

@@ -183,14 +183,21 @@ class PPOConfig(RemovedArguments, TrainingArguments):
         self._settle_precision()
         self._settle_defaults()
         check_values(self)
-        given = self.world_size
+        given, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not _has_gpu():
+            self.use_cpu = True  # or the processes would not find one another
         # DeepSpeed's settings are filled in from it while TrainingArguments sets itself up.
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.world_size = launched
         try:
             super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.world_size = self.distributed_state.num_processes if self.distributed_state else 1
+        if self.world_size != launched:
+            raise ConfigError(
+                f"{launched} processes were launched, but this one is one of {self.world_size}; "
+                "set use_cpu=True if they share no GPU, or launch one process"
+            )
         if given not in (None, self.world_size):
             raise ConfigError(
                 f"world_size={given} but {self.world_size} processes are running; leave it unset"
@@ -223,7 +230,7 @@ class PPOConfig(RemovedArguments, TrainingArguments):
         gpu = is_torch_bf16_gpu_available() and not self.use_cpu
         if self.bf16 is None:
             self.bf16 = gpu and not self.fp16
-        elif self.bf16 and not is_torch_cuda_available() and not gpu:
+        elif self.bf16 and not _has_gpu():
             self.use_cpu = True  # TrainingArguments wants bf16 on a CPU said in so many words
         if self.fp16 and (self.use_cpu or not is_torch_cuda_available()):
             raise ConfigError("fp16=True needs a CUDA device; set bf16=True or leave both unset")
@@ -240,6 +247,10 @@ class PPOConfig(RemovedArguments, TrainingArguments):
         if wants_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"
             self.greater_is_better = True
+
+
+def _has_gpu() -> bool:
+    return is_torch_cuda_available() or is_torch_bf16_gpu_available()
 
 
 @dataclass(repr=False)
