@@ -307,7 +307,7 @@ def test_a_single_split_stands_for_any(rows, capsys):
     made = options(*MODEL, "--dataset_name", str(rows), "--dataset_train_split", "descriptiveness")
     train, _ = load_prompts(made)
     assert len(train) == 30
-    assert "it stands for 'descriptiveness'" in capsys.readouterr().out
+    assert "it stands for 'descriptiveness'" in capsys.readouterr().err
 
 
 def test_evaluation_prompts_are_a_split_or_held_out(tmp_path, rows, capsys):
@@ -315,7 +315,7 @@ def test_evaluation_prompts_are_a_split_or_held_out(tmp_path, rows, capsys):
     train, test = load_prompts(options(*flags, "--eval_strategy", "steps", "--eval_steps", "5"))
     assert (len(train), len(test)) == (27, 3)
     assert list(test["prompt"]) == ["Day 27", "Day 28", "Day 29"]
-    assert "the last 3 prompts are held out" in capsys.readouterr().out
+    assert "the last 3 prompts are held out" in capsys.readouterr().err
 
 
 def test_another_column_and_a_quick_look(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ KINDS = {
 }
 SANITY_ROWS = 100
 HELD_OUT = 100  # prompts, at most a tenth of them, where there is no test split
+
+
+def note(text: str) -> None:
+    """Tell the user something, once for all processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"kedge: {text}", file=sys.stderr)
 
 
 def load_prompts(options: Options) -> tuple[Any, Any]:
@@ -112,7 +120,7 @@ class Splits:
                     f"dataset_name={self.name!r} has no split {split!r}; it has "
                     f"{', '.join(self.names)}"
                 )
-            print(f"kedge: {self.name} has one split, {self.names[0]!r}; it stands for {split!r}")
+            note(f"{self.name} has one split, {self.names[0]!r}; it stands for {split!r}")
             split = self.names[0]
         if self._saved is not None:
             return self._saved[split]
@@ -139,7 +147,7 @@ def hold_out(rows: Any, missing: str) -> tuple[Any, Any]:
             f"evaluation is asked for, but there is no split {missing!r}, and {len(rows)} rows are "
             "too few to hold some out; name one with --dataset_test_split"
         )
-    print(f"kedge: there is no split {missing!r}; the last {held} prompts are held out")
+    note(f"there is no split {missing!r}; the last {held} prompts are held out")
     train = rows.select(range(len(rows) - held))
     return train, rows.select(range(len(rows) - held, len(rows)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.arguments import ModelArguments, Options, parse, parser
-from kedge.cli.data import load_prompts
+from kedge.cli.data import load_prompts, note
 from kedge.errors import ConfigError
 
 
@@ -35,11 +35,12 @@ def train(options: Options, *, train_dataset: Any = None) -> Any:
     """
     trainer = build(options, train_dataset=train_dataset)
     config = options.config
-    if "do_eval" in options.given and not config.do_train:
+    evaluates = "do_eval" in options.given and config.do_eval
+    if evaluates and not config.do_train:
         trainer.evaluate()
         return trainer
     trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint))
-    if config.do_eval:
+    if evaluates:
         trainer.evaluate()
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
@@ -99,10 +100,9 @@ def model_names(options: Options) -> Names:
     reward = config.reward_model_path if "reward_model_path" in given else None
     if reward is None and not options.script.reward_funcs:
         reward = policy
-        print(
-            "kedge: no --reward_model_path and no --reward_funcs: the reward is a dummy, a head "
-            f"with random weights on {policy}",
-            file=sys.stderr,
+        note(
+            "no --reward_model_path and no --reward_funcs: the reward is a dummy, a head with "
+            f"random weights on {policy}"
         )
     return Names(policy=policy, tokenizer=tokenizer, reward=reward)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,7 +68,9 @@ def evaluate(
         tally.mean("completions/mean_length", rollout.present.sum(1), keep)
         tally.mean("completions/truncated_ratio", ~rollout.finished, keep)
         if reference:
-            note = learner.annotate(rollout, values=False, reference=True, full_kl=False)
+            # What the sampler recorded is of a colder distribution than the one that trains.
+            fresh = replace(rollout, behavior_logprobs=None)
+            note = learner.annotate(fresh, values=False, reference=True, full_kl=False)
             assert note.ref_logprobs is not None
             kl = ((note.logprobs - note.ref_logprobs) * rollout.mask).sum(1)
             tally.mean("objective/kl", kl, keep)
