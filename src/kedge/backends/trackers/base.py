@@ -76,14 +76,12 @@ class Jsonl:
         lines = [_line({"step": row["step"], **row}) for row in history]
         if self.file.exists():
             _set_aside(self.file, unless=lines)
-        self._out = self.file.open("w", encoding="utf-8")
-        self._out.writelines(lines)
-        self._out.flush()
+        self.file.write_text("".join(lines), encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one row; it is in the file when this returns."""
-        self._out.write(_line({"step": step, **metrics}))
-        self._out.flush()
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(_line({"step": step, **metrics}))
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
         """Write one table; a table of the same name and step is replaced."""
@@ -92,8 +90,7 @@ class Jsonl:
         file.write_text("".join(_line(row) for row in rows), encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file."""
-        self._out.close()
+        """Nothing is held open, so an evaluation after training is recorded too."""
 
 
 def _set_aside(file: Path, *, unless: list[str]) -> None:
