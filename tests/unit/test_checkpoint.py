@@ -349,17 +349,21 @@ def test_another_number_of_ranks_warns_when_no_rank_has_state_of_its_own(tmp_pat
 
 def test_differing_settings_are_listed(tmp_path):
     saved = {"learning_rate": 3e-6, "seed": 1, "betas": (0.9, 0.99), "gone": None}
+    saved["kl"] = {"coef": 0.05, "target": 6}
     folder = checkpoint.save(tmp_path, 1, {"a": 1}, settings=saved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.load(folder, settings=saved)
     now = {"learning_rate": 1e-5, "seed": 1, "betas": (0.9, 0.99), "new": True}
+    now["kl"] = {"coef": 0.1, "target": 6}
     with pytest.warns(UserWarning, match="other settings") as caught:
         checkpoint.load(folder, settings=now)
     text = str(caught[0].message)
     assert "learning_rate: 3e-06 in the checkpoint, 1e-05 now" in text
     assert "gone: null in the checkpoint, absent now" in text
+    assert "kl.coef: 0.05 in the checkpoint, 0.1 now" in text
     assert "seed" not in text
+    assert "target" not in text
     with pytest.raises(CheckpointError, match=r"learning_rate: 3e-06 .*another output_dir"):
         checkpoint.load(folder, settings=now, must_match=["learning_rate"])
 

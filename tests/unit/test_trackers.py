@@ -63,7 +63,8 @@ def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
         rows = lines(tmp_path / "metrics.jsonl")
         assert [(r["step"], r["n"]) for r in rows] == [(1, 1 / 3), (2, 2 / 3), (3, 30)]
     assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 3
-    Jsonl(tmp_path, history=[*history, {"n": 30, "step": 3}]).close()
+    reordered = [dict(sorted(row.items(), reverse=True)) for row in history]
+    Jsonl(tmp_path, history=[*reordered, {"n": 30, "step": 3}]).close()
     assert not (tmp_path / "metrics.3.jsonl").exists()  # nothing in it that is not kept
 
 

@@ -146,7 +146,7 @@ def load(
         world_size: number of processes now.
         settings: the options of this run; those that differ from the saved ones are listed in a
             warning, for the run will not be the same as without the interruption.
-        must_match: names in ``settings`` that raise instead of warning when they differ.
+        must_match: names in ``settings`` (inner ones as "a.b") that raise instead of warning.
         verified: True if ``verify`` or ``latest_good`` has just read the folder.
 
     Raises:
@@ -178,12 +178,20 @@ def load(
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that differ: ``name -> "A in the checkpoint, B now"``."""
+    """Settings that differ: ``name -> "A in the checkpoint, B now"``, inner ones as ``a.b``."""
+    saved, now = _flat(saved), _flat(now)
     return {
         name: f"{_text(saved, name)} in the checkpoint, {_text(now, name)} now"
         for name in sorted({*saved, *now})
         if _text(saved, name) != _text(now, name)
     }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, x in settings.items():
+        flat |= _flat(x, f"{prefix}{name}.") if isinstance(x, Mapping) else {f"{prefix}{name}": x}
+    return flat
 
 
 def _text(settings: Mapping[str, Any], name: str) -> str:
