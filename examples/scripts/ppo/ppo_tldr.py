@@ -18,6 +18,7 @@ from kedge.cli.main import guarded
 from kedge.cli.ppo import train
 
 DEFAULTS = {
+    "overwrite_output_dir": True,
     "dataset_name": "trl-lib/tldr",
     "dataset_test_split": "validation",
     "max_prompt_length": 512,  # longer posts are dropped

@@ -232,7 +232,9 @@ def _check(script: ScriptArguments, model: ModelArguments) -> None:
             "a stream cannot name its rows; leave it out"
         )
     if script.ignore_bias_buffers:
-        raise ConfigError("ignore_bias_buffers=True is not supported; set ddp_broadcast_buffers")
+        raise ConfigError(
+            "ignore_bias_buffers=True is for DistributedDataParallel, which is not used; drop it"
+        )
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
         raise ConfigError("load_in_4bit and load_in_8bit freeze the weights; add --use_peft")
     if model.load_in_4bit and model.load_in_8bit:

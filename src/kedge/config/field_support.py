@@ -32,7 +32,10 @@ _CHECKPOINT = "checkpoints"
 _HUB = "hub: push of the model and its card"
 _TRACKER = "trackers"
 _DEVICE = "set-up of device and processes (TrainingArguments)"
-_DDP = "learner: DistributedDataParallel options"
+_DDP = Refused(
+    "gradients are summed once per optimiser step by Kedge, without DistributedDataParallel",
+    "leave it unset",
+)
 _BEST = "checkpoints: which one is the best, by an evaluation metric"
 _SCRIPT = "command line and scripts"
 _PLAN_CHECK = "plan: filled in; a value given must be the one derived"
@@ -101,9 +104,9 @@ INHERITED: dict[str, Support] = {
     "logging_nan_inf_filter": Refused(
         "a value that is not finite is never averaged away", "leave it at its default"
     ),
-    "log_on_each_node": Honoured("logging: which processes use log_level"),
-    "log_level": Honoured("logging: verbosity of the processes that log"),
-    "log_level_replica": Honoured("logging: verbosity of the other processes"),
+    "log_on_each_node": Honoured("process: which processes use log_level"),
+    "log_level": Honoured("process: verbosity of the processes that log"),
+    "log_level_replica": Honoured("process: verbosity of the other processes"),
     "include_num_input_tokens_seen": Honoured("trackers: num_input_tokens_seen is logged"),
     "disable_tqdm": Honoured("progress bar"),
     "report_to": Honoured(_TRACKER),
@@ -151,7 +154,7 @@ INHERITED: dict[str, Support] = {
         "leave it False",
     ),
     "restore_callback_states_from_checkpoint": Honoured(_CHECKPOINT),
-    "full_determinism": Honoured(_DEVICE),
+    "full_determinism": Honoured("process: deterministic kernels"),
     "seed": Honoured("every random draw"),
     "data_seed": Honoured("prompts: their order; the default is seed"),
     "use_cpu": Honoured(_DEVICE),
@@ -173,12 +176,10 @@ INHERITED: dict[str, Support] = {
         "the order of prompts is shuffle_dataset's", "set shuffle_dataset"
     ),
     "length_column_name": Refused("prompts are not grouped by length", "leave it unset"),
-    "ddp_find_unused_parameters": Honoured(_DDP),
-    "ddp_bucket_cap_mb": Honoured(_DDP),
-    "ddp_broadcast_buffers": Honoured(_DDP),
-    "ddp_static_graph": Refused(
-        "value warm-up and adapters change which weights get gradients", "leave it unset"
-    ),
+    "ddp_find_unused_parameters": _DDP,
+    "ddp_bucket_cap_mb": _DDP,
+    "ddp_broadcast_buffers": _DDP,
+    "ddp_static_graph": _DDP,
     "ddp_backend": Honoured(_DEVICE),
     "ddp_timeout": Honoured(_DEVICE),
     "fsdp": Honoured(_DEVICE),
@@ -208,7 +209,9 @@ OWN: dict[str, Support] = {
     "reward_model_path": Honoured(_SCRIPT),
     "model_adapter_name": Honoured("models: the adapter that trains"),
     "ref_adapter_name": Honoured("models: the adapter that is the reference"),
-    "ds3_gather_for_generation": Honoured("rollouts: whole weights while generating, ZeRO-3"),
+    "ds3_gather_for_generation": Refused(
+        "responses are always sampled with whole weights", "leave it True"
+    ),
     **dict.fromkeys(
         (
             "world_size",

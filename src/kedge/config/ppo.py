@@ -53,7 +53,7 @@ class PPOConfig(RemovedArguments, TrainingArguments):
     trackio_space_id: str | None = option(
         "trackio", "Hugging Face Space of the trackio dashboard, with report_to=trackio."
     )
-    run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name.")
+    run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
 
     # Batches and run length.
     exp_name: str = option("ppo_config", "Name of the experiment.")
@@ -96,7 +96,7 @@ class PPOConfig(RemovedArguments, TrainingArguments):
         None, "PEFT adapter that is the reference. Unset: the base model without adapter."
     )
     ds3_gather_for_generation: bool = option(
-        True, "DeepSpeed ZeRO-3: gather the whole policy to generate, faster but larger."
+        True, "Always true: responses are sampled with whole weights."
     )
     allow_low_precision_weights: bool = option(
         False, "Train bf16 or fp16 weights, where small updates are rounded away."
@@ -243,6 +243,8 @@ class PPOConfig(RemovedArguments, TrainingArguments):
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.report_to is None:
             self.report_to = "none"
+        if self.run_name is None and self.exp_name != type(self).exp_name:
+            self.run_name = self.exp_name
         wants_best = self.load_best_model_at_end or self.save_strategy == "best"
         if wants_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_reporting_integration_callbacks,
@@ -71,6 +72,9 @@ class Callbacks:
     ) -> None:
         self.args, self.tracker = args, tracker or Many()
         everyone = [DefaultFlowCallback(), *reporting_callbacks(args.report_to)]
+        for made in everyone:
+            if getattr(args, "logging_dir", None) and isinstance(made, TensorBoardCallback):
+                made.logging_dir = str(args.logging_dir)
         everyone += [_checked(callback) for callback in callbacks or ()]
         self.handler = CallbackHandler(everyone, model, processing_class, None, None)
         self.control = TrainerControl()

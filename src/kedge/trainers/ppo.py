@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 
 from kedge.algorithms import Algorithm, ppo
 from kedge.backends.hf.device import accelerator_for
@@ -18,6 +18,7 @@ from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
+from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import text_tokenizer
 
 _OLDER_NAMES = {
@@ -97,7 +98,7 @@ class PPOTrainer(TrainerShell):
             reward_processing_class=reward_processing_class,
             rollout_engine=rollout_engine,
         )
-        set_seed(given.args.seed)
+        settle_process(given.args)
         accelerator = accelerator_for(given.args)
         tokenizer = text_tokenizer(processing_class, model)
         settings = resolve(

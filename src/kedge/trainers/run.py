@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from kedge.errors import CheckpointError, ConfigError
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.hf_callbacks import Callbacks, tables_of
 from kedge.trainers.hooks import TrainerHooks
-from kedge.trainers.saving import numbers_of, recording_of, write_models
+from kedge.trainers.saving import earlier_run, numbers_of, recording_of, write_models
 from kedge.types import Judgement, Rollout
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Run:
             PreflightError: the first batch shows that training would be wrong.
         """
         engine, plan = self.engine, self.engine.plan
-        self._tidy()
+        self._tidy(starting=not resume)
         resumed = self._resume(resume)
         screen = self._open_trackers()
         per_epoch = plan.updates_per_epoch or plan.updates
@@ -200,11 +201,20 @@ class Run:
         if self.callbacks.state.is_world_process_zero:
             self.callbacks.write_state(folder)
 
-    def _tidy(self) -> None:
+    def _tidy(self, *, starting: bool) -> None:
         """Clear away what a killed run left, before anyone looks for checkpoints."""
-        if self.args.output_dir and self.callbacks.state.is_world_process_zero:
-            checkpoint.tidy(self._root())
-        self.learner.accelerator.wait_for_everyone()
+        if not self.args.output_dir:
+            return
+        root, accelerator = self._root(), self.learner.accelerator
+        first, main = starting and self.engine.step == 0, accelerator.is_main_process
+        if main:
+            checkpoint.tidy(root)
+        accelerator.wait_for_everyone()
+        others = earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
+        accelerator.wait_for_everyone()
+        for folder in others if main else []:
+            shutil.rmtree(folder)
+        accelerator.wait_for_everyone()
 
     def _resume(self, resume: str | bool | None) -> bool:
         """Load a checkpoint if asked to; whether training goes on from one."""

@@ -10,7 +10,9 @@ from typing import Any
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.value_head import save_value
 from kedge.config.resolve import RunSettings
+from kedge.engine.checkpoint import checkpoints
 from kedge.engine.loop import Engine
+from kedge.errors import CheckpointError
 
 VALUE_FOLDER = "value_model"
 
@@ -28,6 +30,22 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
         tokenizer.save_pretrained(folder)
     if learner.value is not None:
         save_value(learner.value, folder / VALUE_FOLDER)
+
+
+def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
+    """Checkpoints of another run in a folder where a new one starts: to be removed.
+
+    Raises:
+        CheckpointError: there are some, and they may not be removed.
+    """
+    found = checkpoints(output_dir)
+    if found and not overwrite:
+        raise CheckpointError(
+            f"{output_dir} holds {', '.join(p.name for p in found[-3:])} of an earlier run; go on "
+            "from there with resume_from_checkpoint=True, start over with "
+            "overwrite_output_dir=True, or name another output_dir"
+        )
+    return found
 
 
 _NO_NUMBERS = {"preflight", "save_rollouts", "replay_rollouts", "compile", "num_proc", "chunk"}

@@ -1,0 +1,88 @@
+"""What a run sets for its process, and where it may start."""
+
+import logging
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from kedge.config.ppo import PPOConfig
+from kedge.errors import CheckpointError
+from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.process import settle_process
+from kedge.trainers.saving import earlier_run
+
+
+@pytest.fixture(autouse=True)
+def _put_back():
+    before = transformers_logging.get_verbosity(), logging.getLogger("kedge").level
+    yield
+    transformers_logging.set_verbosity(before[0])
+    logging.getLogger("kedge").setLevel(before[1])
+    torch.use_deterministic_algorithms(False)
+
+
+def config(tmp_path, **options):
+    return PPOConfig(output_dir=str(tmp_path / "out"), **options)
+
+
+def test_the_seed_names_every_draw(tmp_path):
+    settle_process(config(tmp_path, seed=5))
+    first = torch.rand(3)
+    settle_process(config(tmp_path, seed=5))
+    assert torch.equal(first, torch.rand(3))
+    settle_process(config(tmp_path, seed=6))
+    assert not torch.equal(first, torch.rand(3))
+
+
+def test_full_determinism_is_asked_of_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # set by it; put back afterwards
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    settle_process(config(tmp_path))
+    assert not torch.are_deterministic_algorithms_enabled()
+    settle_process(config(tmp_path, full_determinism=True))
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_log_level(tmp_path):
+    before = transformers_logging.get_verbosity()
+    settle_process(config(tmp_path))
+    assert transformers_logging.get_verbosity() == before
+    settle_process(config(tmp_path, log_level="error"))
+    assert transformers_logging.get_verbosity() == logging.ERROR
+    assert logging.getLogger("kedge").level == logging.ERROR
+
+
+def test_other_processes_have_their_own_level(tmp_path):
+    made = config(tmp_path, log_level="debug", log_level_replica="critical")
+    made.distributed_state.local_process_index = 1
+    made.distributed_state.process_index = 1
+    try:
+        settle_process(made)
+        assert logging.getLogger("kedge").level == logging.CRITICAL
+    finally:
+        made.distributed_state.local_process_index = 0
+        made.distributed_state.process_index = 0
+
+
+def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path):
+    assert earlier_run(tmp_path, overwrite=False) == []
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-12").mkdir()
+    with pytest.raises(CheckpointError, match="holds checkpoint-4, checkpoint-12 of an earlier"):
+        earlier_run(tmp_path, overwrite=False)
+    found = earlier_run(tmp_path, overwrite=True)
+    assert [p.name for p in found] == ["checkpoint-4", "checkpoint-12"]
+
+
+def test_tensorboard_writes_where_logging_dir_says(tmp_path):
+    where = str(tmp_path / "curves")
+    made = Callbacks(config(tmp_path, report_to="tensorboard", logging_dir=where))
+    found = [c.logging_dir for c in made.handler.callbacks if hasattr(c, "logging_dir")]
+    assert found == [where]
+
+
+def test_an_experiment_that_has_a_name_names_the_run(tmp_path):
+    assert config(tmp_path).run_name is None
+    assert config(tmp_path, exp_name="mine").run_name == "mine"
+    assert config(tmp_path, exp_name="mine", run_name="this").run_name == "this"
