@@ -72,9 +72,10 @@ class Callbacks:
     ) -> None:
         self.args, self.tracker = args, tracker or Many()
         everyone = [DefaultFlowCallback(), *reporting_callbacks(args.report_to)]
-        for made in everyone:
-            if getattr(args, "logging_dir", None) and isinstance(made, TensorBoardCallback):
-                made.logging_dir = str(args.logging_dir)
+        folder = getattr(args, "logging_dir", None)
+        for made in everyone if folder is not None else []:
+            if isinstance(made, TensorBoardCallback):
+                made.logging_dir = folder
         everyone += [_checked(callback) for callback in callbacks or ()]
         self.handler = CallbackHandler(everyone, model, processing_class, None, None)
         self.control = TrainerControl()
