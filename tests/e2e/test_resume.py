@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
+Outcome = tuple[dict[str, torch.Tensor], list[dict[str, Any]]]
 # Not numbers of the run: how fast it was.
 TIMED = ("eps", "tokens_per_second", "time/")
 
@@ -62,7 +65,7 @@ def trainer(folder: Path, *callbacks: Any, **changes: Any) -> PPOTrainer:
     )
 
 
-def outcome(made: PPOTrainer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def outcome(made: PPOTrainer) -> Outcome:
     """Every number of a run: weights of policy and value, optimiser state, logged rows."""
     rows = [
         {k: v for k, v in row.items() if not k.startswith(TIMED)} for row in made.state.log_history
@@ -74,17 +77,20 @@ def outcome(made: PPOTrainer) -> tuple[dict[str, torch.Tensor], list[dict[str, A
     return weights, rows
 
 
-def assert_same(a: PPOTrainer, b: PPOTrainer) -> None:
-    (weights, rows), (others, other_rows) = outcome(a), outcome(b)
+def assert_same(found: PPOTrainer, want: Outcome) -> None:
+    (weights, rows), (others, other_rows) = outcome(found), want
     assert weights.keys() == others.keys()
     assert [k for k in weights if not weights[k].equal(others[k])] == []
     assert rows == other_rows
 
 
-def whole_run(tmp_path: Path, **changes: Any) -> PPOTrainer:
-    made = trainer(tmp_path / "whole", save_strategy="no", **changes)
-    made.train()
-    return made
+@functools.cache
+def whole_run(max_lag: int = 0) -> Outcome:
+    """What a run that is never interrupted comes to."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = trainer(Path(folder), save_strategy="no", max_lag=max_lag)
+        made.train()
+        return outcome(made)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -95,7 +101,7 @@ def test_n_plus_n_is_two_n(tmp_path: Path, max_lag: int) -> None:
     second = trainer(tmp_path / "cut", max_lag=max_lag)
     second.train(resume_from_checkpoint=True)
     assert second.state.global_step == 6
-    assert_same(second, whole_run(tmp_path, max_lag=max_lag))
+    assert_same(second, whole_run(max_lag))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
@@ -108,7 +114,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     second = trainer(tmp_path / "cut", save_steps=2)
     with pytest.warns(UserWarning, match=r"checkpoint-4 is damaged: model.safetensors"):
         second.train(resume_from_checkpoint=True)
-    assert_same(second, whole_run(tmp_path))
+    assert_same(second, whole_run())
     with pytest.raises(CheckpointError, match=r"checkpoint-9 does not exist"):
         trainer(tmp_path / "cut").train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-9"))
 
@@ -120,9 +126,15 @@ def test_other_settings_are_listed_on_resume(tmp_path: Path) -> None:
         changed.train(resume_from_checkpoint=True)
 
 
-def test_the_files_of_a_run(tmp_path: Path) -> None:
+def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path / "run", save_total_limit=1)
+    capsys.readouterr()
     made.train()
+    shown = capsys.readouterr()
+    assert shown.err == ""  # no bars of other libraries in between
+    assert [line.split()[:2] for line in shown.out.splitlines()] == [
+        ["step", f"{n}/6"] for n in (2, 4, 6)
+    ]
     made.save_model()
     made.create_model_card()
     folder = tmp_path / "run"
@@ -142,7 +154,7 @@ def test_a_replayed_run_ends_where_the_recorded_one_did(tmp_path: Path) -> None:
     recorded.train()
     replayed = trainer(tmp_path / "b", replay_rollouts=str(tmp_path / "rec"), save_strategy="no")
     replayed.train()
-    assert_same(recorded, replayed)
+    assert_same(replayed, outcome(recorded))
 
 
 KILLED = """
@@ -177,4 +189,4 @@ def test_a_run_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
     second = trainer(run, save_steps=2)
     second.train(resume_from_checkpoint=True)
     assert not (run / ".saving-checkpoint-4").exists()
-    assert_same(second, whole_run(tmp_path))
+    assert_same(second, whole_run())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
 
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.value_head import save_value
@@ -25,11 +29,23 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
     if not learner.accelerator.is_main_process:
         return
     policy: Any = learner.policy
-    policy.save_pretrained(folder)
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(folder)
-    if learner.value is not None:
-        save_value(learner.value, folder / VALUE_FOLDER)
+    with _no_bars():  # they would cut through the progress of the run
+        policy.save_pretrained(folder)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(folder)
+        if learner.value is not None:
+            save_value(learner.value, folder / VALUE_FOLDER)
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:

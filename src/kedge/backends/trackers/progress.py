@@ -71,7 +71,7 @@ class Screen:
         if bar and self.console.is_terminal:
             self._bar = _bar(self.console)
             self._task = self._bar.add_task(
-                "training", total=total, completed=start, now="", eta=""
+                "training", total=total, completed=start, now="", left=""
             )
             self._bar.start()
 
@@ -80,7 +80,7 @@ class Screen:
         self.step = step
         if self._bar is not None and self._task is not None:
             now = "  ".join(f"{SHOWN[k]} {metrics[k]:.4g}" for k in BAR if k in metrics)
-            self._bar.update(self._task, completed=step, now=now, eta=self._eta())
+            self._bar.update(self._task, completed=step, now=now, left=self._left())
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """One line of the main metrics (in plain mode, and for evaluations)."""
@@ -90,7 +90,7 @@ class Screen:
         shown = [f"{label} {metrics[k]:.4g}" for k, label in SHOWN.items() if k in metrics]
         if "episode" in metrics:
             shown.insert(0, f"episode {metrics['episode']:.0f}")
-        left = [f"{self._eta()} left"] if self.step < self.total and self._eta() else []
+        left = [self._left()] if self.step < self.total and self._left() else []
         line = "  ".join([f"step {step}/{self.total}", *shown, *left])
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -110,12 +110,12 @@ class Screen:
         if self._bar is not None:
             self._bar.stop()
 
-    def _eta(self) -> str:
+    def _left(self) -> str:
         done = self.step - self.start
         if done <= 0:
             return ""
         seconds = (self._clock() - self._begin) / done * (self.total - self.step)
-        return str(timedelta(seconds=round(seconds)))
+        return f"{timedelta(seconds=round(seconds))} left"
 
     def _cell(self, value: object) -> Text:
         """Plain text: what a model wrote is neither markup nor a control sequence."""
@@ -132,7 +132,7 @@ def _bar(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[now]}", markup=False),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[eta]} left", markup=False),
+        TextColumn("{task.fields[left]}", markup=False),
         console=console,
         refresh_per_second=4,
     )
