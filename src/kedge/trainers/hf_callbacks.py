@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
+    TensorBoardCallback,
     get_reporting_integration_callbacks,
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
