@@ -37,7 +37,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop |= state.global_step >= self.step
 
 
-def trainer(folder: Path, *callbacks: Any, **changes: Any) -> PPOTrainer:
+def trainer(folder: Path, *callbacks: Any, eval_dataset: Any = None, **changes: Any) -> PPOTrainer:
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -61,6 +61,7 @@ def trainer(folder: Path, *callbacks: Any, **changes: Any) -> PPOTrainer:
         tiny_policy("llama", vocab_size=32, hidden_size=16, seed=3),
         reward_model=reward,
         train_dataset=PROMPTS,
+        eval_dataset=eval_dataset,
         callbacks=list(callbacks),
     )
 
@@ -117,6 +118,48 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert_same(second, whole_run())
     with pytest.raises(CheckpointError, match=r"checkpoint-9 does not exist"):
         trainer(tmp_path / "cut").train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-9"))
+
+
+class FailAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise RuntimeError("in the middle of an update")
+
+
+def test_an_exception_in_mid_update_saves_nothing(tmp_path: Path) -> None:
+    failing = trainer(tmp_path / "cut", FailAt(5), save_strategy="epoch")
+    with pytest.raises(RuntimeError, match="in the middle of an update"):
+        failing.train()
+    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path / "cut")] == [4]
+    second = trainer(tmp_path / "cut", save_strategy="epoch")
+    second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run())
+
+
+def test_the_best_model_is_loaded_after_the_last_save(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="objective/kl",
+        greater_is_better=False,
+        eval_dataset=PROMPTS[:4],
+    )
+    made.train()
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    ended = {step: policy_in(tmp_path / f"checkpoint-{step}") for step in (4, 6)}
+    assert not ended[4].equal(ended[6])
+    assert made.model.get_input_embeddings().weight.equal(ended[4])
+
+
+def policy_in(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
 
 
 def test_other_settings_are_listed_on_resume(tmp_path: Path) -> None:

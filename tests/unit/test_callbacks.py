@@ -102,7 +102,8 @@ class Run:
             report = StepReport(step=step + 1, metrics=metrics, rollout=None, judgement=None)
             if hooks.on_step_end(report):
                 break
-        hooks.finish()
+        hooks.end_pass()
+        self.callbacks.fire("on_train_end")
         return self
 
 

@@ -107,14 +107,15 @@ class TrainerHooks:
             found |= peak_memory()
         return found
 
-    def finish(self) -> None:
-        """Training is over: end the open pass, log what is left, fire on_train_end."""
+    def end_pass(self) -> None:
+        """The last update is done: end the open pass over the prompts and log what is left.
+
+        Not after an exception: a pass that ends may save, and the weights may be in mid-update.
+        """
         if self._epoch_open:
             self._end_epoch()
         if self.callbacks.args.logging_strategy != "no":
             self._log()
-        self.callbacks.fire("on_train_end")
-        self.callbacks.tracker.close()
 
     def evaluate_at_start(self) -> None:
         """The evaluation that ``eval_on_start`` asks for."""

@@ -91,10 +91,12 @@ class Run:
         begin = time.perf_counter()
         try:
             engine.run(plan.updates)
+            hooks.end_pass()
             seconds = time.perf_counter() - begin
             self._load_best()
+            self.callbacks.fire("on_train_end")
         finally:
-            hooks.finish()
+            self.callbacks.tracker.close()
         return self._output(seconds)
 
     def _output(self, seconds: float) -> TrainOutput:
