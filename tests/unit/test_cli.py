@@ -356,7 +356,7 @@ def test_datasets_that_cannot_be_read(tmp_path, name, message):
 def test_a_missing_model_is_named(tiny, rows):
     with pytest.raises(ConfigError, match="--model_name_or_path is missing"):
         model_names(options("--dataset_name", str(rows)))
-    with pytest.raises(ConfigError, match="there is no tokenizer in '/no/such'"):
+    with pytest.raises(ConfigError, match="the model '/no/such' cannot be loaded"):
         plan(options("--model_name_or_path", "/no/such", "--total_episodes", "8"))
 
 

@@ -104,7 +104,17 @@ def model_names(options: Options) -> Names:
             "no --reward_model_path and no --reward_funcs: the reward is a dummy, a head with "
             f"random weights on {policy}"
         )
+    for name in (policy, tokenizer, reward, options.script.value_model_path):
+        _check_place(name)
     return Names(policy=policy, tokenizer=tokenizer, reward=reward)
+
+
+def _check_place(name: str | None) -> None:
+    """Hub names have at most one slash; anything else has to be a folder."""
+    if name is None or Path(name).expanduser().is_dir():
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"the model {name!r} cannot be loaded: there is no such folder")
 
 
 def load_tokenizer(name: str, options: ModelArguments) -> Any:

@@ -1,0 +1,207 @@
+"""Whole runs from the command line, on models of a few thousand weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kedge.cli.main import main
+from kedge.testing import tiny_policy, tiny_reward_model
+
+from .text_toys import word_tokenizer
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("--per_device_train_batch_size", "4", "--num_ppo_epochs", "1", "--response_length", "5"),
+    *("--logging_steps", "1", "--num_sample_generations", "0", "--disable_tqdm"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A policy, a reward model and prompts on disk."""
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = word_tokenizer()
+    for name, model in [
+        ("policy", tiny_policy(vocab_size=32)),
+        ("reward", tiny_reward_model(vocab_size=32)),
+    ]:
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    (root / "data").mkdir()
+    lines = [json.dumps({"prompt": f"w{3 + i % 20} w{4 + i % 20}", "n": i}) for i in range(40)]
+    (root / "data" / "train.jsonl").write_text("\n".join(lines))
+    (root / "rewards.py").write_text(
+        "def long(completions, n, **others):\n"
+        "    assert all(isinstance(i, int) for i in n)\n"
+        "    return [len(c.split()) / 5 for c in completions]\n\n\n"
+        "def broken(completions, **others):\n"
+        "    raise KeyError('answer')\n"
+    )
+    return root
+
+
+def flags(folders, out, *more):
+    return [
+        *("--model_name_or_path", str(folders / "policy")),
+        *("--dataset_name", str(folders / "data"), "--output_dir", str(out)),
+        *SMALL,
+        *more,
+    ]
+
+
+def logged(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "objective/scores" in row]
+
+
+def test_a_reward_model(folders, tmp_path, capfd):
+    more = ["--reward_model_path", str(folders / "reward"), "--total_episodes", "8"]
+    assert main(["ppo", *flags(folders, tmp_path, *more, "--stop_token", "eos")]) == 0
+    assert f"the trained model is in {tmp_path}" in capfd.readouterr().out
+    assert (tmp_path / "model.safetensors").is_file()
+    assert (tmp_path / "tokenizer_config.json").is_file()
+    assert [row["episode"] for row in logged(tmp_path)] == [4, 8]
+
+
+def test_a_reward_function_with_dataset_columns_and_evaluation(folders, tmp_path):
+    more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "2"]
+    assert main(["ppo", *flags(folders, tmp_path, *more, "--do_train", "--do_eval")]) == 0
+    assert 0 < logged(tmp_path)[0]["objective/scores"] <= 1
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["eval_objective/scores"] <= 1
+
+
+def test_evaluation_alone_trains_nothing(folders, tmp_path):
+    more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "2", "--do_eval"]
+    assert main(["ppo", *flags(folders, tmp_path, *more)]) == 0
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_the_kl_of_an_untrained_policy_is_zero_in_evaluation(folders, tmp_path):
+    """Evaluation samples nearly greedily; its KL is still that of the policy that trains."""
+    more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "1"]
+    assert main(["ppo", *flags(folders, tmp_path, *more, "--eval_on_start")]) == 0
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["eval_objective/kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_stopping_and_going_on(folders, tmp_path, capsys):
+    more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "2", "--save_steps", "1"]
+    assert main(["ppo", *flags(folders, tmp_path, *more)]) == 0
+    assert main(["ppo", *flags(folders, tmp_path, *more)]) == 2
+    assert "holds checkpoint-1, checkpoint-2 of an earlier run" in capsys.readouterr().err
+    again = [*more, "--resume_from_checkpoint", str(tmp_path / "checkpoint-1")]
+    assert main(["ppo", *flags(folders, tmp_path, *again)]) == 0
+    assert [row["step"] for row in logged(tmp_path)] == [1, 2]
+    assert main(["ppo", *flags(folders, tmp_path, *more, "--overwrite_output_dir")]) == 0
+
+
+def test_an_adapter(folders, tmp_path):
+    more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "1", "--use_peft"]
+    assert main(["ppo", *flags(folders, tmp_path, *more, "--lora_r", "2")]) == 0
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2
+
+
+def test_an_algorithm_of_ones_own(folders, tmp_path, capfd):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import replace\nfrom kedge import ppo\n\n"
+        "def quiet():\n    print('my own rule')\n    return replace(ppo(), name='quiet')\n"
+    )
+    more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "1"]
+    out = tmp_path / "out"
+    assert main(["ppo", *flags(folders, out, *more, "--algorithm", f"{file}:quiet")]) == 0
+    assert "my own rule" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--reward_funcs", "{0}/rewards.py:broken"], "broken"),
+        (["--reward_funcs", "{0}/rewards.py:absent"], "has no function 'absent'"),
+        (["--reward_funcs", "{0}/none.py:f"], "cannot import"),
+        (["--reward_model_path", "{0}/nothing"], "cannot be loaded"),
+        (["--sft_model_path", "{0}/nothing"], "the model '{0}/nothing' cannot be loaded"),
+        (["--dtype", "bfloat16"], "bfloat16"),
+        (["--num_mini_batches", "3"], "num_mini_batches=3 does not divide the batch of 4"),
+        (["--batch_size", "7"], "batch_size=7"),
+        (["--max_prompt_length", "1"], "longer than max_prompt_length=1"),
+        (["--report_to", "nowhere"], "report_to='nowhere'"),
+        (["--stop_token_id", "999"], "999"),
+        (["--dataset_prompt_column", "answer"], "dataset_prompt_column='answer' is no column"),
+    ],
+)
+def test_mistakes_are_one_line(folders, tmp_path, capfd, more, message):
+    more = [m.format(folders) for m in more]
+    assert main(["ppo", *flags(folders, tmp_path, "--max_steps", "1", *more)]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("kedge ppo: error: ")
+    assert message.format(folders) in last
+
+
+def run(*command):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_printed_command_of_the_first_version(folders, tmp_path):
+    """As printed, with a local folder for the model and fewer episodes."""
+    printed = f"""
+        --learning_rate 3e-6
+        --num_ppo_epochs 1
+        --num_mini_batches 1
+        --output_dir {tmp_path}
+        --per_device_train_batch_size 64
+        --gradient_accumulation_steps 1
+        --total_episodes 64
+        --model_name_or_path {folders / "policy"}
+        --non_eos_penalty
+    """
+    out = run(ROOT / "examples" / "scripts" / "ppo" / "ppo.py", *printed.split())
+    assert "the trained model is in" in out
+
+
+def test_the_printed_command_of_the_later_version(folders, tmp_path):
+    printed = f"""
+        --dataset_name {folders / "data"}
+        --dataset_train_split descriptiveness
+        --learning_rate 3e-6
+        --num_ppo_epochs 1
+        --num_mini_batches 1
+        --output_dir {tmp_path}
+        --per_device_train_batch_size 64
+        --gradient_accumulation_steps 1
+        --total_episodes 64
+        --model_name_or_path {folders / "policy"}
+        --sft_model_path {folders / "policy"}
+        --reward_model_path {folders / "policy"}
+        --missing_eos_penalty 1.0
+    """
+    out = run(ROOT / "examples" / "scripts" / "ppo" / "ppo.py", *printed.split())
+    assert "the trained model is in" in out
+
+
+def test_two_processes_share_one_batch(folders, tmp_path):
+    out = run(
+        *("-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"),
+        ROOT / "examples" / "accelerate_configs" / "cpu_2.yaml",
+        ROOT / "examples" / "scripts" / "ppo" / "ppo_tldr.py",
+        *("--dataset_name", folders / "data", "--output_dir", tmp_path),
+        *("--learning_rate", "3e-6", "--per_device_train_batch_size", "4"),
+        *("--gradient_accumulation_steps", "2", "--total_episodes", "16", "--stop_token", "eos"),
+        *("--model_name_or_path", folders / "policy", "--sft_model_path", folders / "policy"),
+        *("--reward_model_path", folders / "reward", "--local_rollout_forward_batch_size", "4"),
+        *("--missing_eos_penalty", "1.0", "--logging_steps", "1"),
+    )
+    assert out.count("the trained model is in") == 1
+    assert [row["episode"] for row in logged(tmp_path)] == [16]  # one update of 4 x 2 x 2
