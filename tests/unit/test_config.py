@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
+import kedge
 from kedge.config.field_support import FIELD_SUPPORT, INHERITED, OWN
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.removed import REMOVED, RemovedArguments
@@ -86,6 +89,41 @@ def test_a_refused_field_raises_when_changed(config, name):
 def test_honoured_fields_say_where_they_act():
     assert all(s.where for s in FIELD_SUPPORT.values() if isinstance(s, Honoured))
     assert len(REFUSED) > 40  # the walk above is not empty
+
+
+# Honoured by transformers itself, in the file named, or by being accepted.
+ELSEWHERE = {
+    **dict.fromkeys(("tf32", "log_on_each_node", "ddp_backend", "ddp_timeout"), "training_args.py"),
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "training_args.py"),
+    "accelerator_config": "training_args.py",
+    "eval_strategy": "trainer_callback.py",
+    "project": "integrations/integration_utils.py",
+    "trackio_space_id": "integrations/integration_utils.py",
+    "trackio_bucket_id": "integrations/integration_utils.py",
+    "trackio_static_space_id": "integrations/integration_utils.py",
+    "logging_dir": "integrations/integration_utils.py",
+    **dict.fromkeys(("local_rank", "include_tokens_per_second", "keep_sampling_mask"), None),
+    **dict.fromkeys(("num_total_batches", "local_batch_size", "local_mini_batch_size"), None),
+}
+
+
+def test_every_honoured_field_is_read_somewhere():
+    root = Path(kedge.__file__).parent
+    tables = {"field_support.py", "removed.py", "checks.py"}
+    text = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name not in tables)
+    missing = []
+    for name, support in FIELD_SUPPORT.items():
+        if not isinstance(support, Honoured):
+            continue
+        where = ELSEWHERE.get(name, "")
+        if where:
+            theirs = (Path(transformers.__file__).parent / where).read_text()
+            found = re.search(rf"\b(args|self)\.{name}\b", theirs)
+        else:
+            found = where is None or re.search(rf"\b(args|_args|config|self)\.{name}\b", text)
+        if not found:
+            missing.append(name)
+    assert missing == []
 
 
 def test_a_field_of_a_newer_transformers_is_refused_when_changed(tmp_path):

@@ -191,7 +191,7 @@ INHERITED: dict[str, Support] = {
     "do_eval": Honoured(_SCRIPT + ": evaluate at the end"),
     "do_predict": Refused("there is nothing to predict", "set do_eval=True"),
     "resume_from_checkpoint": Honoured("train(): used when it is called without the argument"),
-    "local_rank": Honoured(_DEVICE),
+    "local_rank": Honoured("launchers pass it; the environment they set is what counts"),
 }
 
 OWN: dict[str, Support] = {
