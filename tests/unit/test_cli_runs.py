@@ -75,6 +75,8 @@ def test_a_reward_function_with_dataset_columns_and_evaluation(folders, tmp_path
     assert 0 < logged(tmp_path)[0]["objective/scores"] <= 1
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < last["eval_objective/scores"] <= 1
+    table = (tmp_path / "eval_completions" / "step-000002.jsonl").read_text().splitlines()
+    assert len({json.loads(row)["query"] for row in table}) == len(table) == 4
 
 
 def test_evaluation_alone_trains_nothing(folders, tmp_path):

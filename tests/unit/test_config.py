@@ -285,6 +285,14 @@ def test_a_value_set_afterwards_is_checked_by_resolve(config):
         resolve(made)
 
 
+def test_a_single_value_cannot_be_whitened(config):
+    one = {"per_device_train_batch_size": 1, "response_length": 1}
+    with pytest.raises(ConfigError, match="whiten_advantages=True, but a batch of one sample"):
+        resolve(config(**one))
+    assert resolve(config(**one), world_size=2).batch.world_size == 2
+    assert resolve(config(**one, whiten_advantages=False)).ppo.whiten_advantages is False
+
+
 def test_stop_tokens(config):
     assert sampling_of(config(stop_token="eos"), 7).stop_ids == (7,)
     assert sampling_of(config(stop_token_id=0), 7).stop_ids == (0,)

@@ -30,4 +30,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main, sys.argv[1:], name="ppo.py"))
+    if code := guarded(main, sys.argv[1:], name="ppo.py"):
+        sys.exit(code)  # not after a success, so that `python -i` goes on

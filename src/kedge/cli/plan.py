@@ -204,14 +204,16 @@ def show(
         sizes.add_row(name, value, how)
     console.print(sizes)
     table = Table(title="memory per process, estimated", title_justify="left")
-    columns = ("model", "parameters", "trained", "weights", "gradients", "optimiser")
-    for name in (*columns, "activations", "cache"):
+    columns = ("model", "params", "trained", "weights", "grads", "optim")
+    for name in (*columns, "activ.", "cache"):
         table.add_column(name, justify="left" if name == "model" else "right")
     for n in needs:
         parts = (n.weights, n.gradients, n.optimizer, n.training, n.generation)
         table.add_row(n.role, short(n.parameters), short(n.trained), *map(human, parts))
     console.print(table)
     console.print(
+        "params: parameters; grads and optim: gradients and optimiser state of those that train; "
+        "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
         f"peak about {human(memory.peak(needs))} per process, before sharding by FSDP or DeepSpeed"
     )
 

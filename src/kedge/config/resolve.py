@@ -196,9 +196,11 @@ def resolve(
         ConfigError: a value that cannot work.
     """
     config.validate()
+    batch = batch_options(config, world_size)
+    _check_whitening(config, batch)
     chunk = config.local_rollout_forward_batch_size
     return PPOSettings(
-        batch=batch_options(config, world_size),
+        batch=batch,
         sampling=sampling_of(config, eos_token_id),
         ppo=PPOOptions(
             gamma=config.gamma,
@@ -241,6 +243,16 @@ def resolve(
         save_rollouts=config.save_rollouts,
         replay_rollouts=config.replay_rollouts,
     )
+
+
+def _check_whitening(config: PPOConfig, batch: BatchOptions) -> None:
+    rows = batch.per_device * batch.accumulation * batch.world_size
+    for name in ("whiten_advantages", "whiten_rewards"):
+        if getattr(config, name) and rows * config.response_length < 2:
+            raise ConfigError(
+                f"{name}=True, but a batch of one sample with response_length=1 has a single value "
+                "and no variance: nothing would be learned; enlarge the batch"
+            )
 
 
 def batch_options(config: PPOConfig, world_size: int | None = None) -> BatchOptions:

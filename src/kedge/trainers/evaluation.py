@@ -54,7 +54,7 @@ class Evaluator:
         for each in self.sets if sets is None else sets:
             found = self._evaluate(each, each.batches)
             metrics |= {f"{each.prefix}{name}": x for name, x in found.metrics.items()}
-            self._show(completion_rows(found.samples, self.tokenizer), f"{each.prefix}completions")
+            self._show(self._table(each, found), f"{each.prefix}completions")
         self.callbacks.evaluated(metrics)
         return metrics
 
@@ -66,7 +66,7 @@ class Evaluator:
         """
         each = self.sets[0] if self.sets else self._training_prompts()
         found = self._evaluate(each, 1 if sampling else each.batches)
-        rows = completion_rows(found.samples, self.tokenizer)
+        rows = self._table(each, found)
         self._show(rows, "completions")
         return rows
 
@@ -97,6 +97,10 @@ class Evaluator:
             seed=self.settings.seed,
             clock=time.perf_counter,
         )
+
+    def _table(self, each: EvalSet, found: Evaluation) -> list[dict[str, object]]:
+        # The last batch is filled up with prompts from the start, once more.
+        return completion_rows(found.samples, self.tokenizer, limit=each.rows)
 
     def _show(self, rows: list[dict[str, object]], name: str) -> None:
         if rows and self.callbacks.state.is_world_process_zero:
