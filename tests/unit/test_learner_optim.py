@@ -1,5 +1,7 @@
 """Optimisers, precision and compilation do what the options say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from kedge.errors import ConfigError
 from tests.learners import arguments, experience, learner, one_rank, rollout
 
 
-def step(found):
+def step(found, size=1.0):
     algo, batch = ppo(), experience(rollout())
+    batch = replace(batch, returns=batch.returns * size)
     return found.update(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
 
 
@@ -118,3 +121,15 @@ def test_resume_of_tf_adam_is_bit_exact():
     second.load_state_dict(first.state_dict())
     step(second)
     assert second.fingerprint() == whole.fingerprint()
+
+
+def test_scaled_losses_give_the_same_step_and_the_scale_falls_until_it_fits():
+    plain, scaled = learner(max_grad_norm=0.5), learner(max_grad_norm=0.5)
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    assert step(scaled) == pytest.approx(step(plain), rel=1e-4, abs=1e-6)
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before, skipped = scaled.fingerprint(), 0
+    while scaled.fingerprint() == before:
+        skipped = step(scaled, size=1e4)["skipped_steps"]
+    assert skipped > 3
+    assert scaled.scaler.get_scale() == 2.0 ** (127 - skipped)

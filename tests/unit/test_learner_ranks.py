@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig
 
 from kedge.algorithms import ppo
+from kedge.backends.hf.model import load_policy
+from kedge.backends.hf.peft import with_adapter
+from kedge.backends.hf.reference import OtherAdapter, copy_of
+from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.value_head import ScalarHead
 from kedge.engine.stages import cut
-from tests.learners import arguments, experience, learner, rollout
+from kedge.testing import tiny_policy
+from kedge.types import PromptBatch, Sampling
+from tests.learners import VOCAB, arguments, experience, learner, rollout
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,13 +32,21 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+SHARDED = {
+    "sharded": {"ACCELERATE_USE_FSDP": "true"},
+    "sharded shared": {"ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "false"},
+    "sharded adapter": {"ACCELERATE_USE_FSDP": "true"},
+}
+
+
 def launch(world: int, mode: str, folder: Path) -> dict:
     """Run this file in ``world`` processes; what rank 0 wrote."""
     out = folder / f"{mode}-{world}.json"
     port = str(free_port())
     running = []
     for rank in range(world):
-        env = os.environ | {
+        env = os.environ | SHARDED.get(mode, {})
+        env |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world),
@@ -47,18 +63,31 @@ def launch(world: int, mode: str, folder: Path) -> dict:
     return json.loads(out.read_text())
 
 
+def build(mode: str, rank: int):
+    torch.manual_seed(rank)  # a head made from other random numbers on each rank
+    value = ScalarHead(32, init="normal") if "shared" in mode else "model"
+    if "shared" in mode and rank == 0:
+        torch.nn.init.constant_(value.summary.weight, 0.05)
+    policy = tiny_policy(vocab_size=VOCAB, tie_word_embeddings="shared" in mode)
+    reference = copy_of(policy)
+    if "adapter" in mode:
+        torch.manual_seed(3)
+        policy = with_adapter(policy, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        reference = OtherAdapter(policy)
+    # A large epsilon: Adam's first steps would blow rounding up to the size of the rate.
+    args = arguments(adam_epsilon=1e-2, lr_scheduler_type="linear")
+    return learner(
+        policy=policy, reference=reference, value=value, max_grad_norm=1.0, args=args,
+        gradient_checkpointing="shared" not in mode,
+    )  # fmt: skip
+
+
 def run(mode: str, out: str) -> None:
     """What each process does: three optimiser steps on its rows of one batch of six."""
-    from accelerate import Accelerator
-
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
-    torch.manual_seed(rank)  # a head made from other random numbers on each rank
-    value = ScalarHead(32, init="normal") if mode == "shared" else "model"
-    if mode == "shared" and rank == 0:
-        torch.nn.init.constant_(value.summary.weight, 0.05)
-    # A large epsilon: Adam's first steps would blow rounding up to the size of the rate.
-    found = learner(value=value, max_grad_norm=1.0, args=arguments(adam_epsilon=1e-2))
+    found = build(mode, rank)
+    assert found.sharded == (world > 1 and "sharded" in mode)
     if mode == "averaged":
         # Broken: gradients are averaged over ranks although the weights already sum to 1.
         summed = found._sum_gradients
@@ -70,32 +99,55 @@ def run(mode: str, out: str) -> None:
                     p.grad /= world
 
         found._sum_gradients = averaged
-    batch = experience(rollout(6))
-    # The ranks hold different numbers of rows, and so of micro-batches.
-    mine = {1: [range(6)], 2: [range(4), range(4, 6)]}[world][rank]
-    batch, algo = batch.rows(torch.tensor(list(mine))), ppo(vf_coef=0.5)
-    note = []
-    for i in range(3):
+    # Without shards, ranks may hold different numbers of rows, and so of micro-batches.
+    parts = [range(3), range(3, 6)] if "sharded" in mode else [range(4), range(4, 6)]
+    mine = torch.tensor(list({1: [range(6)], 2: parts}[world][rank]))
+    batch, algo = experience(rollout(6)).rows(mine), ppo(vf_coef=0.5)
+    whole = rollout(6)
+    prompts = PromptBatch(
+        ids=whole.prompts.ids[mine], mask=whole.prompts.mask[mine], group=mine, row=mine
+    )
+    engine = found.sampler(EmbeddedEngine(found.policy, pad_id=0))
+    note: list = []
+    for i in range(4):
+        if i == 2:  # go on in another learner
+            state, found = found.state_dict(), build(mode, rank)
+            found.load_state_dict(state)
+            engine = found.sampler(EmbeddedEngine(found.policy, pad_id=0))
+        drawn = engine.generate(prompts, sampling=Sampling(max_new_tokens=9), seed=i)
+        said = found.annotate(drawn, values=True, reference=True, full_kl=True)
+        sums = [said.logprobs, said.ref_logprobs, said.values, said.full_kl, drawn.ids.double()]
+        note.append({str(j): float(found.total(x.sum())) for j, x in enumerate(sums)})
         step = cut(batch, torch.arange(len(batch)), algo, 1, found.total)
         note.append(found.update(step, algo.loss, only_value=i == 0))
-    weights = [p.detach().flatten() for p in found.module.parameters()]
+        found.end_batch()
+    receipt = engine.load_weights({}, found.version)
+    assert receipt.fingerprint == found.fingerprint()
+    weights = {name: x.flatten().double().tolist() for name, x in found.weights().items()}
+    found.save(Path(out + "-policy"), Path(out + "-value"))
     if rank == 0:
-        Path(out).write_text(
-            json.dumps({"metrics": note, "weights": torch.cat(weights).double().tolist()})
-        )
+        Path(out).write_text(json.dumps({"metrics": note, "weights": weights}))
     if world > 1:
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["separate", "shared"])
+@pytest.mark.parametrize("mode", ["separate", "shared", *SHARDED])
 def test_two_ranks_give_the_numbers_of_one(mode, tmp_path):
     one, two = (launch(world, mode, tmp_path) for world in (1, 2))
     for a, b in zip(one["metrics"], two["metrics"], strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(
-        torch.tensor(one["weights"]), torch.tensor(two["weights"]), atol=2e-5, rtol=1e-4
-    )
+    for name, x in one["weights"].items():
+        y = torch.tensor(two["weights"][name])
+        torch.testing.assert_close(torch.tensor(x), y, atol=2e-5, rtol=1e-4, msg=name)
+    if "adapter" not in mode:
+        saved = [
+            dict(load_policy(str(tmp_path / f"{mode}-{n}.json-policy")).named_parameters())
+            for n in (1, 2)
+        ]
+        for name, x in saved[0].items():
+            assert list(x.shape) == list(saved[1][name].shape)
+            torch.testing.assert_close(x, saved[1][name], atol=2e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.slow

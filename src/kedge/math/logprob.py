@@ -160,7 +160,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, head, draw, tile, entropy_grad = args
         head = head._replace(weight=weight, bias=bias)
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        logprob, entropy, lse = hidden.new_empty((3, len(hidden)), dtype=exact)
+        logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _row_parts(len(hidden), tile):
                 tiles = _Tiles(hidden[part], head, draw.rows(part), tile)

@@ -203,14 +203,21 @@ def engine_of(
     tokenizer: Any,
 ) -> Engine:
     """The loop with all its parts."""
-    rollouts: RolloutEngine = given.rollout_engine or EmbeddedEngine(
-        learner.policy,
-        pad_id=pad_id(tokenizer),
-        tokenizer=tokenizer,
-        live=settings.max_lag == 0,
-        chunk_rows=settings.learner.chunk,
-        autocast=_DTYPES[settings.learner.precision],
-        spare_slot=algorithm.spare_slot,
+    if learner.sharded and settings.max_lag > 0:
+        raise ConfigError(
+            f"max_lag={settings.max_lag} needs a second, whole copy of a policy that is cut over"
+            " ranks; set max_lag=0, or train with data parallelism (multi_gpu.yaml)"
+        )
+    rollouts: RolloutEngine = given.rollout_engine or learner.sampler(
+        EmbeddedEngine(
+            learner.policy,
+            pad_id=pad_id(tokenizer),
+            tokenizer=tokenizer,
+            live=settings.max_lag == 0,
+            chunk_rows=settings.learner.chunk,
+            autocast=_DTYPES[settings.learner.precision],
+            spare_slot=algorithm.spare_slot,
+        )
     )
     source: Any = prompts.source
     if settings.replay_rollouts is not None:

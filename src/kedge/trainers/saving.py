@@ -12,7 +12,6 @@ from typing import Any
 from transformers.utils import logging
 
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.value_head import save_value
 from kedge.config.resolve import RunSettings
 from kedge.engine.checkpoint import checkpoints
 from kedge.engine.loop import Engine
@@ -26,15 +25,10 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
 
     Every rank calls it; rank 0 writes.
     """
-    if not learner.accelerator.is_main_process:
-        return
-    policy: Any = learner.policy
     with _no_bars():  # they would cut through the progress of the run
-        policy.save_pretrained(folder)
-        if hasattr(tokenizer, "save_pretrained"):
+        learner.save(folder, folder / VALUE_FOLDER)
+        if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
-        if learner.value is not None:
-            save_value(learner.value, folder / VALUE_FOLDER)
 
 
 @contextlib.contextmanager

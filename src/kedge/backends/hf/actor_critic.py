@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.model import CausalParts, trunk
 from kedge.backends.hf.packing import Packed
+from kedge.backends.hf.sharding import inside
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
 from kedge.math.logprob import Draw, linear_logprob
 
@@ -82,23 +83,31 @@ class ActorCritic(nn.Module):
 
     def forward(self, ask: Ask) -> Said:
         """Everything asked for, from one pass through each trunk that is needed."""
-        logprobs = entropy = hidden = values = ends = states = None
-        packed = ask.packed
+        states = None
         if ask.slots is not None:
-            states = packed.states(ask.slots)
-            states = torch.cat([states, packed.ends]) if ask.ends else states
+            states = ask.packed.states(ask.slots)
+            states = torch.cat([states, ask.packed.ends]) if ask.ends else states
+        value, said = self.value, Said(None, None, None, None, None)
         if ask.policy or (self.shared and states is not None):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not ask.only_value):
-                whole = trunk(self.parts.backbone, packed.ids).flatten(0, 1)
-                if ask.policy:
-                    hidden = whole[packed.states(ask.tokens)]
-                    logprobs, entropy = linear_logprob(
-                        hidden, self.parts.head(), ask.targets, draw=ask.draw
-                    )
-            if self.shared and states is not None:
-                values = self.value(whole[states])[:, 0]  # type: ignore[misc]
-        if isinstance(self.value, ScalarModel) and states is not None:
-            values = self.value(packed.ids, states)
-        if values is not None and ask.ends:
-            values, ends = values.split([len(values) - len(packed.ids), len(packed.ids)])
-        return Said(logprobs, entropy, values, ends, hidden)
+            said = inside(self.policy, lambda: self._ask_policy(ask, states))
+        if isinstance(value, ScalarModel) and states is not None:
+            at = states
+            said = said._replace(values=inside(value.model, lambda: value(ask.packed.ids, at)))
+        if said.values is not None and ask.ends:
+            rows = len(ask.packed.ids)
+            values, ends = said.values.split([len(said.values) - rows, rows])
+            said = said._replace(values=values, ends=ends)
+        return said
+
+    def _ask_policy(self, ask: Ask, states: Tensor | None) -> Said:
+        logprobs = entropy = hidden = values = None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not ask.only_value):
+            whole = trunk(self.parts.backbone, ask.packed.ids).flatten(0, 1)
+            if ask.policy:
+                hidden = whole[ask.packed.states(ask.tokens)]
+                logprobs, entropy = linear_logprob(
+                    hidden, self.parts.head(), ask.targets, draw=ask.draw
+                )
+        if isinstance(self.value, ScalarHead) and states is not None:
+            values = self.value(whole[states]).sum(1)  # one column
+        return Said(logprobs, entropy, values, None, hidden)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
 
 def accelerator_for(args: TrainingArguments) -> Accelerator:
     """The accelerator of a run: device, precision and the processes that ``launch`` started."""
+    # Else transformers fills models with noise on all ranks but the first.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     return Accelerator(cpu=args.use_cpu, mixed_precision=precision)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _WIDTH = 1 << 14  # words per row of the table that a tensor is laid out in
 _ROWS = 16  # rows that are multiplied together: they stay in a processor's cache
@@ -28,12 +29,18 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
     factors: dict[torch.device, Tensor] = {}
     sums = []
     for _, tensor in pairs:
+        tensor = full(tensor)  # noqa: PLW2901
         if tensor.device not in factors:
             factors[tensor.device] = _factors().to(tensor.device)
         sums.append(_sum(tensor.detach(), factors[tensor.device]))
     for (name, tensor), total in zip(pairs, _to_host(sums), strict=True):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode())
     return digest.hexdigest()
+
+
+def full(x: Tensor) -> Tensor:
+    """The whole of a tensor that may be cut over ranks.  Every rank calls it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def policy_weights(model: nn.Module) -> dict[str, Tensor]:

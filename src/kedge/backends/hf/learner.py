@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
 from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
 from kedge.backends.hf.annotate import annotate_rows
-from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
 from kedge.backends.hf.model import (
     causal_parts,
     check_trainable,
@@ -36,12 +37,24 @@ from kedge.backends.hf.optim import (
 from kedge.backends.hf.packing import by_length, check_prompts, pack, place, to_device
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
-from kedge.backends.hf.value_head import ScalarHead, ScalarModel
+from kedge.backends.hf.sharding import (
+    GatheredEngine,
+    cut_like,
+    cut_state,
+    full_state,
+    full_tree,
+    reshard,
+    shard,
+    shards_asked,
+    whole,
+)
+from kedge.backends.hf.value_head import ScalarHead, ScalarModel, save_value
 from kedge.errors import CheckpointError, ConfigError, KedgeError
-from kedge.protocols import LossFn
+from kedge.protocols import LossFn, RolloutEngine
 from kedge.types import Annotation, Experience, MicroBatch, PolicyOutput, Rollout
 
 _PATIENCE = 3  # optimiser steps in a row that may be skipped
+_PATIENCE_FP16 = 25  # the first loss scale is too high by design and is halved until it fits
 
 
 class HFLearner:
@@ -75,12 +88,14 @@ class HFLearner:
         self.accelerator = accelerator or Accelerator(
             cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         )
-        if self.accelerator.distributed_type in {DistributedType.FSDP, DistributedType.DEEPSPEED}:
-            raise ConfigError(f"{self.accelerator.distributed_type} is not supported yet")
+        self.shards = shards_asked(self.accelerator)
         self.device = self.accelerator.device
         self.module = ActorCritic(policy, causal_parts(policy), value).to(self.device)
         self.reference = None if reference is None else reference.to(self.device)
         self._prepare()
+        self._level()
+        if self.sharded:
+            self._shard(optimizers[0])
         self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
         self.scheduler = optimizers[1] or build_schedule(
             args, self.optimizer, settings.total_updates
@@ -104,9 +119,25 @@ class HFLearner:
             for model in self._models():
                 checkpoint_activations(model, None if options is None else dict(options))
         set_training(self.module, False)
+
+    def _level(self) -> None:
+        """Give every rank the weights of the first."""
         if self.ranks > 1:
-            for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                dist.broadcast(tensor.detach(), src=0)
+            for model in [self.module, *(self.reference.own if self.reference else [])]:
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    dist.broadcast(tensor.detach(), src=0)
+
+    def _shard(self, optimizer: Optimizer | None) -> None:
+        if optimizer is not None or self.accelerator.mixed_precision == "fp16":
+            raise ConfigError(
+                "sharded models need an optimiser made from options (optim=..., not optimizers=) "
+                "and bf16 or float32 (fp16=False)"
+            )
+        for model in self._held():
+            shard(model, self.device, self.ranks, again=self.shards == "weights")
+
+    def _held(self) -> list[nn.Module]:
+        return [*self._models(), *(self.reference.own if self.reference else [])]
 
     def _models(self) -> list[nn.Module]:
         value = self.module.value
@@ -134,6 +165,11 @@ class HFLearner:
         """How many processes train together."""
         return self.accelerator.num_processes
 
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are cut over ranks."""
+        return self.shards != "none"
+
     # -- before the update ------------------------------------------------------------------
 
     @torch.no_grad()
@@ -160,14 +196,14 @@ class HFLearner:
             tokens=self.settings.forward_rows * int(lengths.max()),
             spare=self.settings.spare_tokens,
         )
-        for rows in groups:
-            index = torch.tensor(rows, device=self.device)
-            with self.accelerator.autocast():
+        with whole(self._held() if self.sharded else []), self.accelerator.autocast():
+            for rows in groups:
+                index = torch.tensor(rows, device=self.device)
                 found = annotate_rows(
                     self.module, self.reference, rollout, index, set(out), self.settings
                 )
-            for name, x in found.items():
-                out[name][index] = x
+                for name, x in found.items():
+                    out[name][index] = x
         if reuse and rollout.behavior_logprobs is not None:
             out["logprobs"] = rollout.behavior_logprobs
         return Annotation(**out)
@@ -192,8 +228,8 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
-        for whole in step:
-            for part in self._split(whole):
+        for micro_batch in step:
+            for part in self._split(micro_batch):
                 output = self._output(part.rows, only_value)
                 found = loss(output, part)
                 self.scaler.scale(found.total).backward()
@@ -205,18 +241,21 @@ class HFLearner:
         self.scaler.unscale_(self.optimizer)
         return metrics | self._step()
 
-    def _split(self, whole: MicroBatch) -> Iterator[MicroBatch]:
+    def _split(self, uncut: MicroBatch) -> Iterator[MicroBatch]:
         """The micro-batch on the device, cut further where rows differ much in length."""
-        rows = whole.rows
+        rows = uncut.rows
         lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
-        groups = by_length(lengths, tokens=2**62, spare=self.settings.spare_tokens)
+        spare = self.settings.spare_tokens
+        if self.sharded:  # ranks must run equally many forward passes
+            spare = 2**62
+        groups = by_length(lengths, tokens=2**62, spare=spare)
         for group in groups:
             index = torch.tensor(group, device=rows.ids.device)
             yield MicroBatch(
                 rows=to_device(rows.rows(index), self.device),
-                token_weight=whole.token_weight[index].to(self.device),
-                value_weight=whole.value_weight[index].to(self.device),
-                row_weight=whole.row_weight[index].to(self.device),
+                token_weight=uncut.token_weight[index].to(self.device),
+                value_weight=uncut.value_weight[index].to(self.device),
+                row_weight=uncut.row_weight[index].to(self.device),
             )
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
@@ -250,9 +289,13 @@ class HFLearner:
         Done by hand after the last micro-batch: ranks may hold different numbers of them, and a
         step may leave some weights without a gradient.
         """
+        reshard(self._held())
+        trained = [p for p in self.module.parameters() if p.requires_grad]
         if self.ranks > 1:
-            trained = [p for p in self.module.parameters() if p.requires_grad]
-            sum_over_ranks(trained, self._bucket_mb)
+            sum_over_ranks([p for p in trained if not isinstance(p, DTensor)], self._bucket_mb)
+        averaged: list[Tensor] = [p.grad for p in trained if isinstance(p.grad, DTensor)]
+        if averaged:
+            torch._foreach_mul_(averaged, float(self.ranks))
 
     def _step(self) -> dict[str, float]:
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
@@ -260,9 +303,8 @@ class HFLearner:
         names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in found}
         finite = math.isfinite(found[""])
         if finite:
-            if self.settings.max_grad_norm:
-                every = [g for group in grads.values() for g in group]
-                scale_(every, found[""], self.settings.max_grad_norm)
+            for group in grads.values() if self.settings.max_grad_norm else []:
+                scale_(group, found[""], self.settings.max_grad_norm)
             self.scaler.step(self.optimizer)
             self.version += 1
             self._in_a_row = 0
@@ -270,7 +312,7 @@ class HFLearner:
             self.skipped += 1
             self._in_a_row += 1
         self.scaler.update()
-        if self._in_a_row >= _PATIENCE:
+        if self._in_a_row >= (_PATIENCE_FP16 if self.scaler.is_enabled() else _PATIENCE):
             raise KedgeError(
                 f"the gradient was not finite in {self._in_a_row} optimiser steps in a row (norms: "
                 f"{found}); look for infinite rewards or a learning rate that is too high"
@@ -293,7 +335,7 @@ class HFLearner:
 
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the policy's weights that train."""
-        return {name: p.clone() for name, p in policy_weights(self.policy).items()}
+        return {name: full(p).clone() for name, p in policy_weights(self.policy).items()}
 
     def fingerprint(self) -> str:
         """A short hash of the policy's weights."""
@@ -307,9 +349,23 @@ class HFLearner:
         dist.all_reduce(summed)
         return summed.to(x.device)
 
+    def sampler(self, engine: RolloutEngine) -> RolloutEngine:
+        """``engine``, made to see whole weights where those it samples from are cut over ranks."""
+        return GatheredEngine(engine, self.policy) if self.sharded and engine.live else engine
+
+    def save(self, folder: Path, value_folder: Path) -> None:
+        """Write policy and value model for ``from_pretrained``.  Every rank calls, one writes."""
+        states = [full_state(m) if self.sharded else None for m in self._models()]
+        if not self.accelerator.is_main_process:
+            return
+        policy: Any = self.policy
+        policy.save_pretrained(folder, state_dict=states[0])
+        if self.value is not None:
+            save_value(self.value, value_folder, state=states[-1])
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here."""
-        return {
+        """Everything needed to go on exactly here.  Every rank calls it."""
+        state = {
             "weights": {name: [p.detach() for p in ps] for name, ps in self._trained().items()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -317,6 +373,7 @@ class HFLearner:
             "version": self.version,
             "skipped": [self.skipped, self._in_a_row],
         }
+        return full_tree(state)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,8 +389,9 @@ class HFLearner:
                     f"the checkpoint's {name} weights have other shapes than this {name}'s"
                 )
             for p, q in zip(mine, theirs, strict=True):
-                p.copy_(q)
+                p.copy_(cut_like(q, p))
         self.optimizer.load_state_dict(state["optimizer"])
+        cut_state(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from kedge.backends.hf.fingerprint import full
 from kedge.errors import ConfigError
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -130,6 +131,8 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
 
 def sum_over_ranks(params: Sequence[nn.Parameter], bucket_mb: float) -> None:
     """Add the gradients of all ranks, in buckets; a gradient that only some have counts as 0."""
+    if not params:
+        return
     device = params[0].device
     has = torch.tensor([float(p.grad is not None) for p in params], device=device)
     dist.all_reduce(has)
@@ -158,7 +161,7 @@ def _reduce(grads: list[Tensor]) -> None:
 def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:
     """The L2 norm of each named set of gradients, and of all of them under ``""``."""
     found = {
-        name: torch.nn.utils.get_total_norm(list(tensors)).float()
+        name: full(torch.nn.utils.get_total_norm(list(tensors))).float()
         for name, tensors in grads.items()
     }
     total = torch.stack(list(found.values())).square().sum().sqrt()

@@ -24,6 +24,11 @@ class Reference(Protocol):
         """The same on a device."""
         ...
 
+    @property
+    def own(self) -> list[nn.Module]:
+        """Models that nobody else holds."""
+        ...
+
 
 class FrozenModel:
     """A reference with weights of its own.
@@ -41,6 +46,11 @@ class FrozenModel:
     def active(self) -> Iterator[CausalParts]:
         """Trunk and head of the model."""
         yield self.parts
+
+    @property
+    def own(self) -> list[nn.Module]:
+        """The model."""
+        return [self.model]
 
     def to(self, device: torch.device) -> FrozenModel:
         """The same on a device."""
@@ -77,6 +87,11 @@ class OtherAdapter:
             self.policy.set_adapter(before)
             for p, flag in trains:
                 p.requires_grad_(flag)
+
+    @property
+    def own(self) -> list[nn.Module]:
+        """None: the base is the policy's."""
+        return []
 
     def to(self, device: torch.device) -> OtherAdapter:
         """The same: it lives where the policy lives."""

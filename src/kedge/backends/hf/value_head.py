@@ -73,7 +73,7 @@ class ScalarModel(nn.Module):
     def forward(self, ids: Tensor, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
         hidden = trunk(self.backbone, ids)
-        return self.head(hidden.flatten(0, 1)[states])[:, 0].float()
+        return self.head(hidden.flatten(0, 1)[states]).float().sum(1)  # one column
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:
@@ -138,12 +138,21 @@ def value_from_trunk(parts: CausalParts, *, init: Literal["zero", "normal"] = "z
     return ScalarHead(weight.shape[1], init=init).to(weight.device)
 
 
-def save_value(value: ScalarModel | ScalarHead, folder: str | Path) -> None:
-    """Write a value model as a transformers folder, a value head as ``value_head.safetensors``."""
+def save_value(
+    value: ScalarModel | ScalarHead, folder: str | Path, state: dict[str, Tensor] | None = None
+) -> None:
+    """Write a value model as a transformers folder, a value head as ``value_head.safetensors``.
+
+    Args:
+        value: what to write.
+        folder: made if it is missing.
+        state: a value model's tensors, where it does not hold them whole itself.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(value, ScalarModel):
-        value.model.save_pretrained(folder)  # type: ignore[operator]
+        model: Any = value.model
+        model.save_pretrained(folder, state_dict=state)
         return
     tensors = {name: x.detach().contiguous() for name, x in value.state_dict().items()}
     save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})

@@ -1,0 +1,81 @@
+"""A whole run on two ranks, with copied or with sharded weights, gives the numbers of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROWS = 4
+
+
+def work(folder: str, out: str) -> None:
+    """What each process does."""
+    from tests.e2e.test_resume import trainer
+
+    made = trainer(
+        Path(folder),
+        per_device_train_batch_size=ROWS // int(os.environ["WORLD_SIZE"]),
+        num_mini_batches=1,
+        learning_rate=1e-3,
+        adam_epsilon=1e-3,  # Adam would blow rounding up to the size of the learning rate
+        logging_steps=1,
+    )
+    made.train()
+    keys = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "grad_norm")
+    rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(rows))
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        from torch import distributed
+
+        distributed.destroy_process_group()
+
+
+def launch(folder: Path, world: int, **env: str) -> list[dict[str, Any]]:
+    """Run this file in ``world`` processes; the rows that the first logged."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    out = folder / "rows.json"
+    folder.mkdir()
+    running = []
+    for rank in range(world):
+        full = os.environ | env
+        full |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        full |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        full |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        command = [sys.executable, "-W", "error::UserWarning:torch", __file__]
+        command += [str(folder / "run"), str(out)]
+        running.append(subprocess.Popen(command, env=full, stderr=subprocess.PIPE, text=True))
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    finally:
+        for process in running:
+            process.kill()
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_two_ranks_copied_or_sharded_give_the_numbers_of_one(tmp_path: Path) -> None:
+    one = launch(tmp_path / "one", 1)
+    two = launch(tmp_path / "two", 2)
+    sharded = launch(tmp_path / "sharded", 2, ACCELERATE_USE_FSDP="true")
+    assert len(one) == 6
+    assert abs(one[-1]["objective/kl"]) > 1e-3  # the policy moved
+    for a, b, c in zip(one, two, sharded, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+        assert c == pytest.approx(a, rel=1e-3, abs=1e-5)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2])
