@@ -1,0 +1,1 @@
+"""Timings against peers, each a ratio measured in one run."""

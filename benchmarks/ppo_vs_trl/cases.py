@@ -1,0 +1,118 @@
+"""What both sides train: models, prompts and sizes.  Imports nothing but torch and transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[3] / "shared"))
+RESPONSE = 53
+EPOCHS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    name: str
+    batch: int
+    shape: dict[str, int] | None = None  # of a GPT-NeoX; None: stories260k from the shared data
+
+
+PYTHIA = {"vocab_size": 50_304, "max_position_embeddings": 512}
+CASES = {
+    "stories260k": Case("stories260k", 64),
+    "pythia-14m": Case(
+        "pythia-14m",
+        16,
+        PYTHIA
+        | {
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+        },
+    ),
+    "pythia-160m": Case(
+        "pythia-160m",
+        8,
+        PYTHIA
+        | {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+        },
+    ),
+}
+
+
+def models(case: Case) -> tuple[Any, Any, Any, Any]:
+    """Policy, reference, reward and value model, float32, the same on both sides."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        GPTNeoXForSequenceClassification,
+    )
+
+    if case.shape is None:
+        data = SHARED / "data"
+        policy, reference = (
+            AutoModelForCausalLM.from_pretrained(data / "stories260k") for _ in range(2)
+        )
+        reward, value = (
+            AutoModelForSequenceClassification.from_pretrained(
+                data / "stories260k-sentiment", num_labels=1
+            )
+            for _ in range(2)
+        )
+        return policy, reference, reward, value
+    config = GPTNeoXConfig(**case.shape, bos_token_id=0, eos_token_id=0, pad_token_id=1)
+    torch.manual_seed(0)
+    policy = GPTNeoXForCausalLM(config)
+    reference = GPTNeoXForCausalLM(config)
+    reference.load_state_dict(policy.state_dict())
+    config.num_labels = 1
+    reward = GPTNeoXForSequenceClassification(config)
+    value = GPTNeoXForSequenceClassification(config)
+    value.load_state_dict(reward.state_dict())
+    return policy, reference, reward, value
+
+
+def tokenizer(case: Case) -> Any:
+    """The stories tokenizer, or one whose words are numbers for the random models."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if case.shape is None:
+        return AutoTokenizer.from_pretrained(SHARED / "data" / "stories260k", padding_side="left")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<eos>": 0, "<pad>": 1} | {
+        f"w{i}": i for i in range(2, case.shape["vocab_size"])
+    }
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )
+
+
+def prompts(case: Case, rows: int) -> list[list[int]]:
+    """Token ids: story openings, or 32 to 128 random tokens."""
+    if case.shape is None:
+        made = tokenizer(case)
+        lines = (SHARED / "data" / "story-prompts" / "train.jsonl").read_text().splitlines()
+        texts = [json.loads(line)["prompt"] for line in lines]
+        return [made(texts[i % len(texts)])["input_ids"] for i in range(rows)]
+    rng = torch.Generator().manual_seed(1)
+    lengths = torch.randint(32, 129, (rows,), generator=rng).tolist()
+    return [
+        torch.randint(2, case.shape["vocab_size"], (n,), generator=rng).tolist() for n in lengths
+    ]
