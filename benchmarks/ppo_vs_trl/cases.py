@@ -94,9 +94,7 @@ def tokenizer(case: Case) -> Any:
         return AutoTokenizer.from_pretrained(SHARED / "data" / "stories260k", padding_side="left")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {"<eos>": 0, "<pad>": 1} | {
-        f"w{i}": i for i in range(2, case.shape["vocab_size"])
-    }
+    words = {"<eos>": 0, "<pad>": 1} | {f"w{i}": i for i in range(2, case.shape["vocab_size"])}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(

@@ -1,7 +1,7 @@
 """One side: train a few updates and print, as JSON, when each ended and how much memory it took.
 
-    python -m benchmarks.ppo_vs_trl.side kedge stories260k 4
-    python -m benchmarks.ppo_vs_trl.side trl stories260k 4     (in TRL's own environment)
+python -m benchmarks.ppo_vs_trl.side kedge stories260k 4
+python -m benchmarks.ppo_vs_trl.side trl stories260k 4     (in TRL's own environment)
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from transformers import (
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.types import PromptBatch, Sampling
 
-CARE = 0.55  # of the writers whose summaries the supervised model learns from
+CARE = 0.45  # of the writers whose summaries the supervised model learns from
+EOS_TEXT = f" {EOS}"
 FLIPPED = 0.1  # share of preference pairs that are labelled the wrong way round
 
 
@@ -54,7 +55,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 
 
 def supervise(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, *, rows: int, seed: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    *,
+    rows: int,
+    seed: int,
 ) -> None:
     """Train on posts and the summaries of careless writers, with TRL's supervised trainer."""
     from trl import SFTConfig, SFTTrainer
@@ -91,9 +97,6 @@ def supervise(
     ).train()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-EOS_TEXT = f" {EOS}"
 
 
 @torch.no_grad()

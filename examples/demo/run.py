@@ -1,7 +1,7 @@
 """The whole way on a CPU: a task, a supervised model, a reward model, PPO, and a judgement.
 
-    make demo                               about four minutes on two cores
-    python examples/demo/run.py --quick     the same with little training, to see that it runs
+make demo                               about four minutes on two cores
+python examples/demo/run.py --quick     the same with little training, to see that it runs
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from prepare import (
-    EOS_TEXT,
     make_model,
     make_tokenizer,
     prefer,
@@ -47,9 +46,9 @@ console = Console()
 class Sizes:
     """How much of everything."""
 
-    supervised_rows: int = 14_000
-    preference_rows: int = 3_000
-    updates: int = 60
+    supervised_rows: int = 20_000
+    preference_rows: int = 10_000
+    updates: int = 45
     judged: int = 500
 
 
@@ -145,11 +144,12 @@ def train(
         temperature=TEMPERATURE,
         stop_token="eos",
         missing_eos_penalty=1.0,
-        learning_rate=1e-3,
-        kl_coef=0.05,
+        learning_rate=5e-4,
+        kl_coef=0.1,
         gradient_checkpointing=False,
         logging_steps=max(1, sizes.updates // 30),
         save_strategy="no",
+        overwrite_output_dir=True,
         num_sample_generations=2,
         seed=seed,
     )
@@ -175,7 +175,7 @@ def plan(config: PPOConfig) -> None:
     )
 
 
-def show(  # noqa: PLR0913
+def show(
     judged: Judged,
     before: list[tuple[str, bool]],
     after: list[tuple[str, bool]],
@@ -221,7 +221,9 @@ def closing(summary: dict[str, float], folder: Path) -> None:
         f"{summary['win_rate_start']:.1%}",
         f"{summary['win_rate']:.1%}",
     )
-    table.add_row("gold win rate, PPO against supervised", "", f"{summary['win_rate_head_to_head']:.1%}")
+    table.add_row(
+        "gold win rate, PPO against supervised", "", f"{summary['win_rate_head_to_head']:.1%}"
+    )
     table.add_row("episodes per second", "", f"{summary['episodes_per_second']:.1f}")
     console.print(table)
     console.print(

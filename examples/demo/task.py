@@ -16,11 +16,11 @@ import random
 from dataclasses import dataclass
 
 FACTS = {
-    "name": "mia tom ada ben eva sam lea max zoe ian".split(),
-    "colour": "red blue green black white brown golden striped".split(),
-    "animal": "fox owl cat bear wolf hare frog crow goat swan".split(),
-    "place": "harbour market station museum bridge castle garden forest".split(),
-    "day": "monday tuesday wednesday thursday friday saturday sunday".split(),
+    "name": ["mia", "tom", "ada", "ben", "eva", "sam", "lea", "max", "zoe", "ian"],
+    "colour": ["red", "blue", "green", "black", "white", "brown", "golden", "striped"],
+    "animal": ["fox", "owl", "cat", "bear", "wolf", "hare", "frog", "crow", "goat", "swan"],
+    "place": ["harbour", "market", "station", "museum", "bridge", "castle", "garden", "forest"],
+    "day": ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"],
 }
 TOLD = {
     "name": "a person called {} was there",
@@ -29,13 +29,13 @@ TOLD = {
     "place": "it was at the {}",
     "day": "that was on {}",
 }
-TOPICS = "sky sea road town hill house dog crowd".split()
-MOODS = "grey calm loud cold busy happy quiet late".split()
+TOPICS = ["sky", "sea", "road", "town", "hill", "house", "dog", "crowd"]
+MOODS = ["grey", "calm", "loud", "cold", "busy", "happy", "quiet", "late"]
 REMARKS = 2
 WORDS = sorted(
     {
         *" ".join(TOLD.values()).replace("{}", "").split(),
-        *"POST : TL;DR . and saw a at the on was".split(),
+        *["POST", ":", "TL;DR", ".", "and", "saw", "a", "at", "the", "on", "was"],
         *(word for words in FACTS.values() for word in words),
         *TOPICS,
         *MOODS,
@@ -56,9 +56,7 @@ class Post:
 def write_post(rng: random.Random) -> Post:
     """A post of five facts and two remarks, in any order."""
     facts = {kind: rng.choice(words) for kind, words in FACTS.items()}
-    remarks = tuple(
-        f"the {topic} was {rng.choice(MOODS)}" for topic in rng.sample(TOPICS, REMARKS)
-    )
+    remarks = tuple(f"the {topic} was {rng.choice(MOODS)}" for topic in rng.sample(TOPICS, REMARKS))
     lines = [TOLD[kind].format(word) for kind, word in facts.items()] + [*remarks]
     rng.shuffle(lines)
     return Post(facts, remarks, "POST : " + " ".join(f"{line} ." for line in lines) + " TL;DR :")
@@ -101,7 +99,5 @@ def judge(post: Post, summary: str, *, ended: bool) -> float:
 
 def win_rate(marks: list[float], against: list[float]) -> float:
     """How often the first mark is the higher one; a tie counts one half."""
-    wins = [
-        0.5 if abs(a - b) < 1e-9 else float(a > b) for a, b in zip(marks, against, strict=True)
-    ]
+    wins = [0.5 if abs(a - b) < 1e-9 else float(a > b) for a, b in zip(marks, against, strict=True)]
     return sum(wins) / len(wins)

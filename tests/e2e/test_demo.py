@@ -1,0 +1,58 @@
+"""The main job with little training: it runs to the end and leaves what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+
+
+def test_the_gold_judge_by_hand() -> None:
+    sys.path.insert(0, str(DEMO))
+    try:
+        import task
+    finally:
+        sys.path.remove(str(DEMO))
+    facts = {"name": "mia", "colour": "red", "animal": "fox", "place": "harbour", "day": "monday"}
+    post = task.Post(facts, ("the sky was grey", "the sea was calm"), "")
+    perfect = "mia saw a red fox at the harbour on monday ."
+    assert task.judge(post, perfect, ended=True) == pytest.approx(1.0)
+    assert task.judge(post, perfect, ended=False) == pytest.approx(0.5)
+    assert task.judge(post, "mia saw a fox .", ended=True) == pytest.approx(0.4)
+    assert task.judge(post, "mia saw a blue fox .", ended=True) == pytest.approx(0.0)
+    assert task.judge(post, "mia saw a fox and on monday on monday .", ended=True) == (
+        pytest.approx(0.4)
+    )
+    assert task.judge(post, perfect + " and the sky was grey", ended=True) == pytest.approx(0.8)
+    assert task.win_rate([1.0, 0.5, 0.0], [0.5, 0.5, 0.5]) == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra")
+def test_quick_demo(tmp_path: Path) -> None:
+    run = [sys.executable, "-W", "ignore", str(DEMO / "run.py"), "--quick"]
+    done = subprocess.run(
+        [*run, "--output_dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) >= {
+        *("score_start", "score_end", "kl", "win_rate_start", "win_rate"),
+        *("episodes_per_second", "seconds"),
+    }
+    assert (tmp_path / "ppo" / "model.safetensors").is_file()
+    assert (tmp_path / "ppo" / "value_model" / "model.safetensors").is_file()
+    assert (tmp_path / "ppo" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 32
+    assert "gold win rate" in done.stdout
