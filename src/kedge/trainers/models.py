@@ -41,7 +41,7 @@ def policy_of(model: str | nn.Module | None, peft_config: Any, adapter: str | No
     if model is None:
         raise ConfigError("model=None: give the policy as a model, a folder or a hub name")
     policy = load_policy(model)
-    if peft_config is None and not hasattr(policy, "peft_config"):
+    if peft_config is None and adapter is None and not hasattr(policy, "peft_config"):
         return policy
     from kedge.backends.hf.peft import with_adapter
 
@@ -60,6 +60,11 @@ def reference_of(
         raise ConfigError(
             "model and ref_model are the same object, so the reference would train along; pass"
             " ref_model=None for a frozen copy, or a second model"
+        )
+    if adapter is not None and adapter not in getattr(policy, "peft_config", {}):
+        raise ConfigError(
+            f"ref_adapter_name={adapter!r}, but the policy has no adapter of that name; load one, or"
+            " leave it unset: the reference is then the base without adapter"
         )
     if not wanted:
         return None, False

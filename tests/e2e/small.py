@@ -1,0 +1,60 @@
+"""A PPO run of a second: tiny models, word prompts, a few updates."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from kedge import PPOConfig, PPOTrainer
+from kedge.testing import tiny_policy
+from tests.unit.text_toys import neox_reward, word_tokenizer
+
+VOCAB = 32
+PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
+TRAINER = {
+    *("processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
+    *("data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config", "reward_funcs"),
+    *("reward_weights", "reward_processing_class", "rollout_engine", "algorithm", "args"),
+}
+
+
+def length_reward(completions: list[str], **_: Any) -> list[float]:
+    """A score that varies: words of the response, and its first word."""
+    return [len(c.split()) + 0.1 * (c.split()[:1] == ["w5"]) for c in completions]
+
+
+def small(**changes: Any) -> PPOTrainer:
+    """A trainer; keywords of the trainer and of the config are told apart by name."""
+    given = {k: v for k, v in changes.items() if k in TRAINER}
+    options: dict[str, Any] = {
+        "output_dir": changes.get("output_dir") or tempfile.mkdtemp(),
+        "per_device_train_batch_size": 4,
+        "total_episodes": 8,
+        "num_ppo_epochs": 2,
+        "response_length": 6,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "num_sample_generations": 0,
+        "gradient_checkpointing": False,
+        "stop_token": "eos",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    options |= {k: v for k, v in changes.items() if k not in TRAINER}
+    parts: dict[str, Any] = {
+        "args": None,
+        "processing_class": word_tokenizer(),
+        "model": tiny_policy("gpt_neox", vocab_size=VOCAB),
+        "reward_model": neox_reward(vocab=VOCAB),
+        "train_dataset": PROMPTS,
+    }
+    parts |= given
+    if parts["args"] is None:
+        parts["args"] = PPOConfig(**options)
+    return PPOTrainer(**parts)
+
+
+def rows(trainer: PPOTrainer) -> list[dict[str, Any]]:
+    """The logged rows of the updates."""
+    return [row for row in trainer.state.log_history if "objective/scores" in row]

@@ -1,0 +1,383 @@
+"""Bad input gives one clear error that names the thing, or a documented behaviour."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kedge import PPOConfig, PPOTrainer, PPOv2Trainer
+from kedge.algorithms import Algorithm, ppo
+from kedge.errors import CheckpointError, ConfigError, DataError, KedgeError
+from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.types import PromptBatch, Rollout, Sampling
+from tests.unit.text_toys import neox_reward, word_tokenizer
+
+from .small import PROMPTS, VOCAB, length_reward, rows, small
+
+
+def run(**changes: Any) -> Any:
+    return small(**changes).train()
+
+
+def raises(function: Any) -> Callable[..., list[float]]:
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return function(completions)
+
+    return reward
+
+
+def boom(completions: list[str], **_: Any) -> list[float]:
+    raise ZeroDivisionError("division by zero")
+
+
+shared_model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+
+# name: (what is done, the error, words that its message must hold)
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+    "args of another kind": (lambda: small(args={"a": 1}), ConfigError, ["dict", "PPOConfig"]),
+    "model instead of args": (
+        lambda: PPOTrainer(shared_model, word_tokenizer()),  # type: ignore[arg-type]
+        ConfigError,
+        ["GPTNeoX", "PPOConfig"],
+    ),
+    "no model": (lambda: small(model=None), ConfigError, ["model=None"]),
+    "no dataset": (lambda: small(train_dataset=None), DataError, ["train_dataset=None", "prompt"]),
+    "empty dataset": (lambda: small(train_dataset=[]), DataError, ["empty"]),
+    "no prompt column": (
+        lambda: small(train_dataset=[{"text": "w3"}]),
+        DataError,
+        ["text", "prompt"],
+    ),
+    "prompt of numbers": (lambda: small(train_dataset=[{"prompt": 5}]), DataError, ["int"]),
+    "prompt None": (lambda: small(train_dataset=[{"prompt": None}]), DataError, ["None"]),
+    "empty prompt": (lambda: small(train_dataset=[{"prompt": ""}]), DataError, ["prompt"]),
+    "dataset of another kind": (lambda: small(train_dataset=7), DataError, ["int"]),
+    "every prompt too long": (
+        lambda: small(max_prompt_length=1),
+        DataError,
+        ["max_prompt_length", "1"],
+    ),
+    "no tokenizer": (lambda: small(processing_class=None), ConfigError, ["processing_class"]),
+    "tokenizer of another kind": (lambda: small(processing_class=7), ConfigError, ["7"]),
+    "eos wanted, tokenizer has none": (
+        lambda: small(processing_class=word_tokenizer(eos=False)),
+        ConfigError,
+        ["eos"],
+    ),
+    "chat prompts without a template": (
+        lambda: small(train_dataset=[{"prompt": [{"role": "user", "content": "w3"}]}]),
+        DataError,
+        ["chat_template"],
+    ),
+    "no reward": (lambda: small(reward_model=None), ConfigError, ["reward_model", "reward_funcs"]),
+    "reward of another kind": (lambda: small(reward_model=3.5), ConfigError, ["float"]),
+    "reward model of few words": (
+        lambda: run(reward_model=neox_reward(vocab=8)),
+        KedgeError,
+        ["8", str(VOCAB)],
+    ),
+    "reward model with two labels": (
+        lambda: run(
+            reward_model=neox_reward(vocab=VOCAB, labels=2),
+            value_model=neox_reward(vocab=VOCAB),
+        ),
+        KedgeError,
+        ["2"],
+    ),
+    "reward raises": (
+        lambda: run(reward_model=None, reward_funcs=boom),
+        KedgeError,
+        ["boom", "division by zero", "w"],
+    ),
+    "reward too short": (
+        lambda: run(reward_model=None, reward_funcs=raises(lambda c: [1.0])),
+        KedgeError,
+        ["reward", "1", "4"],
+    ),
+    "reward is a word": (
+        lambda: run(reward_model=None, reward_funcs=raises(lambda c: ["good"] * len(c))),
+        KedgeError,
+        ["good"],
+    ),
+    "reward is NaN": (
+        lambda: run(reward_model=None, reward_funcs=raises(lambda c: [math.nan] * len(c))),
+        KedgeError,
+        ["nan"],
+    ),
+    "reward is infinite": (
+        lambda: run(reward_model=None, reward_funcs=raises(lambda c: [math.inf] * len(c))),
+        KedgeError,
+        ["inf"],
+    ),
+    "reward says None of everything": (
+        lambda: run(reward_model=None, reward_funcs=raises(lambda c: [None] * len(c))),
+        KedgeError,
+        ["none"],
+    ),
+    "reward function by a name that is not there": (
+        lambda: small(reward_model=None, reward_funcs="math:no_such_thing"),
+        ConfigError,
+        ["no_such_thing"],
+    ),
+    "reward weights of another number": (
+        lambda: small(reward_weights=[1.0, 2.0]),
+        ConfigError,
+        ["reward_weights", "2", "1"],
+    ),
+    "reference is the policy": (
+        lambda: small(model=shared_model, ref_model=shared_model),
+        ConfigError,
+        ["same object"],
+    ),
+    "policy that is no language model": (
+        lambda: small(model=neox_reward(vocab=VOCAB)),
+        ConfigError,
+        ["ForSequenceClassification"],
+    ),
+    "value model without a head": (
+        lambda: small(value_model=tiny_policy("gpt_neox", vocab_size=VOCAB).gpt_neox),
+        ConfigError,
+        ["GPTNeoXModel", "score"],
+    ),
+    "value from a reward that is not there": (
+        lambda: small(reward_model=None, reward_funcs=length_reward, value_source="reward"),
+        ConfigError,
+        ["value_source", "value_model"],
+    ),
+    "bf16 weights that train": (
+        lambda: small(model=tiny_policy("gpt_neox", vocab_size=VOCAB).to(torch.bfloat16)),
+        ConfigError,
+        ["bfloat16", "1/256", "allow_low_precision_weights"],
+    ),
+    "nothing trains": (
+        lambda: small(
+            model=tiny_policy("gpt_neox", vocab_size=VOCAB).requires_grad_(False),
+            value_model=neox_reward(vocab=VOCAB).requires_grad_(False),
+        ),
+        ConfigError,
+        ["requires_grad"],
+    ),
+    "mini-batches that do not divide": (
+        lambda: small(num_mini_batches=3),
+        ConfigError,
+        ["num_mini_batches=3", "4", "2"],
+    ),
+    "generations that do not divide": (
+        lambda: small(num_generations=3),
+        ConfigError,
+        ["num_generations=3", "2"],
+    ),
+    "a derived size that is another": (lambda: small(batch_size=5), ConfigError, ["batch_size=5"]),
+    "no batch": (lambda: small(per_device_train_batch_size=0), ValueError, ["0"]),
+    "no response": (lambda: small(response_length=0), ConfigError, ["response_length", "0"]),
+    "temperature 0": (lambda: small(temperature=0.0), ConfigError, ["temperature", "0"]),
+    "temperature below 0": (lambda: small(temperature=-1.0), ConfigError, ["temperature"]),
+    "lambda above 1": (lambda: small(lam=1.5), ConfigError, ["lam", "1.5"]),
+    "clip range 0": (lambda: small(cliprange=0.0), ConfigError, ["cliprange"]),
+    "KL below 0": (lambda: small(kl_coef=-0.1), ConfigError, ["kl_coef", "-0.1"]),
+    "unknown estimator": (lambda: small(kl_estimator="k9"), ConfigError, ["kl_estimator", "k9"]),
+    "stop token and stop id": (
+        lambda: small(stop_token="eos", stop_token_id=0),
+        ConfigError,
+        ["stop_token", "stop_token_id"],
+    ),
+    "unknown stop token": (lambda: small(stop_token="bos"), ConfigError, ["bos"]),
+    "stop id beyond the vocabulary": (
+        lambda: run(stop_token=None, stop_token_id=999),
+        KedgeError,
+        ["999"],
+    ),
+    "top-k without the same mask in training": (
+        lambda: small(top_k=5),
+        ConfigError,
+        ["top_k", "keep_sampling_mask"],
+    ),
+    "top-p out of range": (
+        lambda: small(top_p=1.5, keep_sampling_mask=True),
+        ConfigError,
+        ["top_p"],
+    ),
+    "two penalties": (
+        lambda: small(missing_eos_penalty=1.0, non_eos_penalty=True),
+        ConfigError,
+        ["missing_eos_penalty", "non_eos_penalty"],
+    ),
+    "a field that is refused": (
+        lambda: small(label_smoothing_factor=0.1),
+        ConfigError,
+        ["label_smoothing_factor"],
+    ),
+    "record and replay at once": (
+        lambda: small(save_rollouts="a", replay_rollouts="b"),
+        ConfigError,
+        ["save_rollouts", "replay_rollouts"],
+    ),
+    "replay of nothing": (
+        lambda: small(replay_rollouts="/no/such/recording"),
+        KedgeError,
+        ["/no/such/recording"],
+    ),
+    "longer than the model's positions": (
+        lambda: run(response_length=200),
+        KedgeError,
+        ["128"],
+    ),
+    "resume without a checkpoint": (
+        lambda: small().train(resume_from_checkpoint=True),
+        CheckpointError,
+        ["no checkpoint"],
+    ),
+    "resume from a folder that is not there": (
+        lambda: small().train(resume_from_checkpoint="/no/such/folder"),
+        CheckpointError,
+        ["/no/such/folder"],
+    ),
+    "evaluate without prompts": (lambda: small().evaluate(), ConfigError, ["eval_dataset"]),
+    "old and new name at once": (
+        lambda: PPOv2Trainer(config=PPOConfig(), args=PPOConfig()),
+        ConfigError,
+        ["config", "args"],
+    ),
+    "report to something unknown": (
+        lambda: small(report_to="no_such_tracker"),
+        ConfigError,
+        ["no_such_tracker"],
+    ),
+    "adapter name without adapter": (
+        lambda: small(model_adapter_name="mine"),
+        KedgeError,
+        ["mine"],
+    ),
+    "reference adapter that is not there": (
+        lambda: small(ref_adapter_name="theirs"),
+        ConfigError,
+        ["theirs"],
+    ),
+    "script too short": (
+        lambda: run(rollout_engine=ScriptedRollouts([[[3, 4]] * 4])),
+        KedgeError,
+        ["1 step"],
+    ),
+    "an algorithm that needs groups": (
+        lambda: small(
+            algorithm=Algorithm(name="grouped", credit=ppo().credit, loss=ppo().loss, min_group=2)
+        ),
+        ConfigError,
+        ["num_generations", "2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_error(name: str) -> None:
+    do, kind, words = CASES[name]
+    with pytest.raises(kind) as caught:
+        do()
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert len(message) < 700
+
+
+def test_there_are_fifty() -> None:
+    assert len(CASES) >= 50
+
+
+class Liar:
+    """An engine whose log-probabilities are of another distribution."""
+
+    live, logprobs = True, "sampled"
+
+    def __init__(self, honest: Any) -> None:
+        self.honest = honest
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        from dataclasses import replace
+
+        colder = replace(sampling, temperature=sampling.temperature * 2)
+        return self.honest.generate(prompts, sampling=colder, seed=seed)
+
+    def load_weights(self, weights: Any, version: int) -> Any:
+        return self.honest.load_weights(weights, version)
+
+
+def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> None:
+    trainer = small()
+    trainer.engine.rollouts = Liar(trainer.engine.rollouts)
+    trainer.engine.learner.settings = replace_settings(trainer)
+    with pytest.raises(KedgeError, match="sampler and learner disagree by"):
+        trainer.train()
+
+
+def replace_settings(trainer: PPOTrainer) -> Any:
+    from dataclasses import replace
+
+    return replace(trainer.engine.learner.settings, reuse_behavior_logprobs=False)
+
+
+def test_active_dropout_cannot_happen() -> None:
+    model = tiny_policy("gpt_neox", vocab_size=VOCAB, hidden_dropout=0.5, attention_dropout=0.5)
+    trainer = small(model=model)
+    trainer.train()  # the preflight compares two passes
+    assert rows(trainer)[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "scored"),
+    [
+        ({"on_reward_error": "score", "reward_error_score": -3.0}, 4),
+        ({"on_reward_error": "drop"}, 3),
+    ],
+    ids=["score", "drop"],
+)
+def test_a_failing_row_is_scored_or_dropped_and_counted(
+    options: dict[str, Any], scored: int
+) -> None:
+    def fragile(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        if any(p == PROMPTS[0]["prompt"] for p in prompts):
+            raise ValueError("cannot read this one")
+        return length_reward(completions)
+
+    trainer = small(
+        reward_model=None,
+        reward_funcs=fragile,
+        train_dataset=PROMPTS[:4],
+        total_episodes=4,
+        shuffle_dataset=False,
+        **options,
+    )
+    trainer.train()
+    row = rows(trainer)[0]
+    assert row["rollout/dropped_rows"] == 4 - scored
+    assert all(math.isfinite(v) for v in row.values())
+
+
+def test_a_dataset_smaller_than_a_batch_repeats() -> None:
+    trainer = small(train_dataset=PROMPTS[:1], per_device_train_batch_size=4)
+    assert trainer.train().global_step == 2
+
+
+def test_a_tokenizer_without_pad_works() -> None:
+    trainer = small(processing_class=word_tokenizer(pad=False))
+    assert trainer.train().global_step == 2
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises((KedgeError, OSError), match="file"):
+        run(output_dir=str(blocked / "below"), save_strategy="steps")
+
+
+def test_bad_input_leaves_the_models_as_they_were() -> None:
+    model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KedgeError):
+        run(model=model, reward_model=None, reward_funcs=boom)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
