@@ -23,6 +23,7 @@ KEDGE_RULES = {
     "engine": {"types", "math", "protocols", "algorithms", "engine", "errors"},
     "backends": {"types", "math", "protocols", "config", "backends", "errors"},
     "testing": {"types", "errors"},
+    "rewards": {"rewards", "errors"},
 }
 THIRD_PARTY = {
     "errors": set(),
@@ -32,6 +33,7 @@ THIRD_PARTY = {
     "algorithms": {"torch"},
     "config": {"transformers"},
     "engine": {"torch", "safetensors"},
+    "rewards": {"math_verify"},  # imported by the worker process alone
 }
 LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}
 

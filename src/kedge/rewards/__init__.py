@@ -1,0 +1,30 @@
+"""Rewards that can be checked: verifiers, format and length rewards, and how to combine them.
+
+Each is a plain reward function, ``f(completions, **columns) -> one number (or None) per row``, and
+goes into ``reward_funcs=[...]`` of any trainer or into ``--reward_funcs kedge.rewards:gsm8k``.
+Importing this package loads the standard library alone.
+"""
+
+from kedge.rewards.base import Verifier, text_of
+from kedge.rewards.formats import format_reward, r1_style_format, tag_count_reward, think_answer
+from kedge.rewards.gsm8k import gsm8k, number_verifier
+from kedge.rewards.length import length_at_most, length_close_to, soft_overlong_punishment
+from kedge.rewards.strings import exact_match, string_contains, string_f1, string_match
+
+__all__ = [
+    "Verifier",
+    "exact_match",
+    "format_reward",
+    "gsm8k",
+    "length_at_most",
+    "length_close_to",
+    "number_verifier",
+    "r1_style_format",
+    "soft_overlong_punishment",
+    "string_contains",
+    "string_f1",
+    "string_match",
+    "tag_count_reward",
+    "text_of",
+    "think_answer",
+]

@@ -1,0 +1,174 @@
+"""Verifiers of texts, formats and lengths, and what all verifiers share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kedge import rewards
+from kedge.errors import ConfigError, RewardError
+from kedge.rewards.base import Unanswered, Verifier, parallel
+from kedge.rewards.formats import has_think_answer
+from kedge.rewards.strings import f1, normalise
+
+GOOD = "<think>1 + 1</think> <answer>2</answer>"
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, kedge.rewards;"
+        "print([m for m in ('torch', 'numpy', 'sympy', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_everything_public_exists() -> None:
+    assert all(hasattr(rewards, name) for name in rewards.__all__)
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "loose"),
+    [
+        (GOOD, True, True),
+        (f"  {GOOD}\n", True, True),
+        ("<think>a\nb</think>\n\n<answer>c\nd</answer>", True, True),
+        ("<think>a</think><answer>b</answer>", True, True),
+        (f"{GOOD} and more", False, True),
+        (f"Well. {GOOD}", False, True),
+        (f"{GOOD}{GOOD}", False, True),
+        ("a</think> <answer>b</answer>", False, True),
+        ("<think>a</think> so <answer>b</answer>", False, False),
+        ("<think>a <answer>b</answer></think>", False, False),
+        ("<answer>b</answer><think>a</think>", False, False),
+        ("<think></think><answer>b</answer>", False, True),
+        ("<think>a</think><answer> </answer>", False, True),
+        ("<think>a</think><answer>b", False, False),
+        ("<THINK>a</THINK><ANSWER>b</ANSWER>", False, False),
+        ("<think>a</answer></think><answer>", False, False),
+        ("", False, False),
+    ],
+)
+def test_think_answer(text: str, strict: bool, loose: bool) -> None:
+    assert has_think_answer(text) is strict
+    assert has_think_answer(text, strict=False) is loose
+    assert rewards.think_answer([text]) == [float(strict)]
+    assert rewards.r1_style_format([text], prompts=["x"]) == [float(loose)]
+
+
+def test_think_opened_by_the_prompt() -> None:
+    assert has_think_answer("a</think><answer>b</answer>", opened=True)
+    assert not has_think_answer(GOOD, opened=True)
+
+
+@pytest.mark.parametrize("piece", ["<think>", "</think>", "</think><answer>", "<answer>", " "])
+def test_formats_of_enormous_responses(piece: str) -> None:
+    text = piece * 300_000
+    began = time.perf_counter()
+    assert rewards.r1_style_format([text]) == [0.0]
+    assert rewards.think_answer([text]) == [0.0]
+    assert time.perf_counter() - began < 10
+
+
+def test_tag_count() -> None:
+    scores = rewards.tag_count_reward()([GOOD, "<think><think></think>", "", GOOD + "<think>"])
+    assert scores == [1.0, 0.25, 0.0, 0.75]
+    with pytest.raises(ConfigError, match="tags"):
+        rewards.tag_count_reward([])
+
+
+def test_f1_by_hand() -> None:
+    # common: cat, sat (2); response has 3 words, truth 4: 2 * 2 / 7
+    assert f1("The cat sat, cat!", "a cat sat on mats") == pytest.approx(4 / 7)
+    assert f1("", "") == f1("the", "a") == 1.0
+    assert f1("", "cat") == f1("dog", "cat") == 0.0
+
+
+def test_normalise() -> None:
+    assert normalise("  The \uff23\uff21\uff34's\tStraße, an A ") == "cats strasse"
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "match", "exact", "contains"),
+    [
+        ("Paris", "Paris", 1, 1, 1),
+        (" Paris\n", "Paris", 1, 1, 1),
+        ("the paris.", "Paris", 1, 0, 1),
+        ("It is Paris", "Paris", 0, 0, 1),
+        (r"It is \boxed{Paris}", "Paris", 1, 0, 0),
+        ("<answer>Paris</answer>", ["Lyon", "Paris"], 1, 0, 0),
+        ("comparison", "Paris", 0, 0, 0),
+        ("Lyon", "Paris", 0, 0, 0),
+        ("", "Paris", 0, 0, 0),
+        ("42", 42, 1, 1, 1),
+    ],
+)
+def test_string_verifiers(text: str, truth: object, match: int, exact: int, contains: int) -> None:
+    assert rewards.string_match([text], ground_truth=[truth]) == [match]
+    assert rewards.exact_match([text], ground_truth=[truth]) == [exact]
+    assert rewards.string_contains([text], ground_truth=[truth]) == [contains]
+
+
+def test_string_f1_takes_the_best() -> None:
+    assert rewards.string_f1(["cat"], ground_truth=[["cat sat", "dog"]]) == [pytest.approx(2 / 3)]
+
+
+@pytest.mark.parametrize("truth", [[], [None], {"a": 1}])
+def test_string_truths_must_be_texts(truth: object) -> None:
+    with pytest.raises(RewardError, match="string_match"):
+        rewards.string_match(["x"], ground_truth=[truth])
+
+
+def test_soft_overlong_by_hand() -> None:
+    reward = rewards.soft_overlong_punishment(max_length=10, cache=4)
+    lengths = (0, 6, 7, 10, 11, 99)
+    assert reward(completion_ids=[[0] * n for n in lengths]) == [0, 0, -0.25, -1, -1, -1]
+    with pytest.raises(ConfigError, match="cache=11"):
+        rewards.soft_overlong_punishment(max_length=10, cache=11)
+
+
+def test_lengths_by_hand() -> None:
+    ids = [[0] * 5, [0] * 10, [0] * 40]
+    wanted = [10, 10, None]
+    assert rewards.length_close_to()(completion_ids=ids, ground_truth=wanted) == [0.5, 1.0, None]
+    at_most = rewards.length_at_most(column="limit", slope=0.05, offset=0.5)
+    assert at_most(completion_ids=ids, limit=[10, 8, 10]) == pytest.approx([0.75, 0.4, 0.0])
+    with pytest.raises(RewardError, match="'limit'"):
+        at_most(completion_ids=ids, limit=[10, -8, 10])
+
+
+def test_unanswered_scores_zero_and_is_counted() -> None:
+    def check(text: str, _: object) -> float:
+        if text == "slow":
+            raise Unanswered("timeouts")
+        return 1.0
+
+    seen: list[tuple[str, float]] = []
+    verify = Verifier(check, name="toy", column=None)
+    scores = verify(["slow", "x"], log_metric=lambda name, value: seen.append((name, value)))
+    assert scores == [0.0, 1.0]
+    assert seen == [("timeouts/toy", 1.0)]
+    assert verify(["slow"]) == [0.0]
+
+
+def test_parallel_keeps_order_and_raises() -> None:
+    gate = threading.Barrier(3, timeout=10)
+
+    def wait(n: int) -> int:
+        gate.wait()
+        return n
+
+    assert parallel(wait, [3, 1, 2], threads=3) == [3, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        parallel(lambda n: 1 / n, [1, 0], threads=2)
+
+
+def test_what_is_no_completion_is_an_error() -> None:
+    with pytest.raises(RewardError, match="completion is a int"):
+        rewards.gsm8k([3], ground_truth=["3"])
+    with pytest.raises(RewardError, match="1 values for 2"):
+        rewards.gsm8k(["3", "3"], ground_truth=["3"])
