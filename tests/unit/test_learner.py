@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from kedge.algorithms import ppo
@@ -36,12 +37,21 @@ def by_definition(model, value, r):
     return chosen, -(logp.exp() * logp).sum(-1), values
 
 
+OTHERS = {
+    "mistral": {"sliding_window": 4, "head_dim": 8},
+    "gemma2": {"final_logit_softcapping": 0.5, "sliding_window": 4, "head_dim": 8},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 4.0},
+}
+
+
 @pytest.mark.parametrize("spare", [0, 10_000])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_annotation_equals_a_left_padded_masked_forward(family, spare):
     r = rollout()
-    found = learner(family, spare_tokens=spare)
-    other = tiny_policy(family, vocab_size=VOCAB, seed=5)
+    policy = tiny_policy(family, vocab_size=VOCAB, **OTHERS.get(family, {}))
+    found = learner(family if family in FAMILIES else "llama", policy=policy, spare_tokens=spare)
+    other = tiny_policy(family, vocab_size=VOCAB, seed=5, **OTHERS.get(family, {}))
     found.reference = FrozenModel(other)
     note = found.annotate(r, values=True, reference=True, full_kl=True)
     logp, entropy, values = by_definition(found.policy, found.value, r)
@@ -453,3 +463,33 @@ def test_value_models_and_heads_come_back_from_disk(tmp_path):
     assert torch.equal(load_value_head(tmp_path / "head")(x), head(x))
     with pytest.raises(ConfigError, match=r"has no value_head\.safetensors"):
         load_value_head(tmp_path / "model")
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that any tensor has whose storage an operation touches."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().size() // x.element_size())
+        return out
+
+
+def test_no_tensor_holds_the_logits_of_a_batch():
+    rows, vocab = 64, 20_000
+    r = rollout(rows, response=40)
+    policy = tiny_policy(vocab_size=vocab, hidden_size=8, layers=1, heads=2)
+    found = learner(policy=policy)
+    tokens = int(r.present.sum())
+    batch, algo = experience(r), ppo()
+    with Largest() as seen:
+        found.annotate(r, values=True, reference=True, full_kl=True)
+        found.update(cut(batch, torch.arange(rows), algo, rows, one_rank), algo.loss)
+    assert tokens * vocab > 20_000_000
+    assert seen.elements <= 1 << 20  # one tile
+    with Largest() as seen, torch.no_grad():
+        policy(input_ids=r.ids)
+    assert seen.elements == r.ids.numel() * vocab  # what the watch is for
