@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 
 from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
 from kedge.backends.hf.annotate import annotate_rows
+from kedge.backends.hf.attention import attending, gains
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
 from kedge.backends.hf.model import (
     causal_parts,
@@ -105,6 +106,8 @@ class HFLearner:
         )
         if args.torch_compile:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
+        plain = not (args.torch_compile or settings.gradient_checkpointing or self.sharded)
+        self._short = [m for m in self._held() if gains(m)] if plain else []
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = 0
         self.skipped = self._in_a_row = 0
@@ -114,10 +117,8 @@ class HFLearner:
         check_trainable(
             self.module.named_parameters(), allow_low=self.settings.allow_low_precision_weights
         )
-        if self.settings.gradient_checkpointing:
-            options = self.settings.checkpointing_options
-            for model in self._models():
-                checkpoint_activations(model, None if options is None else dict(options))
+        for model in self._models() if self.settings.gradient_checkpointing else []:
+            checkpoint_activations(model, self.settings.checkpointing_options)
         set_training(self.module, False)
 
     def _level(self) -> None:
@@ -196,7 +197,8 @@ class HFLearner:
             tokens=self.settings.forward_rows * int(lengths.max()),
             spare=self.settings.spare_tokens,
         )
-        with whole(self._held() if self.sharded else []), self.accelerator.autocast():
+        gathered = whole(self._held() if self.sharded else [])
+        with gathered, attending(self._short), self.accelerator.autocast():
             for rows in groups:
                 index = torch.tensor(rows, device=self.device)
                 found = annotate_rows(
@@ -268,7 +270,7 @@ class HFLearner:
             slots=slots,
             only_value=only_value,
         )
-        with self.accelerator.autocast():
+        with attending(self._short), self.accelerator.autocast():
             said: Said = self.module(ask)
         assert said.logprobs is not None and said.entropy is not None  # asked for  # noqa: PT018
         return PolicyOutput(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,7 +188,7 @@ def no_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) -> None:
+def checkpoint_activations(model: Any, options: Mapping[str, Any] | None = None) -> None:
     """Recompute activations in the backward instead of keeping them.
 
     Raises:
@@ -200,12 +200,12 @@ def checkpoint_activations(model: Any, options: dict[str, Any] | None = None) ->
             f"gradient_checkpointing=True, but {type(model).__name__} does not support it; "
             "set gradient_checkpointing=False"
         )
-    options = options or {"use_reentrant": False}
+    how = dict(options or {"use_reentrant": False})
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
-        enable(activation_checkpointing_kwargs=options)
+        enable(activation_checkpointing_kwargs=how)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 def set_training(model: nn.Module, training: bool) -> None:

@@ -1,0 +1,116 @@
+"""Attention for short rows and small heads: the numbers of torch's kernel, and only where asked."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kedge.algorithms import ppo
+from kedge.backends.hf import attention
+from kedge.backends.hf.attention import attending, gains, short_attention
+from kedge.engine.stages import cut
+from kedge.testing import tiny_policy
+from tests.learners import VOCAB, experience, learner, one_rank, rollout
+
+
+def heads(rows, queries, keys, length, size, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(rows, length, n, size, generator=g, dtype=dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for n in (queries, keys, keys)
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 200, 1 << 18])
+@pytest.mark.parametrize("shape", [(3, 4, 2, 7, 8), (2, 4, 4, 33, 8), (5, 6, 1, 2, 16)])
+def test_equals_torchs_kernel_with_gradients(shape, block, monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCK", block)
+    rows, queries, keys, length, size = shape
+    layer = SimpleNamespace(is_causal=True, num_key_value_groups=queries // keys, training=False)
+    found = []
+    for attend in (short_attention, sdpa_attention_forward):
+        q, k, v = heads(*shape)
+        out, _ = attend(layer, q, k, v, None, scaling=0.7)
+        (out * torch.arange(out.numel()).view(out.shape).cos()).sum().backward()
+        found.append([out, q.grad, k.grad, v.grad])
+    assert found[0][0].shape == (rows, length, queries, size)
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def calls(monkeypatch):
+    seen = []
+    plain = attention.sdpa_attention_forward
+    monkeypatch.setattr(
+        attention, "sdpa_attention_forward", lambda *a, **k: (seen.append(1), plain(*a, **k))[1]
+    )
+    return seen
+
+
+@pytest.mark.parametrize("why", ["mask", "cache", "dtype", "size", "not causal"])
+def test_whatever_does_not_fit_goes_to_torchs_kernel(why, monkeypatch):
+    seen = calls(monkeypatch)
+    q, k, v = heads(2, 2, 2, 5, 8, torch.bfloat16 if why == "dtype" else torch.float32)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril() if why == "mask" else None
+    options = {"is_causal": False} if why == "not causal" else {}
+    if why == "cache":
+        q = q[:, :, -1:]
+    if why == "size":
+        monkeypatch.setattr(attention, "_LARGEST_WEIGHTS", 10)
+    layer = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+    short_attention(layer, q, k, v, mask, **options)
+    assert seen == [1]
+
+
+def test_models_with_small_heads_gain_from_it():
+    assert gains(tiny_policy(hidden_size=32, heads=4))
+    assert not gains(tiny_policy(hidden_size=128, heads=4))
+    eager = tiny_policy(hidden_size=32, heads=4)
+    eager.set_attn_implementation("eager")
+    assert not gains(eager)
+
+
+def test_models_attend_as_before_after_the_block_even_after_an_error():
+    model = tiny_policy()
+
+    def fail():
+        with attending([model]):
+            assert model.config._attn_implementation == attention.NAME
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        fail()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_the_learner_uses_it_and_the_numbers_stay(family, monkeypatch):
+    used = []
+    plain = attention._ShortAttention.apply
+    monkeypatch.setattr(
+        attention._ShortAttention, "apply", lambda *a: (used.append(1), plain(*a))[1]
+    )
+    results = []
+    for on in (True, False):
+        found = learner(family, policy=tiny_policy(family, vocab_size=VOCAB))
+        assert len(found._short) == 3  # policy, value, reference
+        found._short = found._short if on else []
+        before = len(used)
+        note = found.annotate(rollout(), values=True, reference=True, full_kl=False)
+        batch, algo = experience(rollout()), ppo()
+        step = cut(batch, torch.arange(6), algo, 2, one_rank)
+        metrics = found.update(step, algo.loss)
+        assert (len(used) > before) == on
+        results.append((note, metrics))
+        assert found.policy.config._attn_implementation == "sdpa"
+    (a, x), (b, y) = results
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.values, b.values, atol=1e-5, rtol=1e-5)
+    assert x == pytest.approx(y, rel=1e-4, abs=1e-6)
+
+
+def test_checkpointed_models_keep_torchs_kernel():
+    assert learner(gradient_checkpointing=True)._short == []
