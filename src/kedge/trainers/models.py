@@ -63,8 +63,8 @@ def reference_of(
         )
     if adapter is not None and adapter not in getattr(policy, "peft_config", {}):
         raise ConfigError(
-            f"ref_adapter_name={adapter!r}, but the policy has no adapter of that name; load one, or"
-            " leave it unset: the reference is then the base without adapter"
+            f"ref_adapter_name={adapter!r}, but the policy has no adapter of that name; load one,"
+            " or leave it unset: the reference is then the base without adapter"
         )
     if not wanted:
         return None, False

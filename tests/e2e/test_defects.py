@@ -1,0 +1,326 @@
+"""Defects of TRL's PPO that Kedge must not have; docs/trust/defects.md lists them by number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from kedge import PPOConfig
+from kedge.errors import ConfigError
+from tests.unit.text_toys import BertConfig, BertForSequenceClassification, word_tokenizer
+
+from .small import PROMPTS, VOCAB, length_reward, rows, small
+
+
+class Count(TrainerCallback):
+    """Counts events."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def _add(self, name: str) -> None:
+        self.seen[name] = self.seen.get(name, 0) + 1
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._add("optimizer_step")
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._add("evaluate")
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._add("step_end")
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: x.detach().clone() for name, x in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("minibatches", "accumulation"), [(1, 4), (2, 4), (4, 4), (4, 1)])
+def test_d1_d2_d6_mini_batches_are_optimiser_steps(minibatches: int, accumulation: int) -> None:
+    count = Count()
+    trainer = small(
+        per_device_train_batch_size=8 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=minibatches,
+        num_ppo_epochs=3,
+        total_episodes=16,
+        learning_rate=1e-9,
+        callbacks=[count],
+    )
+    trainer.train()
+    assert count.seen["optimizer_step"] == 2 * 3 * minibatches
+    for row in rows(trainer):  # with a vanishing learning rate every ratio is 1
+        assert row["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_d3_gradient_checkpointing_really_happens() -> None:
+    finals = {}
+    for on in (False, True):
+        trainer = small(gradient_checkpointing=on, preflight=False)
+        model: Any = trainer.model
+        passes: list[bool] = []
+        model.gpt_neox.layers[0].input_layernorm.register_forward_hook(
+            lambda *_, passes=passes: passes.append(torch.is_grad_enabled())
+        )
+        trainer.train()
+        finals[on] = (len(passes), weights(trainer))
+    assert finals[True][0] > finals[False][0]  # layers run again in the backward pass
+    for name, x in finals[False][1].items():
+        torch.testing.assert_close(x, finals[True][1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_d4_bf16_means_autocast_over_float32_weights() -> None:
+    seen: set[torch.dtype] = set()
+    trainer = small(bf16=True)
+    model: Any = trainer.model
+    model.gpt_neox.layers[0].mlp.dense_h_to_4h.register_forward_hook(
+        lambda module, given, out: seen.add(out.dtype)
+    )
+    trainer.train()
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_d5_max_grad_norm_clips_and_the_norm_is_logged() -> None:
+    ends = {}
+    for limit in (0.0, 1e-4):
+        # SGD, for Adam's steps do not depend on the size of a gradient.
+        trainer = small(
+            max_grad_norm=limit, optim="sgd", learning_rate=1.0, total_episodes=4, num_ppo_epochs=1
+        )
+        trained = [*trainer.model.parameters(), *trainer.value_model.parameters()]  # type: ignore[union-attr]
+        before = [p.detach().clone() for p in trained]
+        trainer.train()
+        pairs = zip(trained, before, strict=True)
+        moved = math.sqrt(sum(float(((p.detach() - q) ** 2).sum()) for p, q in pairs))
+        ends[limit] = (moved, rows(trainer)[0]["grad_norm"])
+    assert ends[0.0][1] == pytest.approx(ends[1e-4][1])  # the norm before clipping
+    assert ends[0.0][0] == pytest.approx(ends[0.0][1], rel=1e-3)
+    assert ends[1e-4][0] == pytest.approx(1e-4, rel=1e-2)
+
+
+def test_d11_the_stop_token_is_trained_when_pad_is_eos() -> None:
+    def stops(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [1.0 if ids[-1] == 0 else 0.0 for ids in completion_ids]
+
+    trainer = small(
+        processing_class=word_tokenizer(pad=False),
+        reward_model=None,
+        reward_funcs=stops,
+        per_device_train_batch_size=32,
+        total_episodes=32 * 25,
+        num_ppo_epochs=4,
+        learning_rate=1e-2,
+        kl_coef=0.0,
+        temperature=1.0,
+    )
+    trainer.train()
+    first, last = rows(trainer)[0], rows(trainer)[-1]
+    assert first["val/num_eos_tokens"] < 16
+    assert last["val/num_eos_tokens"] > 28
+
+
+def test_d12_rows_of_one_token_and_without_score_are_finite() -> None:
+    def some(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if i % 2 else 1.0 * i for i in range(len(completions))]
+
+    trainer = small(reward_model=None, reward_funcs=some, response_length=1)
+    trainer.train()
+    for row in rows(trainer):
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["rollout/dropped_rows"] == 2
+
+
+def test_d14_train_returns_and_stops_when_told() -> None:
+    class StopNow(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    done = small(total_episodes=32, callbacks=[StopNow()]).train()
+    assert done.global_step == 1
+    assert done.metrics["episode"] == 4
+
+
+def test_d15_evaluation_happens_when_asked_for() -> None:
+    count = Count()
+    trainer = small(
+        eval_dataset=PROMPTS[:3],
+        eval_strategy="steps",
+        eval_steps=2,
+        total_episodes=16,
+        callbacks=[count],
+    )
+    trainer.train()
+    assert count.seen["evaluate"] == 2
+    evaluated = [row for row in trainer.state.log_history if "eval_objective/scores" in row]
+    assert [row["step"] for row in evaluated] == [2, 4]
+
+
+def test_d16_a_seed_gives_the_same_run() -> None:
+    import random
+
+    ends = []
+    for noise in (1, 2):
+        random.seed(noise)
+        trainer = small(num_mini_batches=2)
+        torch.manual_seed(noise)
+        trainer.train()
+        ends.append(weights(trainer))
+    assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())
+    other = small(num_mini_batches=2, seed=7)
+    other.train()
+    assert not all(torch.equal(x, ends[0][name]) for name, x in weights(other).items())
+
+
+def test_d17_functions_and_classifier_heads_are_rewards() -> None:
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    trainer = small(
+        reward_model=BertForSequenceClassification(config),
+        reward_funcs=[length_reward],
+        reward_weights=[0.5, 2.0],
+        value_source="policy",
+    )
+    trainer.train()
+    row = rows(trainer)[0]
+    parts = {name: value for name, value in row.items() if name.startswith("rewards/")}
+    assert len(parts) == 2
+    bert = next(value for name, value in parts.items() if "length" not in name)
+    assert row["objective/scores"] == pytest.approx(
+        0.5 * bert + 2.0 * parts["rewards/length_reward"], rel=1e-5
+    )
+
+
+def test_d19_a_custom_stop_id_counts_as_an_end() -> None:
+    trainer = small(
+        stop_token=None,
+        stop_token_ids=list(range(3, VOCAB)),
+        missing_eos_penalty=100.0,
+        reward_model=None,
+        reward_funcs=length_reward,
+    )
+    trainer.train()
+    assert rows(trainer)[0]["objective/scores"] > -100.0
+    assert rows(trainer)[0]["val/num_eos_tokens"] > 0
+
+
+def test_d20_stop_token_id_zero_is_an_id() -> None:
+    with pytest.raises(ConfigError, match="stop_token_id"):
+        PPOConfig(output_dir="unused", stop_token="eos", stop_token_id=0)
+    assert small(stop_token=None, stop_token_id=0).engine.sampling.stop_ids == (0,)
+
+
+def test_d23_d24_the_ratio_starts_at_one() -> None:
+    for bf16, limit in ((False, 1e-5), (True, 5e-2)):
+        trainer = small(num_ppo_epochs=1, total_episodes=4, bf16=bf16)
+        trainer.train()
+        row = rows(trainer)[0]
+        assert row["val/ratio"] == pytest.approx(1.0, abs=limit)
+        assert row["policy/approxkl_avg"] == pytest.approx(0.0, abs=limit)
+
+
+def test_d25_d26_statistics_do_not_see_padding() -> None:
+    trainer = small(per_device_train_batch_size=8, total_episodes=8)
+    trainer.train()
+    row = rows(trainer)[0]
+    assert row["completions/min_length"] <= row["completions/mean_length"]
+    assert row["completions/mean_length"] <= row["completions/max_length"] <= 6
+    assert 0 < row["policy/entropy_avg"] < math.log(VOCAB)
+    # The padded batch of the golden runs, where TRL's averages over padding are no targets.
+    padded = small(per_device_train_batch_size=8, total_episodes=8, response_length=6)
+    wide = small(per_device_train_batch_size=8, total_episodes=8, response_length=6)
+    engine = wide.engine
+    real = engine.rollouts.generate
+
+    def widened(prompts: Any, **options: Any) -> Any:
+        rollout = real(prompts, **options)
+        pad = torch.nn.functional.pad
+        return replace(
+            rollout,
+            ids=pad(rollout.ids, (0, 4)),
+            mask=pad(rollout.mask, (0, 4)),
+            present=pad(rollout.present, (0, 4)),
+            behavior_logprobs=pad(rollout.behavior_logprobs, (0, 4), value=9.0),
+        )
+
+    engine.rollouts.generate = widened
+    padded.train()
+    wide.train()
+    for name, value in rows(padded)[0].items():
+        if not name.startswith(("time/", "eps", "tokens_per")):
+            assert rows(wide)[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_d30_dense_rewards_and_a_shared_trunk() -> None:
+    def dense(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+        return [[0.1 * (token % 3) for token in ids] for ids in completion_ids]
+
+    trainer = small(reward_model=None, reward_funcs=dense, value_source="policy")
+    before = weights(trainer)
+    trainer.train()
+    row = rows(trainer)[0]
+    assert row["objective/scores"] + 1e-9 > 0
+    assert row["loss/value_avg"] > 0
+    assert any(not torch.equal(x, before[n]) for n, x in weights(trainer).items())
+    assert sum(p.numel() for p in trainer.value_model.parameters()) == 32 + 1  # type: ignore[union-attr]
+
+
+def test_d31_the_value_continues_a_response_that_was_cut_off() -> None:
+    returns = {}
+    for on in (False, True):
+        trainer = small(bootstrap_truncated=on, stop_token=None, total_episodes=4, lam=1.0)
+        trainer.train()
+        returns[on] = rows(trainer)[0]["val/return_mean"]
+    assert returns[False] != pytest.approx(returns[True], abs=1e-3)
+
+
+def test_d33_logging_steps_means_updates() -> None:
+    trainer = small(total_episodes=24, logging_steps=3)
+    trainer.train()
+    assert [row["step"] for row in rows(trainer)] == [3, 6]
+
+
+def test_d34_text_and_chat_prompts() -> None:
+    from tests.unit.text_toys import TEMPLATE
+
+    tokenizer = word_tokenizer(words=["user", "assistant", *(f"w{i}" for i in range(3, 30))])
+    tokenizer.chat_template = TEMPLATE
+    chat = [
+        {"prompt": [{"role": "user", "content": "w3 w4"}]},
+        {"prompt": [{"role": "user", "content": "w5"}]},
+    ]
+    assert small(train_dataset=chat, processing_class=tokenizer).train().global_step == 2
+    assert small(train_dataset=[{"query": "w3 w4"}]).train().global_step == 2
+
+
+def test_d35_an_error_leaves_the_adapter_that_trains_active() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query_key_value"], task_type="CAUSAL_LM")
+    trainer = small(peft_config=config)
+    reference = trainer.engine.learner.reference
+    with pytest.raises(RuntimeError, match="on purpose"), reference.active():
+        raise RuntimeError("on purpose")
+    assert not trainer.model.base_model.model.gpt_neox.layers[
+        0
+    ].attention.query_key_value.disable_adapters
+    trainer.train()
+    assert rows(trainer)[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert rows(trainer)[1]["objective/kl"] != 0.0
+
+
+def test_d37_defaults_run_on_a_cpu() -> None:
+    config = PPOConfig(output_dir="unused")
+    assert config.bf16 is False or torch.cuda.is_available()
