@@ -50,7 +50,7 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("why", ["mask", "cache", "dtype", "size", "not causal"])
+@pytest.mark.parametrize("why", ["mask", "cache", "dtype", "size", "not causal", "autocast"])
 def test_whatever_does_not_fit_goes_to_torchs_kernel(why, monkeypatch):
     seen = calls(monkeypatch)
     q, k, v = heads(2, 2, 2, 5, 8, torch.bfloat16 if why == "dtype" else torch.float32)
@@ -61,7 +61,8 @@ def test_whatever_does_not_fit_goes_to_torchs_kernel(why, monkeypatch):
     if why == "size":
         monkeypatch.setattr(attention, "_LARGEST_WEIGHTS", 10)
     layer = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
-    short_attention(layer, q, k, v, mask, **options)
+    with torch.autocast("cpu", enabled=why == "autocast"):
+        short_attention(layer, q, k, v, mask, **options)
     assert seen == [1]
 
 

@@ -91,6 +91,7 @@ def short_attention(
     """
     rows, heads, length, size = query.shape
     fits = attention_mask is None and key.shape[2] == length > 1 and not dropout
+    fits = fits and not torch.is_autocast_enabled(query.device.type)
     small = rows * heads * length * length <= _LARGEST_WEIGHTS and query.dtype == torch.float32
     if not (fits and small and value.shape == key.shape and options.get("is_causal") is not False):
         return sdpa_attention_forward(
