@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kedge.rewards import gsm8k
+from kedge.rewards import gsm8k, math, math_verifier
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -78,3 +78,87 @@ def test_arithmetic_agrees_on_every_row(shared: Path, name: str, count: int) -> 
     simple = [Fraction(t).limit_denominator(100) for t in targets]
     accepts([rf"\boxed{{\frac{{{f.numerator}}}{{{f.denominator}}}}}" for f in simple], targets, 1.0)
     accepts([f"It is {f}" for f in simple], targets, 1.0)
+
+
+def math500(shared: Path) -> tuple[list[str], list[str]]:
+    rows = json.loads((shared / "data/math500/math500_test.json").read_text(encoding="utf-8"))
+    return [row["answer"] for row in rows], [row["solution"] for row in rows]
+
+
+def in_parentheses(answer: str) -> str:
+    single = not any(part in answer for part in (",", "\\pm", "\\text", "\\mbox"))
+    return rf"\left({answer}\right)" if single else answer
+
+
+REWRITINGS: dict[str, Callable[[str], str]] = {
+    "itself": str,
+    "dfrac": lambda a: a.replace("\\dfrac", "\\frac").replace("\\frac", "\\dfrac"),
+    "no blanks": lambda a: a if "\\text" in a else a.replace(" ", ""),
+    "more blanks": lambda a: a.replace("+", " + ").replace(",", ", ").replace(", \\!", ",\\!"),
+    "dollars": "${}$".format,
+    "full stop": "{}.".format,
+    "variable": lambda a: a if "=" in a or "\\in" in a else f"x = {a}",
+    "degrees": lambda a: a.replace("^\\circ", "^{\\circ}"),
+    "degrees in words": lambda a: a.replace("^\\circ", " \\text{ degrees}"),
+    "unicode minus": lambda a: a.replace("-", "\u2212"),
+    "thousands": lambda a: f"{int(a):,}" if a.isdigit() else a,
+    "latex thousands": lambda a: f"{int(a):,}".replace(",", "{,}") if a.isdigit() else a,
+    "decimal point": lambda a: f"{a}.0" if a.isdigit() else a,
+    "parentheses": in_parentheses,
+    "display": lambda a: a.replace("\\left", "\\bigl").replace("\\right", "\\bigr"),
+    "square matrix": lambda a: a.replace("pmatrix", "bmatrix"),
+    "mathrm": lambda a: a.replace("\\text", "\\mathrm").replace("\\mbox", "\\mathrm"),
+    "thin blanks": lambda a: a.replace("\\pi", "\\,\\pi").replace("\\sqrt", "\\;\\sqrt"),
+}
+
+
+@pytest.mark.parametrize("name", REWRITINGS)
+def test_math500_answers_equal_their_rewritings(shared: Path, name: str) -> None:
+    answers, solutions = math500(shared)
+    assert len(answers) == 500
+    verify = math_verifier(symbolic=False)
+    texts = [rf"Hence \boxed{{{REWRITINGS[name](answer)}}}" for answer in answers]
+    for truths in (answers, solutions):
+        scores = verify(texts, ground_truth=truths)
+        assert [(t, a) for t, a, s in zip(texts, answers, scores, strict=True) if s != 1.0] == []
+
+
+def test_math500_solutions_end_on_their_answers(shared: Path) -> None:
+    answers, solutions = math500(shared)
+    assert math_verifier(symbolic=False)(solutions, ground_truth=answers) == [1.0] * 500
+
+
+ALIKE = {  # answers of different problems that do mean the same, by the rules of the verifier
+    frozenset(pair)
+    for pair in (
+        ("5", "x=5"), ("1,-2", "-2,1"), ("15", r"15\mbox{ cm}^2"), ("36", r"\$36"),
+        ("36", r"36^\circ"), (r"36^\circ", r"\$36"), (r"\frac14", r"\frac{1}{4}"),
+        (r"10,\!080", "10080"), (r"2 \sqrt{5}", r"2\sqrt{5}"), ("90", r"90^\circ"),
+        ("120", r"120^\circ"), ("30", r"30^\circ"),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_math500_answers_equal_no_other(shared: Path) -> None:
+    answers = sorted(set(math500(shared)[0]))
+    verify = math_verifier(symbolic=False)
+    for truth in answers:
+        scores = verify(
+            [rf"\boxed{{{other}}}" for other in answers], ground_truth=[truth] * len(answers)
+        )
+        for other, score in zip(answers, scores, strict=True):
+            alike = other == truth or frozenset((other, truth)) in ALIKE
+            assert score == float(alike), (other, truth)
+
+
+@pytest.mark.slow
+def test_math500_answers_equal_no_neighbour_by_algebra(shared: Path) -> None:
+    pytest.importorskip("math_verify")
+    answers, _ = math500(shared)
+    for distance in (1, 2, 3, 17):
+        neighbours = answers[distance:] + answers[:distance]
+        scores = math([rf"\boxed{{{a}}}" for a in neighbours], ground_truth=answers)
+        for truth, other, score in zip(answers, neighbours, scores, strict=True):
+            alike = other == truth or frozenset((other, truth)) in ALIKE
+            assert score == float(alike), (other, truth)

@@ -9,6 +9,8 @@ from kedge.rewards.base import Verifier, text_of
 from kedge.rewards.formats import format_reward, r1_style_format, tag_count_reward, think_answer
 from kedge.rewards.gsm8k import gsm8k, number_verifier
 from kedge.rewards.length import length_at_most, length_close_to, soft_overlong_punishment
+from kedge.rewards.mathematics import math, math_verifier
+from kedge.rewards.regex import regex_match, regex_reward
 from kedge.rewards.strings import exact_match, string_contains, string_f1, string_match
 
 __all__ = [
@@ -18,8 +20,12 @@ __all__ = [
     "gsm8k",
     "length_at_most",
     "length_close_to",
+    "math",
+    "math_verifier",
     "number_verifier",
     "r1_style_format",
+    "regex_match",
+    "regex_reward",
     "soft_overlong_punishment",
     "string_contains",
     "string_f1",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kedge.errors import ConfigError
@@ -51,16 +52,16 @@ def format_reward(*, strict: bool = True, opened: bool = False, name: str = "for
         opened: see ``has_think_answer``.
         name: of the reward.
     """
+    return Verifier(partial(_check, strict=strict, opened=opened), name=name, column=None)
 
-    def check(text: str, _: Any) -> float:
-        return float(has_think_answer(text, strict=strict, opened=opened))
 
-    return Verifier(check, name=name, column=None)
+def _check(text: str, _: Any, *, strict: bool, opened: bool) -> float:
+    return float(has_think_answer(text, strict=strict, opened=opened))
 
 
 def tag_count_reward(
     tags: Sequence[str] = ("<think>", "</think>", "<answer>", "</answer>"),
-) -> Callable[..., list[float | None]]:
+) -> Verifier:
     """A reward that grows with the tags that are there: the share that occurs exactly once.
 
     Args:
@@ -71,11 +72,11 @@ def tag_count_reward(
     """
     if not tags or not all(tags):
         raise ConfigError(f"tags={list(tags)} must name at least one tag, none empty")
+    return Verifier(partial(_share, tags=tuple(tags)), name="tag_count", column=None)
 
-    def check(text: str, _: Any) -> float:
-        return sum(text.count(tag) == 1 for tag in tags) / len(tags)
 
-    return Verifier(check, name="tag_count", column=None)
+def _share(text: str, _: Any, *, tags: tuple[str, ...]) -> float:
+    return sum(text.count(tag) == 1 for tag in tags) / len(tags)
 
 
 think_answer = format_reward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal
 
 from kedge.errors import ConfigError, RewardError
@@ -48,12 +49,14 @@ def number_verifier(
     if not 0 <= tolerance < 1:
         raise ConfigError(f"tolerance={tolerance} must be at least 0 and below 1")
 
-    def check(text: str, truth: Any) -> float:
-        want = _truth(truth, name)
-        found = final_number(text, marked_only=where == "marked")
-        return float(found is not None and same_number(found, want, tolerance))
-
+    check = partial(_check, marked_only=where == "marked", tolerance=tolerance, name=name)
     return Verifier(check, name=name, column=column)
+
+
+def _check(text: str, truth: Any, *, marked_only: bool, tolerance: float, name: str) -> float:
+    want = _truth(truth, name)
+    found = final_number(text, marked_only=marked_only)
+    return float(found is not None and same_number(found, want, tolerance))
 
 
 def final_number(text: str, *, marked_only: bool = False) -> Number | None:

@@ -1,0 +1,218 @@
+"""The verifier of mathematical answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import time
+
+import pytest
+
+from kedge.errors import ConfigError, RewardError
+from kedge.rewards import math, math_verifier
+from kedge.rewards.base import Unanswered
+from kedge.rewards.mathematics import Judge, equal, final_answer
+from kedge.rewards.worker import WorkerPool
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="needs kedge[math]"
+)
+
+SAME = [
+    (r"\frac{14}{3}", r"\dfrac{14}{3}"),
+    (r"\frac{14}{3}", "14/3"),
+    (r"\frac{14}{3}", r"4\frac{2}{3}"),
+    (r"\frac43", r"\frac{4}{3}"),
+    (r"\frac 59", r"\tfrac{5}{9}"),
+    (r"\frac9{19}", r"\frac{9}{19}"),
+    (r"\frac{270}7\text{ degrees}", r"\frac{270}{7}"),
+    (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+    (r"-\frac{1}{2}", "-0.5"),
+    (r"\text{Evelyn}", "evelyn"),
+    (r"\text{(C)}", "C"),
+    (r"\text{(C)}", r"\textbf{(C)}"),
+    (r"90^\circ", "90"),
+    (r"90^\circ", r"90^{\circ}"),
+    ("90", "90\u00b0"),
+    (r"90^\circ", r"90 \text{ degrees}"),
+    (r"5.4 \text{ cents}", "5.4"),
+    ("5.4", "5.4 cents"),
+    (r"15\mbox{ cm}^2", "15"),
+    (r"864 \mbox{ inches}^2", r"864\text{ in}^2"),
+    (r"\$18.90", "18.9"),
+    (r"\$32,\!348", "32348"),
+    (r"11,\! 111,\! 111,\! 100", "11111111100"),
+    ("58,500", "58500"),
+    ("10080", r"10{,}080"),
+    (".0000672", "0.0000672"),
+    (".0000672", r"6.72 \times 10^{-5}"),
+    ("50%", r"50\%"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    ("y = 2x + 3", "2x+3"),
+    (r"x \in [-2,7]", r"\left[-2, 7\right]"),
+    ("1,-2", "-2, 1"),
+    ("1,-2", r"x = 1 \text{ or } x = -2"),
+    ("3, 5, 7", r"\{7, 5, 3\}"),
+    (r"1 \pm \sqrt{19}", r"1 - \sqrt{19}, 1 + \sqrt{19}"),
+    (r"\{1\pm\sqrt{5},-2\}", r"-2, 1+\sqrt5, 1-\sqrt5"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"),
+    (r"(0,9) \cup (9,36)", r"(9,36)\cup(0,9)"),
+    (
+        r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}",
+        r"\begin{bmatrix}-\frac13\\\frac23\end{bmatrix}",
+    ),
+    (r"4210_{5}", "4210_5"),
+    (r"11\sqrt2", r"11 \sqrt{2}"),
+    ("9", r"\left(9\right)"),
+    ("(3,4]", r"$(3,4]$"),
+    ("-4", "\u22124"),
+    (r"\sqrt{51}", "\u221a(51)"),
+    ("10", "10."),
+]
+
+SAME_FORMULA = [
+    (r"11\sqrt2", r"\sqrt{242}"),
+    ("6 - 5i", "-5i + 6"),
+    ("2k+2", "2(k+1)"),
+    ("(a+5)(b+2)", "ab + 2a + 5b + 10"),
+    (r"\cot x", r"\frac{1}{\tan x}"),
+    (r"18+2\pi", r"2(\pi + 9)"),
+    (r"3\sqrt{13}", "3*sqrt(13)"),
+    (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
+    ("5x - 7y + 11z + 4 = 0", "-5x + 7y - 11z - 4 = 0"),
+    ("y = 2x + 3", "y - 2x = 3"),
+    (r"\left( 3, \frac{\pi + 1}{2} \right)", r"(3, (\pi + 1)/2)"),
+    (r"\left[ \frac{\pi^2}{8}, 2 \right]", r"[\pi^2 / 8, 2]"),
+    (r"(2, \sqrt{12})", r"(2, 2\sqrt{3})"),
+    (r"1, \sqrt{12}", r"2\sqrt{3}, 1"),
+]
+
+DIFFERENT = [
+    ("9", "-9"),
+    ("9", "90"),
+    (r"\frac{14}{3}", r"\frac{3}{14}"),
+    (r"\frac13", "0.333"),
+    (r"\text{even}", r"\text{neve}"),
+    (r"\text{even}", r"\text{odd}"),
+    (r"\text{(C)}", "D"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", "[1,2]"),
+    ("(1,2]", "(1,2)"),
+    ("1,2", "1,2,3"),
+    ("1,2", "1"),
+    ("1,1", "1,2"),
+    ("1,2", "12"),
+    (r"1 \pm \sqrt{19}", r"1 + \sqrt{19}"),
+    (r"(0,9) \cup (9,36)", "(0,36)"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
+    ("4210_5", "4210_6"),
+    ("52_8", "52"),
+    ("2k", "2"),
+    ("12\\pi", "12"),
+    ("x=5", "y=5"),
+    (r"\sqrt{5}", "5"),
+    (r"\sqrt{5}", "2.236"),
+    ("x^2", "x2"),
+    ("5", ""),
+    ("5", "5" * 2000),
+    ("5", "{" * 900),
+    ("5", "((((" * 200),
+    ("5", r"\frac{" * 150),
+    ("5", "\\" * 999),
+    ("p - q", "q - p"),
+    ("58,500", "58,5000"),
+]
+
+
+@pytest.mark.parametrize(("truth", "answer"), SAME)
+def test_same_by_form_alone(truth: str, answer: str) -> None:
+    verify = math_verifier(symbolic=False)
+    assert verify([rf"So \boxed{{{answer}}}"], ground_truth=[truth]) == [1.0]
+    assert verify([f"<answer>{truth}</answer>"], ground_truth=[answer]) == [1.0]
+
+
+@needs_math_verify
+@pytest.mark.parametrize(("truth", "answer"), SAME_FORMULA)
+def test_same_formula(truth: str, answer: str) -> None:
+    assert not equal(answer, truth)  # it takes the judge
+    assert math([rf"\boxed{{{answer}}}"], ground_truth=[truth]) == [1.0]
+
+
+@needs_math_verify
+@pytest.mark.parametrize(("truth", "answer"), DIFFERENT)
+def test_different(truth: str, answer: str) -> None:
+    assert math([f"<answer>{answer}</answer>"], ground_truth=[truth]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so $x=\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{\boxed{3}}", "3"),
+        ("<think>4</think> <answer> 5 </answer>", "5"),
+        (r"<answer>\boxed{5}</answer>", "5"),
+        ("The answer is $x^2$, as $y$ is 3.", "x^2"),
+        ("The final answer is 3.5. Indeed.", "3.5"),
+        ("We get $a$ and then $b$", "b"),
+        (r"We get \(a\)", "a"),
+        ("42", "42"),
+        ("", None),
+        ("word " * 100, None),
+        (r"\boxed{}", None),
+        ("#### Conclusion\nthe answer is $7$", "7"),
+        ("#### -7", "-7"),
+    ],
+)
+def test_final_answer(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_truth_may_be_a_whole_solution_or_a_number() -> None:
+    verify = math_verifier(symbolic=False, column="solution")
+    solutions = [r"We have 1 + 1 = \boxed{2}.", 2, 2.0]
+    assert verify(["2", "2", "2"], solution=solutions) == [1.0, 1.0, 1.0]
+    for bad in ("", " ", ["2"], True):
+        with pytest.raises(RewardError, match="ground truth"):
+            verify(["2"], solution=[bad])
+
+
+@needs_math_verify
+@pytest.mark.parametrize("answer", ["9^{9^{9^{9^{9}}}}", r"(10^{10^{10}})!"])
+def test_formulas_without_end_score_zero_in_time(answer: str) -> None:
+    verify, seen = math_verifier(timeout=1.0, workers=1), []
+    began = time.perf_counter()
+    texts = [rf"\boxed{{{answer}}}", r"\boxed{2(k+1)}"]
+    scores = verify(texts, ground_truth=["k+3", "2k+2"], log_metric=lambda *a: seen.append(a[0]))
+    assert scores == [0.0, 1.0]
+    assert seen in ([], ["timeouts/math"], ["crashes/math"])
+    assert time.perf_counter() - began < 120
+
+
+def test_missing_math_verify_is_an_error_that_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"kedge\[math\].*symbolic=False"):
+        math([r"\boxed{k+1}"], ground_truth=["1+k"])
+
+
+@needs_math_verify
+def test_what_breaks_the_judge_is_counted() -> None:
+    judge = pickle.loads(pickle.dumps(Judge(timeout=20, workers=1)))
+    assert judge.equal("k+1", "1+k")
+    judge._ask = WorkerPool("math:isqrt", timeout=20).call  # type: ignore[assignment]
+    with pytest.raises(Unanswered) as caught:
+        judge.equal("k+1", "1+k")
+    assert caught.value.kind == "crashes"
+
+
+@pytest.mark.parametrize("piece", ["$", "$x", "\\(", "\\boxed{", "answer is ", "{,", " and "])
+def test_time_is_linear_in_enormous_responses(piece: str) -> None:
+    text = piece * (300_000 // len(piece))
+    began = time.perf_counter()
+    assert math_verifier(symbolic=False)([text], ground_truth=["18"]) == [0.0]
+    assert time.perf_counter() - began < 10
