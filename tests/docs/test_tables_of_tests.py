@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "trust").glob("*.md"))
 
 
-def tests_of(file: Path) -> set[str]:
+def functions_in(file: Path) -> set[str]:
     tree = ast.parse(file.read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
@@ -23,4 +23,4 @@ def test_every_named_test_exists(page: Path) -> None:
     assert len(named) > 20
     for file, test in named:
         assert (ROOT / file).is_file(), file
-        assert not test or test in tests_of(ROOT / file), f"{file}::{test}"
+        assert not test or test in functions_in(ROOT / file), f"{file}::{test}"
