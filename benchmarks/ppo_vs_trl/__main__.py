@@ -2,8 +2,8 @@
 
     python -m benchmarks.ppo_vs_trl [--cases stories260k pythia-14m pythia-160m] [--rounds 2]
 
-The first update of each process is warm-up.  Seconds are medians; the ratio is of medians, TRL's over
-Kedge's, of wall time and of CPU time (which other programs on the machine disturb less).
+The first update of each process is warm-up.  Seconds are medians; a ratio is of medians, TRL over
+Kedge, of wall time and of CPU time (which other programs on the machine disturb less).
 """
 
 from __future__ import annotations
