@@ -94,6 +94,7 @@ def test_an_optimiser_and_schedule_of_your_own():
     assert step(found)["lr"] == 0.125
 
 
+@pytest.mark.slow
 def test_compiled_trunks_give_the_same_numbers():
     plain = learner()
     args = arguments(torch_compile=True, torch_compile_backend="aot_eager")
