@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from kedge.algorithms import ppo
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.model import causal_parts, load_policy, no_dropout
+from kedge.backends.hf.packing import by_length, worth_padding
 from kedge.backends.hf.reference import FrozenModel, copy_of
 from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
 from kedge.engine.stages import cut
@@ -493,3 +494,21 @@ def test_no_tensor_holds_the_logits_of_a_batch():
     with Largest() as seen, torch.no_grad():
         policy(input_ids=r.ids)
     assert seen.elements == r.ids.numel() * vocab  # what the watch is for
+
+
+def test_padding_is_worth_less_the_larger_the_model():
+    small = tiny_policy()
+    assert worth_padding(small, small.lm_head) > 1000
+    policy = tiny_policy(hidden_size=512, layers=4, vocab_size=1000)
+    weights = sum(p.numel() for p in policy.parameters())
+    trunk = weights - 2 * 1000 * 512
+    seconds = 8e-3 + 12 * weights / 1e10
+    assert worth_padding(policy, policy.lm_head) == 1 + int(seconds / (6 * trunk / 1e11))
+
+
+def test_rows_are_grouped_by_length():
+    groups = by_length([5, 90, 7, 88, 6], tokens=1000, spare=4)
+    assert groups == [[1, 3], [2, 4, 0]]
+    assert by_length([5, 90, 7, 88, 6], tokens=1000, spare=0) == [[1], [3], [2], [4], [0]]
+    assert by_length([5, 5, 5], tokens=10, spare=99) == [[0, 1], [2]]
+    assert by_length([], tokens=10, spare=9) == []

@@ -35,7 +35,14 @@ from kedge.backends.hf.optim import (
     scale_,
     sum_over_ranks,
 )
-from kedge.backends.hf.packing import by_length, check_prompts, pack, place, to_device
+from kedge.backends.hf.packing import (
+    by_length,
+    check_prompts,
+    pack,
+    place,
+    to_device,
+    worth_padding,
+)
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
@@ -108,9 +115,10 @@ class HFLearner:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
         plain = not (args.torch_compile or settings.gradient_checkpointing or self.sharded)
         self._short = [m for m in self._held() if gains(m)] if plain else []
+        spare = settings.spare_tokens
+        self._spare = worth_padding(policy, self.module.parts.output) if spare is None else spare
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
-        self.version = 0
-        self.skipped = self._in_a_row = 0
+        self.version = self.skipped = self._in_a_row = 0
 
     def _prepare(self) -> None:
         no_dropout(self.module)
@@ -171,8 +179,6 @@ class HFLearner:
         """Whether weights are cut over ranks."""
         return self.shards != "none"
 
-    # -- before the update ------------------------------------------------------------------
-
     @torch.no_grad()
     def annotate(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
@@ -195,7 +201,7 @@ class HFLearner:
         groups = by_length(
             lengths.tolist(),
             tokens=self.settings.forward_rows * int(lengths.max()),
-            spare=self.settings.spare_tokens,
+            spare=self._spare,
         )
         gathered = whole(self._held() if self.sharded else [])
         with gathered, attending(self._short), self.accelerator.autocast():
@@ -216,8 +222,6 @@ class HFLearner:
             and rollout.behavior_logprobs is not None
             and bool((rollout.version == self.version).all())
         )
-
-    # -- the update ---------------------------------------------------------------------------
 
     def update(
         self, step: Iterable[MicroBatch], loss: LossFn, *, only_value: bool = False
@@ -247,9 +251,7 @@ class HFLearner:
         """The micro-batch on the device, cut further where rows differ much in length."""
         rows = uncut.rows
         lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
-        spare = self.settings.spare_tokens
-        if self.sharded:  # ranks must run equally many forward passes
-            spare = 2**62
+        spare = 2**62 if self.sharded else self._spare  # sharded ranks must run equally many passes
         groups = by_length(lengths, tokens=2**62, spare=spare)
         for group in groups:
             index = torch.tensor(group, device=rows.ids.device)
@@ -319,9 +321,9 @@ class HFLearner:
                 f"the gradient was not finite in {self._in_a_row} optimiser steps in a row (norms: "
                 f"{found}); look for infinite rewards or a learning rate that is too high"
             )
-        rate = self.optimizer.param_groups[0]["lr"]
         sizes = {names[n]: x for n, x in found.items()} if finite else {}
-        return sizes | {"lr": float(rate), "skipped_steps": float(self.skipped)}
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return sizes | {"lr": rate, "skipped_steps": float(self.skipped)}
 
     def _trained(self) -> dict[str, list[nn.Parameter]]:
         models: dict[str, nn.Module] = {"policy": self.policy}
@@ -332,8 +334,6 @@ class HFLearner:
     def end_batch(self) -> None:
         """A training step is over: the schedule moves on."""
         self.scheduler.step()
-
-    # -- seen from outside ----------------------------------------------------------------------
 
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the policy's weights that train."""

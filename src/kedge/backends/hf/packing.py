@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kedge.errors import DataError
 from kedge.types import Experience, PromptBatch, Rollout
@@ -101,6 +101,23 @@ def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[i
             groups.append([row])
             longest, waste = lengths[row], 0
     return groups
+
+
+def worth_padding(model: nn.Module, head: nn.Module) -> int:
+    """Tokens of padding that cost as much as one more forward and backward pass of a model.
+
+        seconds of a pass = launch + 12 bytes * weights that train / bandwidth
+        seconds of a token = 6 * weights between embedding and head / arithmetic
+
+    with rough figures of one CPU core, or of a GPU.
+    """
+    ends = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    outside = {id(p) for m in [*ends, head] for p in m.parameters()}
+    trunk = sum(p.numel() for p in model.parameters() if id(p) not in outside)
+    trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    cpu = next(model.parameters()).device.type == "cpu"
+    launch, bandwidth, arithmetic = (8e-3, 1e10, 1e11) if cpu else (3e-2, 1e12, 2e14)
+    return 1 + int((launch + 12 * trains / bandwidth) / (6 * max(trunk, 1) / arithmetic))
 
 
 def to_device(record: Record, device: torch.device) -> Record:

@@ -24,7 +24,7 @@ class LearnerSettings:
         value_learning_rate: None takes the policy's.
         max_grad_norm: gradients are scaled down to it; 0 is off.
         forward_rows: rows of one forward pass without gradient.
-        spare_tokens: padding that is cheaper than one more forward pass.
+        spare_tokens: padding that is cheaper than one more pass; None: from the model's size.
         gradient_checkpointing: recompute activations in the backward.
         checkpointing_options: passed to torch.utils.checkpoint.
         reuse_behavior_logprobs: take what the sampler recorded with these same weights.
@@ -38,7 +38,7 @@ class LearnerSettings:
     value_learning_rate: float | None = None
     max_grad_norm: float = 1.0
     forward_rows: int = 64
-    spare_tokens: int = 256
+    spare_tokens: int | None = None
     gradient_checkpointing: bool = False
     checkpointing_options: Mapping[str, Any] | None = None
     reuse_behavior_logprobs: bool = False
