@@ -325,3 +325,9 @@ def test_d35_an_error_leaves_the_adapter_that_trains_active() -> None:
 def test_d37_defaults_run_on_a_cpu() -> None:
     config = PPOConfig(output_dir="unused")
     assert config.bf16 is False or torch.cuda.is_available()
+
+
+def test_lag_is_measured_in_updates() -> None:
+    trainer = small(max_lag=1, total_episodes=16, num_ppo_epochs=2, num_mini_batches=2)
+    trainer.train()
+    assert [row["rollout/lag"] for row in rows(trainer)] == [0, 1, 1, 1]

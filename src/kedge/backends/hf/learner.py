@@ -220,6 +220,7 @@ class HFLearner:
         return (
             self.settings.reuse_behavior_logprobs
             and rollout.behavior_logprobs is not None
+            and not self._stepped
             and bool((rollout.version == self.version).all())
         )
 
@@ -310,7 +311,7 @@ class HFLearner:
             for group in grads.values() if self.settings.max_grad_norm else []:
                 scale_(group, found[""], self.settings.max_grad_norm)
             self.scaler.step(self.optimizer)
-            self.version += 1
+            self._stepped = True
             self._in_a_row = 0
         else:
             self.skipped += 1
@@ -332,8 +333,10 @@ class HFLearner:
         return {n: [p for p in m.parameters() if p.requires_grad] for n, m in models.items()}
 
     def end_batch(self) -> None:
-        """A training step is over: the schedule moves on."""
+        """A training step is over: the version and the schedule move on by one."""
         self.scheduler.step()
+        self.version += 1
+        self._stepped = False
 
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the policy's weights that train."""
