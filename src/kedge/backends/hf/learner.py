@@ -51,6 +51,7 @@ from kedge.backends.hf.sharding import (
     cut_state,
     full_state,
     full_tree,
+    level,
     reshard,
     shard,
     shards_asked,
@@ -101,7 +102,8 @@ class HFLearner:
         self.module = ActorCritic(policy, causal_parts(policy), value).to(self.device)
         self.reference = None if reference is None else reference.to(self.device)
         self._prepare()
-        self._level()
+        if self.ranks > 1:
+            level([self.module, *(self.reference.own if self.reference else [])])
         if self.sharded:
             self._shard(optimizers[0])
         self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
@@ -129,13 +131,6 @@ class HFLearner:
         for model in self._models() if self.settings.gradient_checkpointing else []:
             checkpoint_activations(model, self.settings.checkpointing_options)
         set_training(self.module, False)
-
-    def _level(self) -> None:
-        """Give every rank the weights of the first."""
-        if self.ranks > 1:
-            for model in [self.module, *(self.reference.own if self.reference else [])]:
-                for tensor in [*model.parameters(), *model.buffers()]:
-                    dist.broadcast(tensor.detach(), src=0)
 
     def _shard(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None or self.accelerator.mixed_precision == "fp16":
