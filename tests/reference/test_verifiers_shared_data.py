@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kedge.rewards import gsm8k, math, math_verifier
+from kedge.rewards import Sandbox, code, code_verifier, gsm8k, math, math_verifier
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -162,3 +163,52 @@ def test_math500_answers_equal_no_neighbour_by_algebra(shared: Path) -> None:
         for truth, other, score in zip(answers, neighbours, scores, strict=True):
             alike = other == truth or frozenset((other, truth)) in ALIKE
             assert score == float(alike), (other, truth)
+
+
+def humaneval(shared: Path) -> list[dict[str, Any]]:
+    with gzip.open(shared / "data/humaneval/HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    assert len(rows) == 164
+    return rows
+
+
+def fenced(row: dict[str, Any]) -> str:
+    return f"Sure.\n```python\n{row['prompt']}{row['canonical_solution']}```\nThat is all."
+
+
+def never(row: dict[str, Any]) -> str:
+    return "    return None\n"
+
+
+def off(row: dict[str, Any]) -> str:
+    """The reference, its result spoiled."""
+    name = row["entry_point"]
+    return (
+        f"{row['canonical_solution']}\n_right = {name}\ndef {name}(*a):\n    r = _right(*a)\n"
+        "    if isinstance(r, bool): return not r\n"
+        "    if isinstance(r, (int, float)): return r + 1\n"
+        "    return None if r else [0]\n"
+    )
+
+
+def unfinished(row: dict[str, Any]) -> str:
+    return "    while True: pass\n" if row["task_id"].endswith("07") else "    return (\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [lambda r: r["canonical_solution"], fenced])
+def test_humaneval_references_pass(shared: Path, write: Callable[[dict[str, Any]], str]) -> None:
+    rows = humaneval(shared)
+    scores = code([write(row) for row in rows], ground_truth=rows)
+    assert [row["task_id"] for row, s in zip(rows, scores, strict=True) if s != 1.0] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [never, off, unfinished])
+def test_humaneval_broken_solutions_fail(
+    shared: Path, write: Callable[[dict[str, Any]], str]
+) -> None:
+    rows = humaneval(shared)
+    verify = code_verifier(sandbox=Sandbox(seconds=1.0))
+    scores = verify([write(row) for row in rows], ground_truth=rows)
+    assert [row["task_id"] for row, s in zip(rows, scores, strict=True) if s != 0.0] == []

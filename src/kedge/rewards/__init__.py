@@ -5,16 +5,22 @@ goes into ``reward_funcs=[...]`` of any trainer or into ``--reward_funcs kedge.r
 Importing this package loads the standard library alone.
 """
 
+from kedge.rewards.arithmetic import gsm8k, number_verifier
 from kedge.rewards.base import Verifier, text_of
 from kedge.rewards.formats import format_reward, r1_style_format, tag_count_reward, think_answer
-from kedge.rewards.gsm8k import gsm8k, number_verifier
 from kedge.rewards.length import length_at_most, length_close_to, soft_overlong_punishment
 from kedge.rewards.mathematics import math, math_verifier
+from kedge.rewards.programs import code, code_verifier
 from kedge.rewards.regex import regex_match, regex_reward
+from kedge.rewards.sandbox import Outcome, Sandbox
 from kedge.rewards.strings import exact_match, string_contains, string_f1, string_match
 
 __all__ = [
+    "Outcome",
+    "Sandbox",
     "Verifier",
+    "code",
+    "code_verifier",
     "exact_match",
     "format_reward",
     "gsm8k",

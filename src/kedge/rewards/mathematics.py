@@ -9,8 +9,8 @@ from typing import Any
 
 from kedge.errors import ConfigError, RewardError
 from kedge.rewards.answers import marked_answer, stated_answer
+from kedge.rewards.arithmetic import same_number
 from kedge.rewards.base import Unanswered, Verifier
-from kedge.rewards.gsm8k import same_number
 from kedge.rewards.latex import MAX_LETTERS, ROW, bare, flat, group, prefix, squeezed, tidy
 from kedge.rewards.numbers import one_number
 from kedge.rewards.worker import TaskError, WorkerPool

@@ -1,0 +1,138 @@
+"""Rewards for programs: does the code of a response pass its tests?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from kedge.errors import RewardError
+from kedge.rewards.base import Unanswered, Verifier, record_of
+from kedge.rewards.sandbox import Sandbox
+
+MAX_LETTERS = 200_000  # of a program; a longer one scores 0
+EXAMPLE = '{"tests": ["assert add(1, 2) == 3"]} or {"inputs": ["1 2"], "outputs": ["3"]}'
+_PYTHON = ("", "python", "py", "python3")
+
+
+def code_verifier(
+    *,
+    column: str = "ground_truth",
+    sandbox: Sandbox | None = None,
+    partial_credit: bool = False,
+    workers: int | None = None,
+    name: str = "code",
+) -> Verifier:
+    """A verifier of Python programs: 1 if the code of a response passes all its tests, else 0.
+
+    The code is the last fenced block of the response that defines the function under test, else its
+    last Python block, else all of it.  The ground truth is a mapping, or JSON of one:
+
+    * ``tests`` (or ``test``): text, or a list of texts, each Python that raises unless the solution
+      is right.  They see the functions of the solution by name.
+    * ``entry_point``: optional; the function under test, to which a test may also refer as
+      ``candidate``.  If a test defines ``check``, ``check(candidate)`` is called, as in HumanEval.
+    * ``prefix`` (or ``prompt``): optional; trusted code in front of the response's.
+    * or ``inputs`` and ``outputs``: lists of texts; the program reads one from standard input and
+      must print the other.  Blanks at the end of lines do not count.
+
+    Code that takes too long or breaks its process scores 0 and is counted in ``timeouts/<name>`` or
+    ``crashes/<name>``.
+
+    Args:
+        column: dataset column with the ground truth.
+        sandbox: the limits; the default is ``Sandbox()``.
+        partial_credit: score the share of tests passed.
+        workers: solutions run at the same time; the default is the number of processors.
+        name: of the verifier.
+    """
+    check = partial(_check, sandbox=sandbox or Sandbox(), share=partial_credit, name=name)
+    return Verifier(check, name=name, column=column, threads=workers or os.cpu_count() or 1)
+
+
+def code_of(response: str, entry_point: str = "") -> str:
+    """The program in a response."""
+    blocks = []
+    for block in response.split("```")[1::2]:
+        language, _, body = block.partition("\n")
+        if language.strip().lower() in _PYTHON:
+            blocks.append(body)
+    if not blocks:
+        return response
+    defining = [b for b in blocks if entry_point and f"def {entry_point}" in b]
+    return (defining or blocks)[-1]
+
+
+def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool, name: str) -> float:
+    record = record_of(truth, name, EXAMPLE)
+    entry_point = str(record.get("entry_point", ""))
+    prefix = str(record.get("prefix", record.get("prompt", "")))
+    code = code_of(text, entry_point)
+    if len(code) > MAX_LETTERS:
+        return 0.0
+    joint = "\n" if code is not text else ""  # a bare response goes on where the prefix ends
+    program = f"{prefix}{joint}{code}".replace("\x00", "")
+    if "inputs" in record:
+        inputs, outputs = _cases(record, name)
+        passed, stopped = _run_cases(program, inputs, outputs, sandbox, stop_early=not share)
+    else:
+        tests = _tests(record, entry_point, name)
+        outcome = sandbox.test(program, tests, entry_point=entry_point, prefix=prefix)
+        passed, stopped = list(outcome.passed), outcome.stopped
+    if share:
+        return sum(passed) / len(passed)
+    if stopped and not all(passed):
+        raise Unanswered(stopped)
+    return float(all(passed))
+
+
+def _tests(record: dict[str, Any], entry_point: str, name: str) -> list[str]:
+    tests = record.get("tests", record.get("test"))
+    tests = [tests] if isinstance(tests, str) else tests
+    if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
+        raise RewardError(
+            f"verifier {name}: the ground truth has no tests (keys {sorted(record)}); expected for"
+            f" example {EXAMPLE}"
+        )
+    if entry_point and not entry_point.isidentifier():
+        raise RewardError(f"verifier {name}: entry_point={entry_point!r} is no name of a function")
+    call = "\ncheck(candidate)" if entry_point else ""
+    return [f"{test}{call if 'def check(' in test else ''}" for test in tests]
+
+
+def _cases(record: dict[str, Any], name: str) -> tuple[list[str], list[str]]:
+    inputs, outputs = record["inputs"], record.get("outputs")
+    lists = isinstance(inputs, list) and isinstance(outputs, list)
+    if not lists or not inputs or len(inputs) != len(outputs or ()):
+        raise RewardError(
+            f"verifier {name}: inputs and outputs must be lists of texts of equal length; expected"
+            f" for example {EXAMPLE}"
+        )
+    return [str(text) for text in inputs], [str(text) for text in outputs or ()]
+
+
+def _run_cases(
+    program: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    sandbox: Sandbox,
+    *,
+    stop_early: bool,
+) -> tuple[list[bool], str]:
+    passed, stopped = [], ""
+    for given, wanted in zip(inputs, outputs, strict=True):
+        outcome = sandbox.run(program, given)
+        right = not outcome.stopped and _lines(outcome.output) == _lines(wanted)
+        passed.append(right)
+        stopped = stopped or outcome.stopped
+        if stop_early and not right:
+            break
+    return passed, stopped
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+code = code_verifier()

@@ -1,0 +1,320 @@
+"""Programs in the sandbox: what passes, what does not, and what cannot be done there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kedge.errors import ConfigError, RewardError
+from kedge.rewards import Sandbox, code, code_verifier
+from kedge.rewards.programs import code_of
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
+
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+VERDICT = '{"test": 0, "passed": true}\n{"test": 1, "passed": true}\n'
+QUICK = Sandbox(seconds=1.0)
+
+
+def solves(program: str, tests: list[str] | None = None) -> bool:
+    return all(QUICK.test(program, tests or TESTS).passed)
+
+
+def test_right_and_wrong() -> None:
+    assert solves(ADD)
+    outcome = QUICK.test("def add(a, b):\n    return 3\n", TESTS)
+    assert outcome.passed == (True, False)
+    assert outcome.error == "AssertionError: "
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "",
+        "def add(a, b)\n    return a + b\n",
+        "import sys\nsys.exit(0)\n",
+        "import os\nos._exit(0)\n",
+        "raise SystemExit(0)",
+        "def add(a, b):\n    raise SystemExit(0)\n",
+        "import os\ndef add(a, b):\n    os._exit(0)\n",
+        "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()\n",
+        "class Any(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Any(7)\n",
+        "def add(a, b): return lambda: 3\n",
+        "def add(a, b): return 1 + add(a, b)\n",
+        "def add(a, b): return '3' if a == 1 else '0'\n",
+        "import builtins\nbuiltins.AssertionError = ZeroDivisionError\ndef add(a, b): return 9\n",
+        "def add(*a): return 9\nimport sys\nsys.modules['tests'] = None\n",
+        "def isinstance(*a): return True\ndef all(*a): return True\ndef add(*a): return 9\n",
+        f"print({VERDICT!r}, flush=True)\n",
+        f"import os\nfor fd in range(64):\n    try: os.write(fd, {VERDICT.encode()!r})\n"
+        "    except OSError: pass\n",
+        "import signal, os\ndef add(a, b):\n    signal.raise_signal(signal.SIGKILL)\n",
+        "x = []\nfor _ in range(10**6): x = [x]\ndef add(a, b): return x\n",
+        "def add(a, b): return 10 ** 100000\n",
+        "import itertools\ndef add(a, b): return itertools.count()\n",
+    ],
+)  # fmt: skip
+def test_hacks_do_not_pass(program: str) -> None:
+    assert not any(QUICK.test(program, TESTS).passed)
+
+
+STUBBORN = "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
+
+
+@pytest.mark.parametrize(
+    "body", [STUBBORN, pytest.param("import time; time.sleep(1000)", marks=pytest.mark.slow)]
+)
+def test_time_is_limited_whatever_the_code_does(body: str) -> None:
+    began = time.perf_counter()
+    outcome = QUICK.test(body, TESTS)
+    assert not any(outcome.passed)
+    assert outcome.stopped in ("timeouts", "crashes")
+    assert time.perf_counter() - began < 30
+
+
+def test_tests_that_passed_before_the_time_was_up_count() -> None:
+    slow = "def add(a, b):\n    while a < 0: pass\n    return a + b\n"
+    outcome = QUICK.test(slow, TESTS)
+    assert (outcome.passed, outcome.stopped) == ((True, False), "timeouts")
+
+
+def test_memory_is_limited() -> None:
+    hungry = "x = bytearray(200 << 20)\n" + ADD
+    assert "MemoryError" in Sandbox(memory_mb=128).test(hungry, TESTS).error
+    assert Sandbox(memory_mb=512).test(hungry, TESTS).passed == (True, True)
+
+
+REFUSED = {
+    "read a file": "open('/etc/passwd').read()",
+    "read memory": "open('/proc/self/mem', 'rb')",
+    "read by descriptor": "import os; os.open('/etc/hostname', os.O_RDONLY)",
+    "read by link": "import os; os.symlink('/etc/passwd', 'x'); open('x').read()",
+    "list a folder": "import os; os.listdir('/')",
+    "write outside": "open('/tmp/kedge-escape', 'w').write('x')",
+    "write by path": "import pathlib; pathlib.Path('../kedge-escape').write_text('x')",
+    "delete": "import os; os.remove(MARK)",
+    "delete a tree": "import shutil; shutil.rmtree(os.path.dirname(MARK))",
+    "rename": "import os; os.rename(MARK, 'x')",
+    "make a folder": "import os; os.mkdir('/tmp/kedge-escape-folder')",
+    "change folder": "import os; os.chdir('/')",
+    "run a program": "import subprocess; subprocess.run(['true'], check=True)",
+    "run a shell": "import os; assert os.system('true') == 0",
+    "fork": "import os; os.fork()",
+    "exec": "import os; os.execv('/bin/true', ['true'])",
+    "spawn": "import os; os.posix_spawn('/bin/true', ['true'], {})",
+    "a process": "import multiprocessing as m; p = m.Process(target=print); p.start()",
+    "kill": "import os; os.kill(PARENT, 0)",
+    "kill all": "import os; os.kill(-1, 9)",
+    "a socket": "import socket; socket.socket()",
+    "connect": "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=5)",
+    "resolve": "import socket; socket.getaddrinfo('localhost', 80)",
+    "ctypes": "import ctypes",
+    "ctypes again": "import sys; import _ctypes",
+    "lift the limits": "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
+    "leave the group": "import os; os.setsid()",
+    "big file": "open('x', 'wb').write(bytes(100 << 20))",
+    "many files": "[open(f'f{i}', 'w').close() for i in range(1000)]",
+    "many folders": "import os\nfor i in range(1000):\n    os.mkdir('d'); os.chdir('d')",
+    "reach the guard": "try:\n    open('/etc/passwd')\nexcept PermissionError as e:\n"
+    "    e.__traceback__.tb_next.tb_frame.f_locals",
+    "replace the guard's tools": "import os, builtins, posixpath\n"
+    "builtins.any = builtins.all = lambda *a: True\n"
+    "posixpath.realpath = os.path.realpath = lambda p, **k: '.'\nos.fsdecode = lambda p: '.'\n"
+    "import sys; sys._getframe(2).f_globals.clear()\nopen('/etc/passwd')",
+    "a path of one's own": "class P(str):\n    def startswith(self, *a): return True\n"
+    "    split = lambda self, x: []\nimport os; os.open(P('/etc/passwd'), 0)",
+    "a database": "import sqlite3; sqlite3.connect('/tmp/kedge-escape')",
+    "an extension": "import importlib.machinery as m, importlib.util as u, shutil, _struct\n"
+    "shutil.copy(getattr(_struct, '__file__', '') or 'missing', 'own.so')\n"
+    "u.module_from_spec(u.spec_from_file_location('own', 'own.so'))",
+    "shared memory": "from multiprocessing.shared_memory import SharedMemory as M; M(size=9)",
+    "fresh posix": "import sys; del sys.modules['posix']; import posix; posix.setsid()",
+    "frames": "import gc; gc.get_objects()",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.write_text("still here")
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener:
+        port = listener.getsockname()[1]
+        head = f"import os\nMARK, PARENT, PORT = {str(mark)!r}, {os.getpid()}, {port}\n"
+        body = REFUSED[what].replace("\n", "\n    ")
+        program = f"{head}def add(a, b):\n    {body}\n    return a + b\n"
+        outcome = QUICK.test(program, TESTS)
+    assert not any(outcome.passed), what
+    assert outcome.error
+    assert mark.read_text() == "still here"
+    assert not Path("/tmp/kedge-escape").exists()
+    assert not Path("/tmp/kedge-escape-folder").exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import math, collections, itertools, functools, re, heapq, bisect, string, random",
+        "import hashlib; hashlib.md5(b'x').hexdigest()",
+        "import datetime, decimal, fractions, statistics, json, typing, dataclasses, enum",
+        "open('x', 'w').write('1'); assert open('x').read() == '1'",
+        "import tempfile; tempfile.TemporaryFile().write(b'x')",
+        "import asyncio; asyncio.run(asyncio.sleep(0))",
+        "import threading; t = threading.Thread(target=len, args=('',)); t.start(); t.join()",
+        "import sys; sys.setrecursionlimit(5000)",
+        "from dataclasses import dataclass\n    @dataclass\n    class P: x: int\n    P(1)",
+        "from collections import namedtuple; namedtuple('P', 'x')(1)",
+        "print('x' * 10_000_000)",
+        "import numbers, code; assert numbers.Number and code.interact",
+        "import zoneinfo, calendar, unicodedata, copy, operator",
+    ],
+)
+def test_allowed(body: str) -> None:
+    outcome = Sandbox().test(f"def add(a, b):\n    {body}\n    return a + b\n", TESTS)
+    assert outcome.passed == (True, True), outcome.error
+
+
+def test_the_environment_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEDGE_SECRET", "hush")
+    outcome = QUICK.run("import os; print(sorted(os.environ), os.getcwd())")
+    assert "SECRET" not in outcome.output
+    assert "kedge-sandbox-" in outcome.output
+
+
+def test_installed_packages_on_request() -> None:
+    program = "import numpy\ndef add(a, b): return int(numpy.add(a, b))\n"
+    assert "ModuleNotFoundError" in QUICK.test(program, TESTS).error
+    ample = Sandbox(packages=True, memory_mb=4096, seconds=30)
+    assert ample.test(program, TESTS).passed == (True, True)
+
+
+VALUES = (
+    "[None, True, 1, -2.5, 'é', b'b', 1j, [1], (1, 2), {1}, frozenset({1}), {'a': (1,)},"
+    " {1: {2: [3]}}, float('inf'), 2**200]"
+)
+
+
+def test_values_cross_unchanged() -> None:
+    tests = [f"for v in {VALUES}:\n    r = same(v)\n    assert r == v and type(r) is type(v), v"]
+    assert solves("def same(v): return v\n", tests)
+    assert solves("def gen(n):\n    yield from range(n)\n", ["assert list(gen(3)) == [0, 1, 2]"])
+    assert not solves("def gen(n):\n    yield from range(n)\n", ["assert gen(3) == [0, 1, 2]"])
+
+
+def test_arguments_changed_in_place_and_named_arguments() -> None:
+    program = "def sort(x, *, reverse=False): x.sort(reverse=reverse)\n"
+    assert solves(program, ["x = [1, 3, 2]; y = x\nsort(x, reverse=True)\nassert y == [3, 2, 1]"])
+
+
+def test_errors_cross() -> None:
+    program = (
+        "def f(x):\n    if x: raise KeyError('k')\n"
+        "    class Own(Exception): pass\n    raise Own('o')\n"
+    )
+    tests = [
+        "try:\n    f(1)\nexcept KeyError: pass\nelse: assert 0",
+        "try:\n    f(0)\nexcept RuntimeError as e: assert 'Own' in str(e)\nelse: assert 0",
+    ]
+    assert solves(program, tests)
+
+
+def test_tests_trust_their_own_names_alone() -> None:
+    cheat = "def helper(x): return 0\ndef f(x): return 5\n"
+    honest = "def helper(x):\n    return x * 2\ndef f(x):\n    return x\n"
+    prefix = "import math\ndef helper(x):\n    return x + 1\n\ndef f(x):\n    '''...'''\n"
+    tests = ["assert helper(candidate(1)) == 2 and math.sqrt(4) == 2"]
+    assert not all(QUICK.test(cheat, tests, entry_point="f", prefix=prefix).passed)
+    assert all(QUICK.test(honest, tests, entry_point="f", prefix=prefix).passed)
+
+
+def test_programs_with_input_and_output() -> None:
+    outcome = QUICK.run("print(int(input()) * 2)", "21")
+    assert (outcome.output, outcome.stopped, outcome.error) == ("42\n", "", "")
+    assert QUICK.run("1/0").error == "exit code 1"
+    endless = QUICK.run("while True: print('x' * 1000)")
+    assert len(endless.output) <= 1 << 20
+    assert QUICK.run("import os\nos.remove('stdout')\nprint('x')").output in ("", "x\n")
+
+
+def test_hash_order_is_fixed() -> None:
+    program = "print(list({'a', 'b', 'c', 'd'}))"
+    assert QUICK.run(program).output == QUICK.run(program).output
+
+
+def test_code_of() -> None:
+    assert code_of("x = 1") == "x = 1"
+    assert code_of("So:\n```python\nx = 1\n```\nDone.") == "x = 1\n"
+    assert code_of("```\na\n```\n```py\nb\n```\n```bash\nc\n```") == "b\n"
+    assert code_of("```python\ndef f(): 1\n```\n```python\nprint(f())\n```", "f") == "def f(): 1\n"
+    assert code_of("```python\nx = 1") == "x = 1"
+
+
+def test_verifier() -> None:
+    answer = f"Here:\n```python\n{ADD}```\n"
+    wrong = answer.replace("+", "-")
+    truth = {"tests": TESTS}
+    assert code([answer, wrong], ground_truth=[truth, json.dumps(truth)]) == [1.0, 0.0]
+    share = code_verifier(partial_credit=True, column="t")
+    assert share([answer.replace("a + b", "3")], t=[truth]) == [0.5]
+    io = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7 \n"]}
+    program = "print(sum(map(int, input().split())))"
+    assert code([program, "print(3)"], ground_truth=[io, io]) == [1.0, 0.0]
+    assert share(["print(3)"], t=[io]) == [0.5]
+
+
+def test_verifier_counts_what_ran_out_of_time() -> None:
+    seen: list[str] = []
+    verify = code_verifier(sandbox=QUICK)
+    texts = ["while True: pass", "import os; os._exit(0)", ADD]
+    scores = verify(
+        texts, ground_truth=[{"tests": TESTS}] * 3, log_metric=lambda name, value: seen.append(name)
+    )
+    assert scores == [0.0, 0.0, 1.0]
+    assert sorted(seen) == ["crashes/code", "timeouts/code"]
+
+
+def test_enormous_programs_score_zero() -> None:
+    assert code(["x = 1\n" * 100_000], ground_truth=[{"tests": TESTS}]) == [0.0]
+    assert code(["(" * 100_000], ground_truth=[{"tests": TESTS}]) == [0.0]
+    assert code(["x = '\ud800\x00'"], ground_truth=[{"tests": TESTS}]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "truth",
+    ["no json", [], {}, {"tests": []}, {"tests": [1]}, {"inputs": ["1"]},
+     {"inputs": ["1"], "outputs": []}, {"tests": "pass", "entry_point": "a b"}],
+)  # fmt: skip
+def test_unusable_truths_are_errors(truth: object) -> None:
+    with pytest.raises(RewardError, match="verifier code"):
+        code([ADD], ground_truth=[truth])
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ConfigError, match="seconds=0"):
+        Sandbox(seconds=0)
+
+
+def test_namespaces_can_be_demanded() -> None:
+    with contextlib.suppress(ConfigError):  # where Linux does not allow them, or there is no Linux
+        assert Sandbox(namespaces=True).test(ADD, TESTS).passed == (True, True)
+
+
+def test_runs_in_threads_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found: list[list[float | None]] = []
+    thread = threading.Thread(target=lambda: found.append(
+        code([ADD] * 4, ground_truth=[{"tests": TESTS}] * 4)))  # fmt: skip
+    thread.start()
+    thread.join()
+    assert found == [[1.0] * 4]
+    assert list(tmp_path.iterdir()) == []
