@@ -1,0 +1,166 @@
+"""What a solution may not do: an audit hook in its process, which it cannot take off."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+MAX_FILES = 64  # a solution may create
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+READABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
+FORBIDDEN = (
+    "ctypes.", "subprocess.", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "os.system",
+    "os.kill", "os.chown", "os.lchown", "os.link", "os.symlink", "os.chroot", "os.setxattr",
+    "os.removexattr", "os.lockf", "os.unshare", "os.setns", "signal.pthread_kill", "pty.",
+    "syslog.", "gc.get_", "resource.setrlimit", "resource.prlimit",
+    "sys._current_", "sys.addaudithook", "ftplib.", "smtplib.", "telnetlib.", "poplib.",
+    "imaplib.", "nntplib.", "urllib.", "http.client", "webbrowser.", "ensurepip.", "fcntl.",
+    "_winapi.", "winreg.", "msvcrt.", "socket.", "sqlite3.load", "sqlite3.enable",
+)  # fmt: skip
+NO_IMPORT = {
+    "ctypes", "_ctypes", "_posixsubprocess", "_posixshmem", "_testcapi", "_xxsubinterpreters",
+    "_interpreters", "_gdbm", "_dbm", "readline", "_tkinter", "faulthandler", "posix",
+}  # fmt: skip
+
+
+def guard(folder: str, readable: list[str]) -> None:
+    """Refuse, from now on and for ever, what a solution has no business doing.
+
+    The rules are closures over built-in functions and exact built-in types: whatever the solution
+    does to modules and classes, they stay as they are.
+    """
+    own = os.path.realpath(folder)
+    inside = path_rule()
+    roots = (own, *(os.path.realpath(path) for path in readable))
+    rules = path_rules(inside, (own,), roots) | other_rules(inside, own)
+    forbidden, denied, missing = FORBIDDEN, PermissionError, ImportError
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        rule = rules.get(event)
+        refused = event.startswith(forbidden) if rule is None else rule(arguments)
+        if refused:
+            error = missing if event == "import" else denied  # packages try and do without
+            raise error(f"the sandbox does not allow {event}")
+
+    remove_ways_out()
+    sys.addaudithook(hook)
+
+
+Rule = Callable[[tuple[Any, ...]], bool]  # arguments of an event -> whether it is refused
+
+
+def plain_path() -> Callable[[str], str]:
+    """A path from the root, without dots, found without asking the file system.
+
+    That is right in the solution's folder: it can make no links.
+    """
+    here = os.getcwd
+
+    def plain(path: str) -> str:
+        parts: list[str] = []
+        for part in (path if path.startswith("/") else here() + "/" + path).split("/"):
+            if part == "..":
+                parts = parts[:-1]
+            elif part not in ("", "."):
+                parts.append(part)
+        return "/" + "/".join(parts)
+
+    return plain
+
+
+def path_rule() -> Callable[[Any, tuple[str, ...]], bool]:
+    """Whether a path lies in one of some folders."""
+    plain, kind, text, raw, whole = plain_path(), type, str, bytes, int
+
+    def inside(path: Any, roots: tuple[str, ...]) -> bool:
+        if path is None or kind(path) is whole:  # the current folder; an open file
+            return True
+        if kind(path) is not text and kind(path) is not raw:
+            return False
+        where = plain(path if kind(path) is text else path.decode("utf-8", "surrogateescape"))
+        for root in roots:  # noqa: SIM110 - any() can be replaced by the solution
+            if where == root or where.startswith(root + "/"):
+                return True
+        return False
+
+    return inside
+
+
+def path_rules(
+    inside: Callable[[Any, tuple[str, ...]], bool], own: tuple[str, ...], roots: tuple[str, ...]
+) -> dict[str, Rule]:
+    """Rules for events about files."""
+    writes, most, made = WRITES, MAX_FILES, [0]
+
+    def opened(arguments: tuple[Any, ...]) -> bool:
+        path, _, flags = arguments
+        if not (flags or 0) & writes:
+            return not inside(path, roots)
+        made[0] += 1
+        return made[0] > most or not inside(path, own)
+
+    def created(arguments: tuple[Any, ...]) -> bool:
+        made[0] += 1
+        return made[0] > most or not inside(arguments[0], own)
+
+    def changed(arguments: tuple[Any, ...]) -> bool:
+        return not inside(arguments[0], own)
+
+    def renamed(arguments: tuple[Any, ...]) -> bool:
+        return not (inside(arguments[0], own) and inside(arguments[1], own))
+
+    def listed(arguments: tuple[Any, ...]) -> bool:
+        return not inside(arguments[0], roots)
+
+    changes = ("os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.utime", "os.chdir")
+    rules: dict[str, Rule] = dict.fromkeys(changes, changed)
+    return rules | {
+        "open": opened,
+        "os.mkdir": created,
+        "os.rename": renamed,
+        "os.listdir": listed,
+        "os.scandir": listed,
+    }
+
+
+def other_rules(inside: Callable[[Any, tuple[str, ...]], bool], own: str) -> dict[str, Rule]:
+    """Rules for imports, sockets, databases, and the frames of these very rules."""
+    import _socket
+
+    hidden, local, folders = frozenset(NO_IMPORT), getattr(_socket, "AF_UNIX", None), (own,)
+
+    def imported(arguments: tuple[Any, ...]) -> bool:
+        name, file = arguments[:2]
+        return name in hidden or (file is not None and inside(file, folders))
+
+    def connected(arguments: tuple[Any, ...]) -> bool:
+        return arguments[1] != local  # socket pairs within the process are fine: asyncio needs one
+
+    def read_attribute(arguments: tuple[Any, ...]) -> bool:
+        return arguments[1] == "tb_frame"
+
+    def database(arguments: tuple[Any, ...]) -> bool:
+        return arguments[0] != ":memory:"
+
+    return {
+        "import": imported,
+        "socket.__new__": connected,
+        "object.__getattr__": read_attribute,
+        "sqlite3.connect": database,
+    }
+
+
+def remove_ways_out() -> None:
+    """Take away what no audit event covers."""
+    for name in NO_IMPORT - {"posix", "_posixsubprocess"}:
+        sys.modules.pop(name, None)
+    stub = types.ModuleType("_posixsubprocess")
+    stub.fork_exec = None  # type: ignore[attr-defined]
+    sys.modules["_posixsubprocess"] = stub  # so that modules which import subprocess still load
+    for module in (os, sys.modules["posix"]):
+        for name in ("setsid", "setpgid", "setpgrp", "mkfifo", "mknod"):
+            if hasattr(module, name):
+                delattr(module, name)

@@ -1,0 +1,93 @@
+"""Plain data over pipes, between the two processes of the sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MAX_FRAME = 64 << 20  # bytes
+
+
+def pack(value: Any) -> Any:
+    """A value of built-in types as JSON that tells them apart.
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"c": [value.real, value.imag]}
+    if isinstance(value, dict):
+        return {"d": [[pack(key), pack(item)] for key, item in value.items()]}
+    for key, kinds in (("l", list), ("t", tuple), ("s", set), ("z", frozenset), ("r", range)):
+        if isinstance(value, kinds):
+            return {key: [pack(item) for item in value]}
+    if isinstance(value, Iterator):
+        return {"i": [pack(item) for item in value]}
+    raise TypeError(f"a {type(value).__name__} cannot leave the sandbox")
+
+
+def unpack(value: Any) -> Any:
+    """What ``pack`` was given."""
+    if not isinstance(value, dict):
+        return value
+    ((key, items),) = value.items()
+    if key == "b":
+        return bytes.fromhex(items)
+    if key == "c":
+        return complex(*items)
+    if key == "d":
+        return {unpack(name): unpack(item) for name, item in items}
+    built = [unpack(item) for item in items]
+    made: dict[str, Callable[[list[Any]], Any]] = {
+        "l": list, "t": tuple, "s": set, "z": frozenset, "r": list, "i": iter,
+    }  # fmt: skip
+    return made[key](built)
+
+
+def encoded(value: Any) -> bytes:
+    """One value as a frame: its length, and JSON."""
+    body = json.dumps(value).encode()
+    return struct.pack(">Q", len(body)) + body
+
+
+def write_frame(fd: int, value: Any) -> None:
+    """Send one value."""
+    write_all(fd, encoded(value))
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Send bytes, however many the pipe takes at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def read_frame(fd: int) -> Any:
+    """The next value, or None at the end."""
+    head = read_exactly(fd, 8)
+    if head is None:
+        return None
+    (size,) = struct.unpack(">Q", head)
+    body = read_exactly(fd, size) if size <= MAX_FRAME else None
+    return None if body is None else json.loads(body)
+
+
+def read_exactly(fd: int, size: int) -> bytes | None:
+    """So many bytes, or None if there are fewer."""
+    data = bytearray()
+    while len(data) < size:
+        piece = os.read(fd, min(size - len(data), 1 << 20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
