@@ -77,6 +77,7 @@ class Judgement:
     valid: Tensor  # bool [B]; False: the row could not be scored and takes no part in training
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
     token_rewards: Tensor | None = None  # float32 [B, R]; dense rewards, on top of the score
+    baseline: Tensor | None = None  # float32 [B]; score of the greedy response to the same prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ class Credit:
     returns: Tensor | None = None  # float32 [B, R]; value targets
     kl: Tensor | None = None  # float32 [B, R]; policy against reference, per token
     value_mask: Tensor | None = None  # bool [B, R]; where the value trains; None: the mask
+    mask: Tensor | None = None  # bool [B, R]; where the policy trains; None: the rollout's mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,18 @@
 """Learning rules: each file is one algorithm, composed from ``kedge.math``."""
 
 from kedge.algorithms.base import Algorithm, Evidence
+from kedge.algorithms.grpo import grpo
 from kedge.algorithms.ppo import ppo
+from kedge.algorithms.reinforce_pp import reinforce_pp
+from kedge.algorithms.remax import remax
+from kedge.algorithms.rloo import rloo
 
-BUILTIN = {"ppo": ppo}
+BUILTIN = {
+    "ppo": ppo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "grpo": grpo,
+    "remax": remax,
+}
 
-__all__ = ["BUILTIN", "Algorithm", "Evidence", "ppo"]
+__all__ = ["BUILTIN", "Algorithm", "Evidence", "grpo", "ppo", "reinforce_pp", "remax", "rloo"]

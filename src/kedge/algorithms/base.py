@@ -42,6 +42,7 @@ class Algorithm:
         weighting: how tokens share the loss, a name in ``kedge.math.weights.WEIGHTINGS``.
         min_group: responses per prompt below which the algorithm is undefined.
         spare_slot: scores are placed one slot after the last token, where engines leave room.
+        needs_greedy: the greedy response to each prompt is sampled and scored too.
     """
 
     name: str
@@ -53,3 +54,4 @@ class Algorithm:
     weighting: str = "token_mean"
     min_group: int = 1
     spare_slot: bool = False
+    needs_greedy: bool = False

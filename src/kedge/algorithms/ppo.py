@@ -12,9 +12,10 @@ from typing import Literal
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm, Evidence
-from kedge.math.advantage import gae
+from kedge.math.advantage import gae, length_adaptive_lambda
 from kedge.math.kl import per_token_kl
 from kedge.math.losses import (
+    Clip,
     clipped_policy_loss,
     clipped_value_loss,
     policy_is_clipped,
@@ -27,7 +28,7 @@ from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
 ScorePosition = Literal["last", "after_last"]
 
 
-def ppo(
+def ppo(  # noqa: PLR0913
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -39,6 +40,9 @@ def ppo(
     whiten_advantages: bool = True,
     score_position: ScorePosition = "last",
     bootstrap_truncated: bool = False,
+    lam_value: float | None = None,
+    lam_alpha: float | None = None,
+    dual_clip: float | None = None,
     reference: bool = True,
 ) -> Algorithm:
     """PPO: GAE on KL-penalised rewards, clipped policy and value losses.
@@ -58,8 +62,14 @@ def ppo(
         score_position: "last" puts the score on the last real token; "after_last" one slot later
             where there is room, as TRL and arXiv:2403.17031 do.
         bootstrap_truncated: the value continues a response that was cut off by the length limit.
+        lam_value: GAE's lambda of the value targets; None is that of the advantages.  1 makes them
+            unbiased, which long responses need (VC-PPO, arXiv:2503.01491).
+        lam_alpha: lambda of the advantages is 1 - 1 / (lam_alpha length) instead of ``lam`` (VAPO,
+            arXiv:2504.05118, with 0.05).
+        dual_clip: largest ratio of a token with negative advantage (arXiv:1912.09729, with 3).
         reference: whether there is a reference policy to stay close to.
     """
+    clip = Clip(cliprange, ceiling=dual_clip)
 
     def credit(e: Evidence, kl_coef: float) -> Credit:
         mask = e.rollout.mask
@@ -73,8 +83,14 @@ def ppo(
         if whiten_rewards:
             rewards = whiten(rewards, spare, center=False, total=e.total)
         values = given(e.annotation.values, "values")
-        raw = gae(rewards, values, spare, gamma=gamma, lam=lam, after=_bootstrap(e))
-        returns = (raw + values) * spare
+        pull = lam if lam_alpha is None else length_adaptive_lambda(mask, alpha=lam_alpha)
+        after = _bootstrap(e)
+        raw = gae(rewards, values, spare, gamma=gamma, lam=pull, after=after)
+        aim = raw
+        if lam_value is not None or lam_alpha is not None:
+            own = lam if lam_value is None else lam_value
+            aim = gae(rewards, values, spare, gamma=gamma, lam=own, after=after)
+        returns = (aim + values) * spare
         advantages = whiten(raw, mask, total=e.total) if whiten_advantages else raw * mask
         return Credit(
             rewards=rewards, advantages=advantages, returns=returns, kl=kl, value_mask=spare
@@ -89,11 +105,11 @@ def ppo(
         x, w, v = mb.rows, mb.token_weight, mb.value_weight
         log_ratio = (new.logprobs - x.old_logprobs) * x.mask
         ratio = log_ratio.exp()
-        policy = (w * clipped_policy_loss(ratio, x.advantages, clip=cliprange)).sum()
+        policy = (w * clipped_policy_loss(ratio, x.advantages, clip=clip)).sum()
         values, old = given(new.values, "values"), given(x.old_values, "values")
         returns = given(x.returns, "values")
         value = (v * clipped_value_loss(values, old, returns, clip=cliprange_value)).sum()
-        stuck = policy_is_clipped(ratio, x.advantages, clip=cliprange)
+        stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
         value_stuck = value_is_clipped(values, old, returns, clip=cliprange_value)
         return Loss(
             parts={"policy": policy, "value": vf_coef * value},

@@ -187,6 +187,7 @@ class Engine:
                 sampling=self.sampling,
                 seed=seed_for(self.seed, "rollout", step),
                 clock=self.clock,
+                greedy=self.algorithm.needs_greedy,
             )
 
         return worker.submit(draw)

@@ -15,6 +15,7 @@ from torch import Tensor
 from kedge.algorithms.base import Algorithm, Evidence
 from kedge.engine.metrics import Tally
 from kedge.errors import RewardError, RolloutError
+from kedge.math.advantage import group_count, group_std
 from kedge.math.weights import WEIGHTINGS, row_mean
 from kedge.protocols import Learner, RewardSource, RolloutEngine, Total
 from kedge.types import (
@@ -37,8 +38,12 @@ def collect(
     sampling: Sampling,
     seed: int,
     clock: Callable[[], float],
+    greedy: bool = False,
 ) -> tuple[Rollout, Judgement, dict[str, float]]:
-    """Sample one response per prompt row and score it; also the seconds each took."""
+    """Sample one response per prompt row and score it; also the seconds each took.
+
+    With ``greedy`` the most likely response to each prompt is scored too, as the baseline.
+    """
     begin = clock()
     rollout = engine.generate(prompts, sampling=sampling, seed=seed)
     if len(rollout) != len(prompts):
@@ -48,8 +53,42 @@ def collect(
         )
     sampled = clock()
     judgement = judge.score(rollout)
+    if greedy and judgement.baseline is None:
+        judgement = _with_baseline(judgement, prompts, engine, judge, sampling=sampling, seed=seed)
     times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
     return rollout, judgement, times
+
+
+def _with_baseline(
+    judgement: Judgement,
+    prompts: PromptBatch,
+    engine: RolloutEngine,
+    judge: RewardSource,
+    *,
+    sampling: Sampling,
+    seed: int,
+) -> Judgement:
+    """The judgement with greedy scores; where those fail, the group's rows are not valid."""
+    _, group = prompts.group.unique(return_inverse=True)
+    order = torch.arange(len(prompts), device=group.device)
+    first = order.new_full((int(group.max()) + 1,), len(prompts))
+    first = first.scatter_reduce(0, group, order, "amin")
+    argmax = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    found = judge.score(engine.generate(_rows(prompts, first), sampling=argmax, seed=seed))
+    return replace(
+        judgement, baseline=found.scores[group], valid=judgement.valid & found.valid[group]
+    )
+
+
+def _rows(prompts: PromptBatch, index: Tensor) -> PromptBatch:
+    picked = index.tolist()
+    return PromptBatch(
+        ids=prompts.ids[index],
+        mask=prompts.mask[index],
+        group=prompts.group[index],
+        row=prompts.row[index],
+        columns={name: [column[i] for i in picked] for name, column in prompts.columns.items()},
+    )
 
 
 def make_experience(
@@ -89,13 +128,14 @@ def make_experience(
 
 
 def _experience(rollout: Rollout, note: Annotation, credit: Credit) -> Experience:
+    mask = rollout.mask if credit.mask is None else rollout.mask & credit.mask
     return Experience(
         prompt_ids=rollout.prompts.ids,
         prompt_mask=rollout.prompts.mask,
         ids=rollout.ids,
-        mask=rollout.mask,
+        mask=mask,
         present=rollout.present,
-        value_mask=rollout.mask if credit.value_mask is None else credit.value_mask,
+        value_mask=mask if credit.value_mask is None else credit.value_mask,
         old_logprobs=note.logprobs,
         ref_logprobs=note.ref_logprobs,
         old_values=note.values,
@@ -128,6 +168,12 @@ def _describe_batch(tally: Tally, e: Evidence, credit: Credit, kl_coef: float) -
         tally.mean("_return_squared", credit.returns.double() ** 2, where)
         tally.mean("_error", error, where)
         tally.mean("_error_squared", error**2, where)
+    if credit.mask is not None:
+        left_out = mask.any(1) & ~(mask & credit.mask).any(1)
+        tally.sum("rollout/untrained_rows", left_out)
+    group = e.rollout.prompts.group
+    spread = group_std(scores, group, valid)
+    tally.mean("objective/uniform_groups", spread == 0, valid & (group_count(group, valid) > 1))
     tally.sum("val/num_eos_tokens", e.rollout.finished & valid)
     tally.sum("rollout/dropped_rows", ~valid)
     tally.mean("completions/truncated_ratio", ~e.rollout.finished, valid)

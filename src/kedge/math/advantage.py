@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from kedge.math.masked import moments
+
+Total = Callable[[Tensor], Tensor]
 
 
 def gae(
@@ -12,7 +19,7 @@ def gae(
     mask: Tensor,
     *,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     after: Tensor | None = None,
 ) -> Tensor:
     """Generalised advantage estimation, one trajectory per row.
@@ -28,7 +35,7 @@ def gae(
         values: float32 [B, R]; V of the state before token t.
         mask: bool [B, R].
         gamma: discount per token.
-        lam: lambda.
+        lam: lambda, one for all rows or float32 [B].
         after: float32 [B]; V of the state after the last token, for responses that were cut off.
 
     Returns:
@@ -44,3 +51,116 @@ def gae(
         coming = torch.where(here, values[:, t], coming)
         out[:, t] = torch.where(here, advantage, 0.0)
     return out
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Sum of this and all later rewards of the row, discounted: G_t = r_t + gamma G_{t+1}.
+
+    Args:
+        rewards: float32 [B, R].
+        mask: bool [B, R]; tokens off it are stepped over.
+        gamma: discount per token.
+
+    Returns:
+        float32 [B, R], 0 off the mask.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
+
+
+def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
+    """Longer responses bootstrap over longer spans: lambda = 1 - 1 / (alpha l), at least 0.
+
+    VAPO, arXiv:2504.05118.  bool [B, R] -> float32 [B].
+    """
+    return (1 - 1 / (alpha * mask.sum(1).clamp(min=1))).clamp(min=0)
+
+
+def _group_sums(x: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``x`` in float64, 0 where not valid; each row's sum and count over its group's valid rows."""
+    _, index = group.unique(return_inverse=True)
+    kept = torch.where(valid, x, 0.0).double()
+    sums = torch.zeros_like(kept).index_add_(0, index, kept)
+    counts = torch.zeros_like(kept).index_add_(0, index, valid.double())
+    return kept, sums[index], counts[index]
+
+
+def group_count(group: Tensor, valid: Tensor) -> Tensor:
+    """Valid rows in each row's group.  int64 [B], bool [B] -> float64 [B]."""
+    return _group_sums(valid.double(), group, valid)[2]
+
+
+def group_mean(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Mean score of a row's group over its valid rows; 0 for a group without one.
+
+    Args:
+        scores: float32 [B].
+        group: int64 [B]; rows with equal values belong together, wherever they stand.
+        valid: bool [B].
+
+    Returns:
+        float32 [B].
+    """
+    _, sums, counts = _group_sums(scores, group, valid)
+    return (sums / counts.clamp(min=1)).to(scores.dtype)
+
+
+def group_std(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Unbiased standard deviation of a row's group over its valid rows; 0 for fewer than two.
+
+    Args, Returns: as for ``group_mean``.
+    """
+    kept, sums, counts = _group_sums(scores, group, valid)
+    _, squares, _ = _group_sums((kept - sums / counts.clamp(min=1)) ** 2, group, valid)
+    return (squares / (counts - 1).clamp(min=1)).sqrt().to(scores.dtype)
+
+
+def leave_one_out(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Score minus the mean score of the other valid rows of the group.
+
+        A_i = r_i - 1 / (k - 1) sum_{j != i} r_j
+
+    A row alone in its group has nothing to be compared with: its advantage is 0, as that of a row
+    that is not valid.  Ahmadian et al. 2024 (arXiv:2402.14740).
+
+    Args, Returns: as for ``group_mean``.
+    """
+    kept, sums, counts = _group_sums(scores, group, valid)
+    found = kept - (sums - kept) / (counts - 1).clamp(min=1)
+    return torch.where(valid & (counts > 1), found, 0.0).to(scores.dtype)
+
+
+def group_normalise(
+    scores: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    *,
+    scale: Literal["group", "batch", "none"],
+    total: Total,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Score minus its group's mean, over a standard deviation.
+
+        A_i = (r_i - mean_group) / (std + eps)
+
+    A group with one valid row has advantage 0.  Shao et al. 2024 (arXiv:2402.03300) for "group";
+    Liu et al. 2025 (arXiv:2503.20783) for "none"; "batch" is arXiv:2508.08221.
+
+    Args:
+        scores: float32 [B].
+        group: int64 [B].
+        valid: bool [B].
+        scale: whose standard deviation: of the group, of all valid scores, or none.
+        total: sums a tensor over ranks, for "batch".
+        eps: added to the standard deviation.
+
+    Returns:
+        float32 [B], 0 where not valid.
+    """
+    kept, sums, counts = _group_sums(scores, group, valid)
+    centred = torch.where(valid, kept - sums / counts.clamp(min=1), 0.0).to(scores.dtype)
+    if scale == "group":
+        return centred / (group_std(scores, group, valid) + eps)
+    if scale == "batch":
+        _, std = moments(scores, valid, total=total)
+        return centred / (std + eps)
+    return centred

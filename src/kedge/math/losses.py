@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """-min(ratio A, clip(ratio, 1-e, 1+e) A).  Schulman et al. 2017, eq. 7 (arXiv:1707.06347)."""
-    return torch.max(-ratio * advantages, -ratio.clamp(1 - clip, 1 + clip) * advantages)
+class Clip(NamedTuple):
+    """Where probability ratios are clipped.
+
+    ``high`` is the clip-higher of DAPO (arXiv:2503.14476).  ``ceiling`` bounds what a token with
+    negative advantage can cost: dual clip, Ye et al. 2020 (arXiv:1912.09729), elsewhere "two-sided
+    clipping".
+
+    Args:
+        low: e, the clip below 1.
+        high: the clip above 1; None is ``low``.
+        ceiling: largest ratio where the advantage is negative, above 1 + high; None: no such.
+    """
+
+    low: float
+    high: float | None = None
+    ceiling: float | None = None
+
+    @property
+    def top(self) -> float:
+        """The largest ratio that is rewarded."""
+        return 1 + (self.low if self.high is None else self.high)
 
 
-def policy_is_clipped(ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """Where the clipped term is the larger loss, so that the token gets no gradient.  bool."""
-    return -ratio.clamp(1 - clip, 1 + clip) * advantages > -ratio * advantages
+def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip: float | Clip) -> Tensor:
+    """-min(ratio A, clip(ratio, 1-e, 1+e_high) A), where the first ratio is at most the ceiling.
+
+    Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
+
+    Args:
+        ratio: float [*].
+        advantages: float, of the same shape.
+        clip: e, or a ``Clip``.
+    """
+    c = clip if isinstance(clip, Clip) else Clip(clip)
+    free = ratio if c.ceiling is None else ratio.clamp(max=c.ceiling)
+    return torch.max(-free * advantages, -ratio.clamp(1 - c.low, c.top) * advantages)
+
+
+def policy_is_clipped(ratio: Tensor, advantages: Tensor, *, clip: float | Clip) -> Tensor:
+    """Where ``clipped_policy_loss`` gives the token no gradient.  bool."""
+    c = clip if isinstance(clip, Clip) else Clip(clip)
+    stuck = -ratio.clamp(1 - c.low, c.top) * advantages > -ratio * advantages
+    return stuck if c.ceiling is None else stuck | ((ratio > c.ceiling) & (advantages < 0))
+
+
+def weighted_policy_loss(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, high: float
+) -> Tensor:
+    """-sg(min(ratio, 1 + e_high)) A log p: every token keeps a gradient, its weight is bounded.
+
+    CISPO of MiniMax-M1 (arXiv:2506.13585), whose lower bound is left out there in practice too.
+
+    Args:
+        logprobs: float [*], with gradient.
+        ratio: float [*].
+        advantages: float [*].
+        high: e_high.
+    """
+    return -ratio.detach().clamp(max=1 + high) * advantages * logprobs
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> Tensor:

@@ -53,6 +53,47 @@ def whiten(
     return scaled if center else torch.where(mask, scaled + mean, 0.0)
 
 
+def moments(
+    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _here
+) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation of ``x`` where ``mask``, over all ranks; scalars.
+
+    The deviation of fewer than two values is 0.
+
+    Args:
+        x: float [*].
+        mask: bool [*].
+        total: sums a tensor over ranks.
+    """
+    mean = masked_mean(x, mask, total=total)
+    off = torch.where(mask, x - mean, 0.0)
+    sums = total(torch.stack([(off**2).sum(), mask.sum().to(x.dtype)]))
+    return mean, (sums[0] / (sums[1] - 1).clamp(min=1)).sqrt()
+
+
+def standardise(
+    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _here, eps: float = 1e-4
+) -> Tensor:
+    """(x - mean) / (std + eps) over all ranks; the result is 0 off the mask.
+
+    The larger ``eps``, outside the root, keeps equal scores from becoming amplified rounding.
+
+    Args:
+        x: float [*].
+        mask: bool [*].
+        total: sums a tensor over ranks.
+        eps: added to the standard deviation.
+    """
+    mean, std = moments(x, mask, total=total)
+    return torch.where(mask, (x - mean) / (std + eps), 0.0)
+
+
+def first_true(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` at each row's first True, 0 for a row without one.  [B, R], bool [B, R] -> [B]."""
+    index = mask.to(torch.uint8).argmax(1, keepdim=True)
+    return torch.where(mask.any(1), x.gather(1, index)[:, 0], 0.0)
+
+
 def last_true(mask: Tensor) -> Tensor:
     """Index i64[B] of the last True of each row of bool[B, R]; -1 for a row without one."""
     slots = torch.arange(mask.shape[1], device=mask.device)

@@ -20,3 +20,19 @@ def place_score(scores: Tensor, mask: Tensor) -> Tensor:
     """
     slots = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(slots == last_true(mask)[:, None], scores[:, None], 0.0)
+
+
+def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int) -> Tensor:
+    """0 up to ``longest - buffer`` tokens, then linearly down to -1 at ``longest``.
+
+        (longest - buffer - l) / buffer        Soft overlong punishment of DAPO, arXiv:2503.14476
+
+    Args:
+        lengths: int64 [B], tokens of each response.
+        longest: tokens after which a response is cut off.
+        buffer: length of the slope in tokens.
+
+    Returns:
+        float32 [B].
+    """
+    return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)

@@ -1,0 +1,157 @@
+"""GRPO and its family: advantages relative to the other responses to a prompt.
+
+Shao et al. 2024 (arXiv:2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783); DAPO, Yu et al.
+2025 (arXiv:2503.14476); CISPO, MiniMax 2025 (arXiv:2506.13585); GSPO, Zheng et al. 2025
+(arXiv:2507.18071).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kedge.algorithms.base import Algorithm, Evidence
+from kedge.algorithms.parts import (
+    dense_rewards,
+    kl_of,
+    policy_metrics,
+    sampler_weights,
+    shaped_scores,
+)
+from kedge.math.advantage import group_normalise, group_std
+from kedge.math.kl import ESTIMATORS
+from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped, weighted_policy_loss
+from kedge.math.offpolicy import Correction
+from kedge.math.rewards import overlong_penalty, place_score
+from kedge.math.sequences import RatioLevel, ratios
+from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
+
+LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]
+
+
+def grpo(  # noqa: PLR0913
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    unbiased_kl: bool = False,
+    loss_type: LossType = "dapo",
+    scale_rewards: Literal["group", "batch", "none"] = "group",
+    importance_sampling_level: Literal["token", "sequence"] = "token",
+    max_length: int | None = None,
+    mask_truncated_completions: bool = False,
+    drop_uniform_groups: bool = False,
+    overlong_buffer: int = 0,
+    correction: Correction | None = None,
+    reference: bool = True,
+) -> Algorithm:
+    """GRPO: group-normalised scores, clipped ratios, KL in the loss.
+
+        A_i = (x_i - mean_group x) / (std x + 1e-4)        x_i = score_i - kl_coef sum_t KL_{i,t}
+        L = sum_{i,t} w_{i,t} (-min(rho_{i,t} A_i, clip(rho_{i,t}) A_i) + beta KL_{i,t})
+
+    Weights w by ``loss_type``, over one optimiser step and all ranks: "grpo" 1 / (rows length_i),
+    "dapo" 1 / tokens, "dr_grpo" 1 / (rows max_length).  "bnpo" is "dapo": they differ only where
+    a loss depends on how a step is cut, and here none does.  "cispo" weighs as "dapo" and takes
+    -sg(min(rho, 1 + epsilon_high)) A log p instead of the clipped loss.
+
+    Args:
+        epsilon: ratio clip below 1.
+        epsilon_high: ratio clip above 1; None is ``epsilon``.
+        delta: largest ratio of a token with negative advantage (two-sided clip), above
+            1 + epsilon_high.
+        beta: weight of the KL in the loss.  The trainer's ``kl_coef`` is one in the reward (k1).
+        kl_estimator: of the KL in the loss: "k1", "k2", "k3" or "abs".
+        unbiased_kl: multiply the KL in the loss by the ratio (arXiv:2512.02556).
+        loss_type: see above.
+        scale_rewards: whose standard deviation divides: of the group, the batch, or none.
+        importance_sampling_level: "sequence" is GSPO: the geometric mean of a response's ratios.
+        max_length: longest possible response; for "dr_grpo" and ``overlong_buffer``.
+        mask_truncated_completions: responses cut off by the length limit count for baselines but
+            are not trained on.
+        drop_uniform_groups: groups of equal scores leave the loss and its weights.
+        overlong_buffer: tokens before ``max_length`` over which the score falls by up to 1.
+        correction: weight tokens by learner against sampler; needs recorded log-probabilities.
+        reference: whether there is a reference policy.
+
+    Raises:
+        ValueError: options that need one another.
+    """
+    _check(beta, reference, kl_estimator)
+    high = epsilon if epsilon_high is None else epsilon_high
+    if delta is not None and delta <= 1 + high:
+        raise ValueError(f"delta={delta} must be above 1 + epsilon_high={high}: it never acts")
+    longest = _longest(max_length, loss_type, overlong_buffer)
+    clip = Clip(epsilon, high, delta)
+    level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
+
+    def credit(e: Evidence, kl_coef: float) -> Credit:
+        mask, group, valid = e.rollout.mask, e.rollout.prompts.group, e.judgement.valid
+        kl = kl_of(e, "k1", reference=reference)
+        penalty = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
+        scores = shaped_scores(e, normalize=False, clip=None)
+        if overlong_buffer:
+            lengths = e.rollout.present.sum(1)
+            scores = scores + overlong_penalty(lengths, longest=longest, buffer=overlong_buffer)
+        whole = scores + penalty.sum(1)
+        own = group_normalise(whole, group, valid, scale=scale_rewards, total=e.total)
+        alive = e.rollout.finished | (not mask_truncated_completions)
+        alive &= (group_std(whole, group, valid) > 0) | (not drop_uniform_groups)
+        return Credit(
+            rewards=place_score(scores, mask) + penalty,
+            advantages=own[:, None] * mask,
+            kl=kl,
+            mask=mask & alive[:, None],
+        )
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        x, share = mb.rows, mb.token_weight
+        w = mb.row_weight[:, None] * x.mask / longest if loss_type == "dr_grpo" else share
+        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
+        ratio = ratios(log_ratio, x.mask, level)
+        if loss_type == "cispo":
+            per_token = weighted_policy_loss(new.logprobs, ratio, x.advantages, high=high)
+            stuck = (ratio > 1 + high) & (x.advantages > 0)
+        else:
+            per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
+            stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
+        policy = (w * per_token * sampler_weights(x, correction)).sum()
+        parts = {"policy": policy}
+        metrics = policy_metrics(new, mb, share, log_ratio, ratio) | {
+            "loss/policy_avg": policy,
+            "policy/clipfrac_avg": (share * stuck).sum(),
+        }
+        if beta:
+            kl = ESTIMATORS[kl_estimator](new.logprobs, given(x.ref_logprobs, "reference"))
+            kl = (w * (kl * ratio if unbiased_kl else kl)).sum()
+            parts["kl"], metrics["loss/kl_avg"] = beta * kl, kl
+        return Loss(parts=parts, metrics=metrics)
+
+    return Algorithm(
+        name="grpo" if level == "token" else "gspo",
+        credit=credit,
+        loss=loss,
+        needs_reference=reference,
+        weighting="row_then_token_mean" if loss_type == "grpo" else "token_mean",
+        min_group=2,
+    )
+
+
+def _check(beta: float, reference: bool, kl_estimator: str) -> None:
+    if beta and not reference:
+        raise ValueError(f"beta={beta} weighs a KL to a reference, and reference=False")
+    if kl_estimator not in ESTIMATORS:
+        raise ValueError(
+            f"kl_estimator={kl_estimator!r} is unknown; one of {', '.join(ESTIMATORS)}"
+        )
+
+
+def _longest(max_length: int | None, loss_type: str, overlong_buffer: int) -> int:
+    if max_length is None:
+        if loss_type == "dr_grpo" or overlong_buffer:
+            raise ValueError("dr_grpo and overlong_buffer need max_length, the longest response")
+        return 1
+    if not 0 <= overlong_buffer <= max_length:
+        raise ValueError(f"overlong_buffer={overlong_buffer} is not within max_length={max_length}")
+    return max_length

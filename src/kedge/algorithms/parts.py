@@ -1,0 +1,72 @@
+"""What several learning rules share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import Evidence
+from kedge.math.kl import per_token_kl
+from kedge.math.masked import standardise
+from kedge.math.offpolicy import Correction, importance_weights
+from kedge.types import Experience, MicroBatch, PolicyOutput
+
+Bounds = float | tuple[float, float] | None
+
+
+def shaped_scores(e: Evidence, *, normalize: bool, clip: Bounds) -> Tensor:
+    """Scores, normalised over all valid rows of all ranks and then clipped; each on its own.
+
+    Args:
+        e: the batch.
+        normalize: (score - mean) / (std + 1e-4).
+        clip: bounds ``(low, high)``, or one number for ``(-clip, clip)``.
+
+    Returns:
+        float32 [B], 0 where not valid.
+    """
+    scores = torch.where(e.judgement.valid, e.judgement.scores, 0.0)
+    if normalize:
+        scores = standardise(scores, e.judgement.valid, total=e.total)
+    if clip is None:
+        return scores
+    low, high = clip if isinstance(clip, tuple) else (-clip, clip)
+    return torch.where(e.judgement.valid, scores.clamp(low, high), 0.0)
+
+
+def dense_rewards(e: Evidence) -> Tensor:
+    """Token rewards of the judge on the tokens that train, 0 if it gave none.  float32 [B, R]."""
+    dense = e.judgement.token_rewards
+    return e.rollout.mask * (0.0 if dense is None else dense)
+
+
+def kl_of(e: Evidence, estimator: str, *, reference: bool) -> Tensor | None:
+    """KL per token where tokens train; None without a reference.  float32 [B, R]."""
+    return per_token_kl(e.annotation, estimator) * e.rollout.mask if reference else None
+
+
+def policy_metrics(
+    new: PolicyOutput, mb: MicroBatch, weight: Tensor, log_ratio: Tensor, ratio: Tensor
+) -> dict[str, Tensor]:
+    """Metrics of a policy loss, with ``weight`` per token [b, R] or per response [b]."""
+    return {
+        "policy/approxkl_avg": (weight * 0.5 * log_ratio**2).sum(),
+        "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
+        "val/ratio": (weight * ratio).sum(),
+    }
+
+
+def sampler_weights(x: Experience, correction: Correction | None) -> Tensor | float:
+    """Weight of each token for what sampled it, float32 [b, R]; 1 without a correction.
+
+    Raises:
+        ValueError: the engine did not record its log-probabilities.
+    """
+    if correction is None:
+        return 1.0
+    if x.behavior_logprobs is None:
+        raise ValueError(
+            "correction= weighs tokens by learner against sampler, and the rollout engine records"
+            " no log-probabilities; use one that does, or leave the correction out"
+        )
+    return importance_weights(x.old_logprobs, x.behavior_logprobs, x.mask, correction)

@@ -1,0 +1,57 @@
+"""ReMax: the baseline is the score of the greedy response to the same prompt.
+
+Li et al. 2024 (arXiv:2310.10505).
+"""
+
+from __future__ import annotations
+
+from kedge.algorithms.base import Algorithm, Evidence
+from kedge.algorithms.parts import dense_rewards, kl_of, policy_metrics
+from kedge.math.advantage import rewards_to_go
+from kedge.math.losses import clipped_policy_loss, policy_is_clipped
+from kedge.math.rewards import place_score
+from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
+
+
+def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool = True) -> Algorithm:
+    """ReMax: REINFORCE against a greedy response, which costs one more response per prompt.
+
+        A_t = score - greedy score - kl_coef sum_{s >= t} KL_s
+        L = 1 / B sum_i sum_t -min(rho_t A_t, clip(rho_t) A_t)
+
+    Args:
+        cliprange: ratio clip, epsilon; the paper takes one step per batch, where it never acts.
+        kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
+        reference: whether there is a reference policy to stay close to.
+    """
+
+    def credit(e: Evidence, kl_coef: float) -> Credit:
+        mask = e.rollout.mask
+        kl = kl_of(e, kl_estimator, reference=reference)
+        scores = e.judgement.scores.where(e.judgement.valid, 0.0)
+        baseline = given(e.judgement.baseline, "greedy").where(e.judgement.valid, 0.0)
+        later = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
+        advantages = (scores - baseline)[:, None] * mask + rewards_to_go(later, mask, gamma=1.0)
+        return Credit(rewards=place_score(scores, mask) + later, advantages=advantages, kl=kl)
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        x, w = mb.rows, mb.token_weight
+        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
+        ratio = log_ratio.exp()
+        per_token = clipped_policy_loss(ratio, x.advantages, clip=cliprange)
+        policy = (mb.row_weight[:, None] * x.mask * per_token).sum()
+        stuck = policy_is_clipped(ratio, x.advantages, clip=cliprange)
+        return Loss(
+            parts={"policy": policy},
+            metrics=policy_metrics(new, mb, w, log_ratio, ratio)
+            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (w * stuck).sum()},
+        )
+
+    return Algorithm(
+        name="remax",
+        credit=credit,
+        loss=loss,
+        needs_reference=reference,
+        needs_full_kl=reference and kl_estimator == "full",
+        needs_greedy=True,
+    )

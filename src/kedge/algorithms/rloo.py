@@ -1,0 +1,117 @@
+"""REINFORCE with a leave-one-out baseline: several responses per prompt, no value model.
+
+Ahmadian et al. 2024, "Back to Basics" (arXiv:2402.14740); the options for rewards, advantages and
+a KL per token are those that REINFORCE++ (arXiv:2501.03262) suggests.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from kedge.algorithms.base import Algorithm, Evidence
+from kedge.algorithms.parts import Bounds, dense_rewards, kl_of, policy_metrics, shaped_scores
+from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
+from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
+from kedge.math.masked import first_true, standardise, whiten
+from kedge.math.rewards import place_score
+from kedge.types import Credit, Loss, MicroBatch, PolicyOutput
+
+
+def rloo(
+    *,
+    cliprange: float = 0.2,
+    cliprange_high: float | None = None,
+    kl_estimator: str = "k1",
+    ratio_level: Literal["sequence", "token"] | None = None,
+    token_level_kl: bool = False,
+    normalize_reward: bool = False,
+    reward_clip_range: Bounds = None,
+    normalize_advantage: bool = False,
+    mask_truncated_completions: bool = False,
+    reference: bool = True,
+) -> Algorithm:
+    """RLOO: a response is good if it scores above the other responses to its prompt.
+
+        x_i = score_i - kl_coef sum_t KL_{i,t}       A_i = x_i - 1 / (k - 1) sum_{j != i} x_j
+        L = 1 / B sum_i -min(rho_i A_i, clip(rho_i) A_i)        rho_i = prod_t rho_{i,t}
+
+    With ``token_level_kl`` x_i is the score alone, and A_{i,t} = A_i - kl_coef sum_{s >= t} KL_s.
+    With token ratios L = 1 / B sum_i sum_t of the same per token, which has the same gradient
+    while the ratio is 1.  Responses that could not be scored take no part in any baseline; one
+    left alone in its group has advantage 0.
+
+    Args:
+        cliprange: ratio clip, epsilon.
+        cliprange_high: epsilon above 1; None is ``cliprange``.
+        kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
+        ratio_level: whether responses or tokens are clipped; None: "sequence", or "token" with
+            ``token_level_kl``.
+        token_level_kl: a token pays for its own and later KL, not for that of the whole response.
+        normalize_reward: scores to mean 0 and deviation 1 over the batch, before clipping.
+        reward_clip_range: clip of the scores: ``(low, high)``, or c for ``(-c, c)``.
+        normalize_advantage: advantages to mean 0 and deviation 1 over the batch.
+        mask_truncated_completions: responses cut off by the length limit count for baselines but
+            are not trained on.
+        reference: whether there is a reference policy to stay close to.
+
+    Raises:
+        ValueError: response ratios with advantages per token.
+    """
+    if ratio_level == "sequence" and token_level_kl:
+        raise ValueError(
+            "token_level_kl=True gives each token its own advantage, and ratio_level='sequence' has"
+            " one ratio and one advantage per response; use ratio_level='token'"
+        )
+    by_token = token_level_kl or ratio_level == "token"
+
+    clip = Clip(cliprange, cliprange_high)
+
+    def credit(e: Evidence, kl_coef: float) -> Credit:
+        mask, group, valid = e.rollout.mask, e.rollout.prompts.group, e.judgement.valid
+        kl = kl_of(e, kl_estimator, reference=reference)
+        penalty = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
+        scores = shaped_scores(e, normalize=normalize_reward, clip=reward_clip_range)
+        rewards = place_score(scores, mask) + penalty
+        if token_level_kl:
+            own = leave_one_out(scores, group, valid)
+            advantages = own[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
+        else:
+            own = leave_one_out(scores + penalty.sum(1), group, valid)
+            advantages = own[:, None] * mask
+        if normalize_advantage and token_level_kl:
+            advantages = whiten(advantages, mask, total=e.total)
+        elif normalize_advantage:
+            compared = valid & (group_count(group, valid) > 1)
+            advantages = standardise(own, compared, total=e.total)[:, None] * mask
+        trained = mask & e.rollout.finished[:, None] if mask_truncated_completions else None
+        return Credit(rewards=rewards, advantages=advantages, kl=kl, mask=trained)
+
+    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        x = mb.rows
+        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
+        advantages, weight = x.advantages, mb.row_weight[:, None] * x.mask
+        share: Tensor = mb.token_weight
+        if not by_token:
+            log_ratio, advantages = log_ratio.sum(1), first_true(x.advantages, x.mask)
+            weight = share = mb.row_weight
+        ratio = log_ratio.exp()
+        per_action = clipped_policy_loss(ratio, advantages, clip=clip)
+        stuck = policy_is_clipped(ratio, advantages, clip=clip)
+        policy = (weight * per_action).sum()
+        metrics = policy_metrics(new, mb, share, log_ratio, ratio)
+        return Loss(
+            parts={"policy": policy},
+            metrics=metrics
+            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (share * stuck).sum()},
+        )
+
+    return Algorithm(
+        name="rloo",
+        credit=credit,
+        loss=loss,
+        needs_reference=reference,
+        needs_full_kl=reference and kl_estimator == "full",
+        min_group=2,
+    )

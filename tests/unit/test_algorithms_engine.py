@@ -1,0 +1,206 @@
+"""What the engine does for algorithms: greedy baselines, rows left out of the loss, metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.algorithms import BUILTIN, grpo, remax
+from kedge.algorithms.base import Algorithm, Evidence
+from kedge.engine.stages import collect, cut, make_experience
+from kedge.errors import RewardError
+from kedge.types import Credit, Experience, Judgement, PolicyOutput, PromptBatch, Rollout, Sampling
+from tests.unit.evidence import one_rank, prefix
+from tests.unit.toys import ToyLearner
+
+SAMPLING = Sampling(max_new_tokens=4, temperature=0.7, top_p=0.9)
+
+
+def prompts(group: list[int]) -> PromptBatch:
+    rows = len(group)
+    return PromptBatch(
+        ids=torch.tensor(group)[:, None],
+        mask=torch.ones(rows, 1, dtype=torch.bool),
+        group=torch.tensor(group),
+        row=torch.arange(rows),
+        columns={"name": [f"prompt {g}" for g in group]},
+    )
+
+
+class Answers:
+    """Answers ten times the prompt's id, plus one when sampling; remembers what it was asked."""
+
+    live = True
+    logprobs = "none"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], list[object], Sampling]] = []
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        self.asked.append((prompts.group.tolist(), list(prompts.columns["name"]), sampling))
+        mask = torch.ones(len(prompts), 1, dtype=torch.bool)
+        return Rollout(
+            prompts=prompts,
+            ids=10 * prompts.ids + (sampling.temperature > 0),
+            mask=mask,
+            present=mask,
+            finished=mask[:, 0],
+            version=torch.zeros(len(prompts), dtype=torch.int64),
+        )
+
+
+class Judge:
+    """The score is the token; tokens in ``fails`` cannot be scored."""
+
+    def __init__(self, fails: tuple[int, ...] = ()) -> None:
+        self.fails = fails
+
+    def score(self, rollout: Rollout) -> Judgement:
+        first = rollout.ids[:, 0]
+        bad = torch.tensor([int(i) in self.fails for i in first])
+        return Judgement(scores=first.float(), valid=~bad)
+
+
+def gather(group: list[int], judge: Judge) -> tuple[Judgement, Answers]:
+    engine = Answers()
+    _, judgement, _ = collect(
+        prompts(group), engine, judge, sampling=SAMPLING, seed=0, clock=lambda: 0.0, greedy=True
+    )
+    return judgement, engine
+
+
+def test_one_greedy_response_per_prompt_is_the_baseline_of_its_group() -> None:
+    judgement, engine = gather([5, 2, 5, 2, 9], Judge())
+    assert judgement.scores.tolist() == [51, 21, 51, 21, 91]
+    assert judgement.baseline is not None
+    assert judgement.baseline.tolist() == [50, 20, 50, 20, 90]
+    (_, (group, names, sampling)) = engine.asked
+    assert sorted(group) == [2, 5, 9]
+    assert names == [f"prompt {g}" for g in group]
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.0, 1.0, 4)
+
+
+def test_rows_without_baseline_take_no_part() -> None:
+    judgement, _ = gather([5, 2, 5], Judge(fails=(50, 21)))
+    assert judgement.valid.tolist() == [False, False, False]
+    judgement, _ = gather([5, 2, 5], Judge(fails=(50,)))
+    assert judgement.valid.tolist() == [False, True, False]
+    rollout = Answers().generate(prompts([5, 2, 5]), sampling=SAMPLING, seed=0)
+    none = replace(judgement, valid=torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(RewardError, match="none of the 3"):
+        make_experience(rollout, none, ToyLearner(), remax(), 0.0)
+
+
+def batch() -> tuple[Rollout, Judgement]:
+    group = [0, 0, 1, 1, 2, 2]
+    mask = prefix([3, 1, 2, 2, 3, 3])
+    rollout = Rollout(
+        prompts=prompts(group),
+        ids=torch.ones(6, 3, dtype=torch.int64),
+        mask=mask,
+        present=mask,
+        finished=torch.tensor([True, False, True, True, True, True]),
+        version=torch.zeros(6, dtype=torch.int64),
+    )
+    scores = torch.tensor([1.0, 2.0, 3.0, 3.0, 4.0, 9.0])
+    valid = torch.tensor([True, True, True, True, True, False])
+    return rollout, Judgement(scores=scores, valid=valid)
+
+
+def test_rows_left_out_by_credit_have_no_weight() -> None:
+    rollout, judgement = batch()
+    rule = grpo(mask_truncated_completions=True, drop_uniform_groups=True)
+    experience, metrics = make_experience(rollout, judgement, ToyLearner(), rule, 0.0)
+    # Truncated; equal scores; alone in its group, where no two scores differ; not valid.
+    assert experience.mask.any(1).tolist() == [True, False, False, False, False, False]
+    assert experience.value_mask is experience.mask
+    assert metrics["rollout/untrained_rows"] == 4
+    assert metrics["objective/uniform_groups"] == pytest.approx(2 / 4)
+    (whole,) = cut(experience, torch.arange(6), rule, 6, one_rank)
+    assert whole.token_weight.sum().item() == pytest.approx(1)
+    assert whole.row_weight.tolist().count(1.0) == 1
+
+
+def test_metrics_about_groups_are_absent_without_groups() -> None:
+    rollout, judgement = batch()
+    rollout = replace(rollout, prompts=replace(rollout.prompts, group=torch.arange(6)))
+    algorithm = BUILTIN["reinforce_pp"]()
+    _, metrics = make_experience(rollout, judgement, ToyLearner(), algorithm, 0.0)
+    assert "objective/uniform_groups" not in metrics
+    assert "rollout/untrained_rows" not in metrics
+
+
+RULES: dict[str, Algorithm] = {
+    **{name: make() for name, make in BUILTIN.items()},
+    "rloo token": BUILTIN["rloo"](ratio_level="token"),
+    "reinforce_pp sequence": BUILTIN["reinforce_pp"](ratio_level="sequence", beta=0.1),
+    **{
+        f"grpo {kind}": grpo(loss_type=kind, max_length=5, beta=0.1)  # type: ignore[arg-type]
+        for kind in ("grpo", "dr_grpo", "cispo")
+    },
+    "gspo": grpo(importance_sampling_level="sequence", beta=0.1, unbiased_kl=True),
+}
+
+
+def experience(rows: int = 7) -> Experience:
+    g = torch.Generator().manual_seed(1)
+    mask = prefix([5, 1, 0, 3, 2, 4, 5])
+    noise = torch.randn(4, rows, 5, generator=g) * mask
+    return Experience(
+        prompt_ids=torch.zeros(rows, 1, dtype=torch.int64),
+        prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
+        ids=torch.arange(rows)[:, None].expand(rows, 5),
+        mask=mask,
+        present=mask,
+        value_mask=mask,
+        old_logprobs=(noise[0] * 0.2 - 2) * mask,
+        ref_logprobs=(noise[1] * 0.2 - 2) * mask,
+        rewards=noise[2],
+        advantages=torch.randn(rows, 1, generator=g) * mask,
+        old_values=noise[3] * 0.1,
+        returns=noise[2],
+    )
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_cutting_a_step_changes_no_gradient(name: str) -> None:
+    rule, whole = RULES[name], experience()
+    new = (whole.old_logprobs + 0.1 * whole.rewards).detach()
+
+    def gradient(index: Tensor, micro_rows: int) -> tuple[Tensor, float]:
+        logp = new.clone().requires_grad_()
+        values = whole.rewards.clone().requires_grad_()
+        total = torch.zeros(())
+        for mb in cut(whole, index, rule, micro_rows, one_rank):
+            at = mb.rows.ids[:, 0]  # the row's number
+            mask = mb.rows.mask
+            found = PolicyOutput(
+                logprobs=logp[at] * mask, entropy=mask.float(), values=values[at] * mask
+            )
+            total = total + rule.loss(found, mb).total
+        total.backward()
+        grads = [x.grad for x in (logp, values) if x.grad is not None]
+        return torch.cat(grads), total.item()
+
+    grad, loss = gradient(torch.arange(7), 7)
+    assert grad.abs().sum() > 0
+    for index, micro_rows in ((torch.arange(7), 1), (torch.tensor([3, 6, 0, 2, 5, 1, 4]), 3)):
+        again, same = gradient(index, micro_rows)
+        torch.testing.assert_close(again, grad)
+        assert same == pytest.approx(loss, abs=1e-6)
+
+
+def test_a_mask_of_credit_never_adds_rows() -> None:
+    def credit(e: Evidence, kl_coef: float) -> Credit:
+        everything = torch.ones_like(e.rollout.mask)
+        return Credit(
+            rewards=e.rollout.mask * 1.0, advantages=e.rollout.mask * 1.0, mask=everything
+        )
+
+    rollout, judgement = batch()
+    rule = replace(BUILTIN["rloo"](), credit=credit)
+    found, _ = make_experience(rollout, judgement, ToyLearner(), rule, 0.0)
+    assert torch.equal(found.mask, rollout.mask & judgement.valid[:, None])
