@@ -11,10 +11,11 @@ import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
 import kedge
+from kedge.config.cadence import cadence, warmup_updates
 from kedge.config.field_support import FIELD_SUPPORT, INHERITED, OWN
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.removed import REMOVED, RemovedArguments
-from kedge.config.resolve import cadence, resolve, sampling_of, warmup_updates
+from kedge.config.resolve import resolve, sampling_of
 from kedge.config.support import Honoured, Moved, Refused, default_of
 from kedge.errors import ConfigError
 
@@ -185,7 +186,7 @@ def test_precision_on_a_cpu_is_never_an_error(config):
 
 
 def test_precision_on_a_gpu_is_bf16(config, monkeypatch):
-    monkeypatch.setattr("kedge.config.ppo.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("kedge.config.on_policy.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
     monkeypatch.setattr(TrainingArguments, "distributed_state", None, raising=False)
     assert config().bf16 is True
@@ -195,7 +196,7 @@ def test_precision_on_a_gpu_is_bf16(config, monkeypatch):
 
 def test_processes_that_do_not_find_one_another_are_an_error(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("kedge.config.ppo.is_torch_cuda_available", lambda: True)
+    monkeypatch.setattr("kedge.config.on_policy.is_torch_cuda_available", lambda: True)
     with pytest.raises(ConfigError, match="2 processes were launched, but this one is one of 1"):
         config()
 

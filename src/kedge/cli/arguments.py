@@ -16,7 +16,8 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from kedge.config.field_support import FIELD_SUPPORT
-from kedge.config.ppo import PPOv2Config, option
+from kedge.config.on_policy import option
+from kedge.config.ppo import PPOv2Config
 from kedge.config.support import Honoured
 from kedge.errors import ConfigError
 

@@ -11,7 +11,8 @@ from kedge.cli import memory
 from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.ppo import Names, load_algorithm, load_tokenizer, lora, model_names
-from kedge.config.resolve import PPOSettings, resolve, warmup_updates
+from kedge.config.cadence import warmup_updates
+from kedge.config.resolve import PPOSettings, resolve
 from kedge.engine.plan import BatchPlan, plan_batches
 from kedge.errors import ConfigError
 

@@ -82,6 +82,9 @@ RANGES: dict[str, Range] = {
     "vf_coef": _NOT_NEGATIVE,
     "gamma": _UNIT,
     "lam": _UNIT,
+    "lam_value": Range(0, 1, optional=True),
+    "lam_alpha": Range(0, above=True, optional=True),
+    "dual_clip": Range(1, above=True, optional=True),
     "value_learning_rate": Range(0, optional=True),
     "value_warmup_steps": _WHOLE,
     "max_prompt_length": _COUNT_OR_NONE,
@@ -115,6 +118,9 @@ UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free"
 UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
+_ABSENT = object()  # a field that this config does not have
+
+
 def check_values(config: Any) -> None:
     """Check every value alone, then the combinations.
 
@@ -122,12 +128,12 @@ def check_values(config: Any) -> None:
         ConfigError: naming the field, its value, and what is allowed.
     """
     for name, allowed in RANGES.items():
-        value = getattr(config, name)
-        if not allowed.holds(value):
+        value = getattr(config, name, _ABSENT)
+        if value is not _ABSENT and not allowed.holds(value):
             raise ConfigError(f"{name}={value!r} must be {allowed}")
     for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        if value not in choices:
+        value = getattr(config, name, _ABSENT)
+        if value is not _ABSENT and value not in choices:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     for check in COMBINATIONS:
         check(config)
@@ -192,6 +198,14 @@ def _kl(c: Any) -> None:
     if c.adaptive_kl and c.kl_coef == 0:
         raise ConfigError(
             "adaptive_kl multiplies kl_coef, and kl_coef=0 stays 0; start above it, as with 0.05"
+        )
+
+
+def _ceiling(c: Any) -> None:
+    ceiling = getattr(c, "dual_clip", None)
+    if ceiling is not None and ceiling <= 1 + c.cliprange:
+        raise ConfigError(
+            f"dual_clip={ceiling} must be above 1 + cliprange={1 + c.cliprange:g}; 3 is usual"
         )
 
 
@@ -262,6 +276,7 @@ COMBINATIONS: tuple[Callable[[Any], None], ...] = (
     _penalties,
     _reward_errors,
     _kl,
+    _ceiling,
     _adapters,
     _rollout_folders,
     _optimizer,

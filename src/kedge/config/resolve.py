@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.errors import ConfigError
 from kedge.types import Sampling
-
-Every = float | None  # updates; None: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +41,9 @@ class PPOOptions:
     whiten_advantages: bool
     score_position: Literal["last", "after_last"]
     bootstrap_truncated: bool
+    lam_value: float | None
+    lam_alpha: float | None
+    dual_clip: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,43 +147,6 @@ class PPOSettings(RunSettings):
     ppo: PPOOptions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
-    """When things happen.  Each method takes the number of updates done, from 1."""
-
-    updates: int
-    log_every: Every
-    log_first: bool
-    eval_every: Every
-    eval_delay: float
-    eval_on_start: bool
-    save_every: Every
-    sample_every: Every
-
-    def logs(self, done: int) -> bool:
-        """Whether the metrics since the last time are reported."""
-        return (self.log_first and done == 1) or self._due(done, self.log_every, at_end=True)
-
-    def evaluates(self, done: int) -> bool:
-        """Whether the evaluation set is scored."""
-        return done >= self.eval_delay and self._due(done, self.eval_every, at_end=False)
-
-    def saves(self, done: int) -> bool:
-        """Whether a checkpoint is written."""
-        return self._due(done, self.save_every, at_end=True)
-
-    def samples(self, done: int) -> bool:
-        """Whether a table of sample completions is shown."""
-        return self._due(done, self.sample_every, at_end=False)
-
-    def _due(self, done: int, every: Every, *, at_end: bool) -> bool:
-        if every is None:
-            return False
-        # A period may be a fraction ("epoch" of 2.5 updates): due when a multiple was passed.
-        passed = math.floor(done / every + 1e-9) > math.floor((done - 1) / every + 1e-9)
-        return passed or (at_end and done == self.updates)
-
-
 def resolve(
     config: PPOConfig, *, world_size: int | None = None, eos_token_id: int | None = None
 ) -> PPOSettings:
@@ -195,13 +160,19 @@ def resolve(
     Raises:
         ConfigError: a value that cannot work.
     """
-    config.validate()
-    batch = batch_options(config, world_size)
-    _check_whitening(config, batch)
-    chunk = config.local_rollout_forward_batch_size
+    parts = shared_parts(config, world_size=world_size, eos_token_id=eos_token_id)
+    _check_whitening(config, parts["batch"])
     return PPOSettings(
-        batch=batch,
-        sampling=sampling_of(config, eos_token_id),
+        **parts
+        | {
+            "value": ValueOptions(
+                source=config.value_source,
+                learning_rate=config.learning_rate
+                if config.value_learning_rate is None
+                else config.value_learning_rate,
+                warmup_steps=config.value_warmup_steps,
+            )
+        },
         ppo=PPOOptions(
             gamma=config.gamma,
             lam=config.lam,
@@ -213,15 +184,33 @@ def resolve(
             whiten_advantages=config.whiten_advantages,
             score_position=config.score_position,
             bootstrap_truncated=config.bootstrap_truncated,
+            lam_value=config.lam_value,
+            lam_alpha=config.lam_alpha,
+            dual_clip=config.dual_clip,
         ),
-        kl=KLOptions(
+    )
+
+
+def shared_parts(
+    config: OnPolicyConfig, *, world_size: int | None, eos_token_id: int | None
+) -> dict[str, Any]:
+    """The keyword arguments of ``RunSettings``, for a rule without a value model.
+
+    Args, Raises: as for ``resolve``.
+    """
+    config.validate()
+    chunk = config.local_rollout_forward_batch_size
+    return {
+        "batch": batch_options(config, world_size),
+        "sampling": sampling_of(config, eos_token_id),
+        "kl": KLOptions(
             coef=config.kl_coef,
             adaptive=config.adaptive_kl,
             target=config.kl_target,
             horizon=config.kl_horizon,
         ),
-        reward=_reward(config, chunk),
-        data=DataOptions(
+        "reward": _reward(config, chunk),
+        "data": DataOptions(
             max_prompt_length=config.max_prompt_length,
             overlong=config.overlong_prompts,
             shuffle=config.shuffle_dataset,
@@ -229,20 +218,14 @@ def resolve(
             num_proc=config.dataset_num_proc,
             drop_unused_columns=config.remove_unused_columns,
         ),
-        value=ValueOptions(
-            source=config.value_source,
-            learning_rate=config.learning_rate
-            if config.value_learning_rate is None
-            else config.value_learning_rate,
-            warmup_steps=config.value_warmup_steps,
-        ),
-        learner=_learner(config, chunk),
-        seed=config.seed,
-        max_lag=config.max_lag,
-        preflight=config.preflight,
-        save_rollouts=config.save_rollouts,
-        replay_rollouts=config.replay_rollouts,
-    )
+        "value": ValueOptions(source="policy", learning_rate=config.learning_rate, warmup_steps=0),
+        "learner": _learner(config, chunk),
+        "seed": config.seed,
+        "max_lag": config.max_lag,
+        "preflight": config.preflight,
+        "save_rollouts": config.save_rollouts,
+        "replay_rollouts": config.replay_rollouts,
+    }
 
 
 def _check_whitening(config: PPOConfig, batch: BatchOptions) -> None:
@@ -255,7 +238,7 @@ def _check_whitening(config: PPOConfig, batch: BatchOptions) -> None:
             )
 
 
-def batch_options(config: PPOConfig, world_size: int | None = None) -> BatchOptions:
+def batch_options(config: OnPolicyConfig, world_size: int | None = None) -> BatchOptions:
     """The part of the config that ``plan_batches`` reads."""
     return BatchOptions(
         per_device=config.per_device_train_batch_size,
@@ -270,7 +253,7 @@ def batch_options(config: PPOConfig, world_size: int | None = None) -> BatchOpti
     )
 
 
-def sampling_of(config: PPOConfig, eos_token_id: int | None) -> Sampling:
+def sampling_of(config: OnPolicyConfig, eos_token_id: int | None) -> Sampling:
     """The distribution responses are drawn from, and where they stop.
 
     Raises:
@@ -298,54 +281,7 @@ def sampling_of(config: PPOConfig, eos_token_id: int | None) -> Sampling:
     )
 
 
-def warmup_updates(config: PPOConfig, updates: int) -> int:
-    """Updates of learning-rate warm-up; ``warmup_steps`` below 1 is a fraction of the run."""
-    steps = config.warmup_steps
-    return int(steps) if steps >= 1 else math.ceil(updates * steps)
-
-
-def cadence(config: PPOConfig, *, updates: int, updates_per_epoch: float | None) -> Cadence:
-    """When to log, evaluate, save and show samples.
-
-    Args:
-        config: the options; steps below 1 are fractions of the run.
-        updates: in the whole run.
-        updates_per_epoch: for the strategies "epoch"; None if the dataset has no length.
-
-    Raises:
-        ConfigError: a strategy "epoch" where an epoch has no length.
-    """
-
-    def every(name: str, steps: float | None) -> Every:
-        strategy = getattr(config, f"{name}_strategy")
-        kind = str(getattr(strategy, "value", strategy))
-        if kind == "epoch":
-            if updates_per_epoch is None:
-                raise ConfigError(
-                    f"{name}_strategy='epoch', but the dataset does not know its length; set "
-                    f"{name}_strategy='steps' and {name}_steps"
-                )
-            return max(1.0, updates_per_epoch)
-        if kind == "best":
-            return every("eval", config.eval_steps)
-        if kind != "steps" or not steps:
-            return None
-        return float(max(1, math.ceil(updates * steps))) if steps < 1 else float(steps)
-
-    tables = config.num_sample_generations
-    return Cadence(
-        updates=updates,
-        log_every=every("logging", config.logging_steps),
-        log_first=config.logging_first_step,
-        eval_every=every("eval", config.eval_steps),
-        eval_delay=config.eval_delay,
-        eval_on_start=config.eval_on_start,
-        save_every=every("save", config.save_steps),
-        sample_every=max(1, updates // tables) if tables else None,
-    )
-
-
-def _reward(config: PPOConfig, chunk: int) -> RewardOptions:
+def _reward(config: OnPolicyConfig, chunk: int) -> RewardOptions:
     missing: Literal["keep", "subtract", "replace"] = "keep"
     penalty = 0.0
     if config.non_eos_penalty:
@@ -362,7 +298,7 @@ def _reward(config: PPOConfig, chunk: int) -> RewardOptions:
     )
 
 
-def _learner(config: PPOConfig, chunk: int) -> LearnerOptions:
+def _learner(config: OnPolicyConfig, chunk: int) -> LearnerOptions:
     kwargs = config.gradient_checkpointing_kwargs
     schedule = config.lr_scheduler_kwargs
     return LearnerOptions(

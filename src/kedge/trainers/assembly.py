@@ -14,7 +14,7 @@ from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
-from kedge.config.ppo import PPOConfig
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
@@ -161,7 +161,7 @@ def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Mode
 
 def learner_of(
     models: Models,
-    args: PPOConfig,
+    args: OnPolicyConfig,
     settings: RunSettings,
     plan: BatchPlan,
     accelerator: Accelerator,
@@ -251,7 +251,7 @@ def kl_controller(settings: RunSettings) -> KLController:
     return FixedKL(value=options.coef)
 
 
-def _fill_in(args: PPOConfig, derived: Mapping[str, int]) -> None:
+def _fill_in(args: OnPolicyConfig, derived: Mapping[str, int]) -> None:
     for name, value in derived.items():
         given = getattr(args, name)
         if given is not None and given != value:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from kedge.config.ppo import PPOConfig
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.engine.loop import Engine
 from kedge.errors import ConfigError
 from kedge.trainers.given import Given
@@ -31,7 +31,7 @@ class TrainerShell:
 
     def __init__(self, run: Run, given: Given, algorithm_name: str) -> None:
         self._run = run
-        self.args: PPOConfig = given.args
+        self.args: OnPolicyConfig = given.args
         self.processing_class = given.processing_class
         self.train_dataset, self.eval_dataset = given.train_dataset, given.eval_dataset
         self.accelerator = run.learner.accelerator

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from kedge.config.ppo import PPOConfig
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.protocols import RolloutEngine
 
 
@@ -16,7 +16,7 @@ from kedge.protocols import RolloutEngine
 class Given:
     """What a user hands over to a trainer; see ``kedge.PPOTrainer`` for each."""
 
-    args: PPOConfig
+    args: OnPolicyConfig
     processing_class: Any = None
     model: str | nn.Module | None = None
     ref_model: str | nn.Module | None = None

@@ -80,8 +80,9 @@ class PPOTrainer(TrainerShell):
         rollout_engine: RolloutEngine | None = None,
         algorithm: Algorithm | None = None,
     ) -> None:
+        args = checked(args)
         given = Given(
-            args=checked(args),
+            args=args,
             processing_class=processing_class,
             model=model,
             ref_model=ref_model,
@@ -98,11 +99,11 @@ class PPOTrainer(TrainerShell):
             reward_processing_class=reward_processing_class,
             rollout_engine=rollout_engine,
         )
-        settle_process(given.args)
-        accelerator = accelerator_for(given.args)
+        settle_process(args)
+        accelerator = accelerator_for(args)
         tokenizer = text_tokenizer(processing_class, model)
         settings = resolve(
-            given.args, world_size=accelerator.num_processes, eos_token_id=tokenizer.eos_token_id
+            args, world_size=accelerator.num_processes, eos_token_id=tokenizer.eos_token_id
         )
         held = ref_model is not None or settings.kl.coef > 0 or settings.kl.adaptive
         rule = algorithm or ppo(**asdict(settings.ppo), reference=held)

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from kedge.backends.data import DatasetPrompts
-from kedge.config.ppo import PPOConfig
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import DataOptions, RunSettings
 from kedge.engine.plan import BatchPlan, plan_batches
 from kedge.errors import ConfigError, DataError
@@ -107,7 +107,11 @@ def prompt_source(
 
 
 def eval_sets(
-    dataset: Any, args: PPOConfig, settings: RunSettings, tokenizer: Any, accelerator: Accelerator
+    dataset: Any,
+    args: OnPolicyConfig,
+    settings: RunSettings,
+    tokenizer: Any,
+    accelerator: Accelerator,
 ) -> list[EvalSet]:
     """Evaluation prompts: none, one dataset, or a dict of named ones."""
     if dataset is None:

@@ -16,7 +16,8 @@ from transformers.trainer_utils import TrainOutput
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.rewards import RewardLog
 from kedge.backends.trackers import Jsonl, Many, Screen, draw_curves
-from kedge.config.resolve import RunSettings, cadence
+from kedge.config.cadence import cadence
+from kedge.config.resolve import RunSettings
 from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine

@@ -1,0 +1,234 @@
+"""Options that every Trainer-style trainer has."""
+
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from transformers import TrainingArguments
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
+
+from kedge.config.checks import check_values
+from kedge.config.field_support import FIELD_SUPPORT
+from kedge.config.removed import RemovedArguments
+from kedge.config.support import Support, apply_support
+from kedge.errors import ConfigError
+
+KLEstimator = Literal["k1", "k2", "k3", "abs", "full"]
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with the help text that the command line and the docs show."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(repr=False)
+class OnPolicyConfig(RemovedArguments, TrainingArguments):
+    """The options of ``transformers.TrainingArguments``, and those that every algorithm has.
+
+    Every field is listed with where it acts, or why it is refused, in ``SUPPORT``.  ``max_steps``,
+    ``logging_steps``, ``save_steps``, ``eval_steps`` and ``warmup_steps`` count updates: one batch
+    of responses, trained on for ``num_ppo_epochs`` x ``num_mini_batches`` optimiser steps.
+
+    Raises:
+        ConfigError: a value or a combination that cannot work.
+    """
+
+    SUPPORT: ClassVar[Mapping[str, Support]] = FIELD_SUPPORT
+
+    # TrainingArguments with other defaults.
+    logging_steps: float = option(10, "Log every so many updates; below 1, a fraction of the run.")
+    gradient_checkpointing: bool | None = option(
+        True, "Recompute activations in the backward pass: less memory, about a third slower."
+    )
+    bf16: bool | None = option(  # type: ignore[assignment]
+        None,
+        "Autocast to bfloat16 over float32 weights. Unset: on a GPU that can, and off elsewhere.",
+    )
+    report_to: None | str | list[str] = option(  # noqa: RUF036  (HfArgumentParser reads this order)
+        None, "Where metrics go: tensorboard, wandb, trackio or a list. Unset: nowhere but files."
+    )
+    trackio_space_id: str | None = option(
+        "trackio", "Hugging Face Space of the trackio dashboard, with report_to=trackio."
+    )
+    run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
+
+    # Batches and run length.
+    exp_name: str = option("run", "Name of the experiment.")
+    num_ppo_epochs: int = option(4, "Passes over each batch of responses.")
+    num_mini_batches: int = option(1, "Optimiser steps that each pass is cut into.")
+    total_episodes: int | None = option(
+        None, "Responses to generate in the whole run. Unset: num_train_epochs or max_steps decide."
+    )
+    num_generations: int = option(1, "Responses per prompt.")
+    local_rollout_forward_batch_size: int = option(
+        64, "Rows of one process at a time while generating, annotating and scoring."
+    )
+    num_sample_generations: int = option(
+        10, "Tables of sample completions shown over the run; 0 for none."
+    )
+    dataset_num_proc: int | None = option(None, "Processes that tokenise the dataset.")
+    world_size: int | None = option(None, "Filled in: processes.")
+    num_total_batches: int | None = option(None, "Filled in: updates in the run.")
+    micro_batch_size: int | None = option(
+        None, "Filled in: per_device_train_batch_size x world_size."
+    )
+    local_batch_size: int | None = option(
+        None, "Filled in: per_device_train_batch_size x gradient_accumulation_steps."
+    )
+    batch_size: int | None = option(None, "Filled in: local_batch_size x world_size.")
+    local_mini_batch_size: int | None = option(
+        None, "Filled in: local_batch_size / num_mini_batches."
+    )
+    mini_batch_size: int | None = option(None, "Filled in: batch_size / num_mini_batches.")
+
+    # Models.
+    sft_model_path: str = option(
+        "EleutherAI/pythia-160m", "Folder or name of the policy and the reference, for scripts."
+    )
+    reward_model_path: str = option(
+        "EleutherAI/pythia-160m", "Folder or name of the reward model, for scripts."
+    )
+    model_adapter_name: str | None = option(None, "PEFT adapter that trains.")
+    ref_adapter_name: str | None = option(
+        None, "PEFT adapter that is the reference. Unset: the base model without adapter."
+    )
+    ds3_gather_for_generation: bool = option(
+        True, "Always true: responses are sampled with whole weights."
+    )
+    allow_low_precision_weights: bool = option(
+        False, "Train bf16 or fp16 weights, where small updates are rounded away."
+    )
+
+    # Sampling.
+    response_length: int = option(53, "Most tokens of a response.")
+    min_new_tokens: int = option(0, "Stop tokens are banned before this many.")
+    temperature: float = option(0.7, "Logits are divided by it, in sampling and in training.")
+    top_k: int = option(0, "Sample among the k most likely tokens; 0 is off.")
+    top_p: float = option(1.0, "Sample among the most likely tokens of this mass; 1 is off.")
+    min_p: float = option(0.0, "Leave out tokens less likely than this share of the top; 0 is off.")
+    keep_sampling_mask: bool = option(
+        False,
+        "Record which tokens could be sampled, and train over those. For top_k, top_p, min_p.",
+    )
+    stop_token: Literal["eos"] | None = option(
+        None, 'End responses at the tokenizer\'s end-of-text token: "eos".'
+    )
+    stop_token_id: int | None = option(None, "End responses at this token id.")
+    stop_token_ids: list[int] | None = option(None, "End responses at any of these token ids.")
+    stop_strings: list[str] | None = option(None, "End responses after any of these texts.")
+
+    # Rewards.
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the score of a response without stop token."
+    )
+    non_eos_penalty: bool = option(
+        False, "Replace the score of a response without stop token by penalty_reward_value."
+    )
+    penalty_reward_value: float = option(-1.0, "The score that non_eos_penalty gives.")
+    reward_weights: list[float] | None = option(
+        None, "Weight of each reward source; the default is 1 each."
+    )
+    on_reward_error: Literal["raise", "score", "drop"] = option(
+        "raise", "When a reward function fails: stop, give reward_error_score, or drop the row."
+    )
+    reward_error_score: float | None = option(None, "The score that on_reward_error=score gives.")
+
+    # KL penalty.
+    kl_coef: float = option(0.05, "Weight of the KL penalty in the reward.")
+    kl_estimator: KLEstimator = option("k1", "Estimator of the KL per token; full is exact.")
+    adaptive_kl: bool = option(False, "Steer kl_coef towards kl_target.")
+    kl_target: float = option(6.0, "KL per response, in nats, that adaptive_kl aims at.")
+    kl_horizon: float = option(10000.0, "Responses over which adaptive_kl acts.")
+    # Prompts.
+    max_prompt_length: int | None = option(None, "Most tokens of a prompt.")
+    overlong_prompts: Literal["drop", "truncate"] = option(
+        "drop", "Longer prompts are left out, or cut at the left."
+    )
+    shuffle_dataset: bool = option(True, "Shuffle the prompts anew on every pass.")
+
+    # Engine.
+    save_rollouts: str | None = option(None, "Folder that gets everything each update reads.")
+    replay_rollouts: str | None = option(None, "Folder of save_rollouts to train from.")
+    preflight: bool = option(True, "Check models, rewards and masks on one batch at the start.")
+    max_lag: int = option(0, "Updates that sampling may be ahead of training; 0 is synchronous.")
+
+    def __post_init__(self) -> None:
+        apply_support(self, self.SUPPORT)
+        self._settle_precision()
+        self._settle_defaults()
+        check_values(self)
+        given, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not _has_gpu():
+            self.use_cpu = True  # or the processes would not find one another
+        # DeepSpeed's settings are filled in from it while TrainingArguments sets itself up.
+        self.world_size = launched
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.world_size = self.distributed_state.num_processes if self.distributed_state else 1
+        if self.world_size != launched:
+            raise ConfigError(
+                f"{launched} processes were launched, but this one is one of {self.world_size}; "
+                "set use_cpu=True if they share no GPU, or launch one process"
+            )
+        if given not in (None, self.world_size):
+            raise ConfigError(
+                f"world_size={given} but {self.world_size} processes are running; leave it unset"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, with access tokens hidden; ``stop_token`` and what is unset are not."""
+        shown: dict[str, Any] = super().to_dict()
+        for name in ("stop_token", "hub_token", "push_to_hub_token"):
+            if name == "stop_token" or getattr(self, name) is None:
+                shown[name] = getattr(self, name)
+        return shown
+
+    def __str__(self) -> str:
+        lines = (f"    {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    __repr__ = __str__
+
+    def validate(self) -> None:
+        """Check every field again, for values that were set after construction.
+
+        Raises:
+            ConfigError: a value or a combination that cannot work.
+        """
+        apply_support(self, self.SUPPORT)
+        check_values(self)
+
+    def _settle_precision(self) -> None:
+        gpu = is_torch_bf16_gpu_available() and not self.use_cpu
+        if self.bf16 is None:
+            self.bf16 = gpu and not self.fp16
+        elif self.bf16 and not _has_gpu():
+            self.use_cpu = True  # TrainingArguments wants bf16 on a CPU said in so many words
+        if self.fp16 and (self.use_cpu or not is_torch_cuda_available()):
+            raise ConfigError("fp16=True needs a CUDA device; set bf16=True or leave both unset")
+
+    def _settle_defaults(self) -> None:
+        # Newer transformers have another name for it, and warn about this one.
+        if getattr(self, "activation_checkpointing", False) is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+        if getattr(self, "activation_checkpointing_kwargs", False) is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        if self.report_to is None:
+            self.report_to = "none"
+        if self.run_name is None and self.exp_name != type(self).exp_name:
+            self.run_name = self.exp_name
+        wants_best = self.load_best_model_at_end or self.save_strategy == "best"
+        if wants_best and self.metric_for_best_model is None:
+            self.metric_for_best_model = "objective/scores"
+            self.greater_is_better = True
+
+
+def _has_gpu() -> bool:
+    return is_torch_cuda_available() or is_torch_bf16_gpu_available()
