@@ -1,0 +1,246 @@
+"""Seeded bugs: each is put into a copy of the source, and the tests named beside it must fail.
+
+    python tests/mutants.py            all of them
+    python tests/mutants.py whiten     those whose name holds the word
+
+A bug that survives is a bug in the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug: in ``file`` the text ``old`` becomes ``new``; ``tests`` must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
+NPLUS = "tests/reference/test_nplus_ppo.py"
+LEARNER = "tests/unit/test_learner.py"
+GRADIENT = "tests/property/test_gradient_invariance.py"
+MUTANTS = [
+    Mutant(
+        "policy loss with the wrong sign",
+        "math/losses.py",
+        "torch.max(-ratio * advantages, -ratio.clamp",
+        "torch.max(ratio * advantages, ratio.clamp",
+        MATH,
+    ),
+    Mutant(
+        "value clipped around the new value",
+        "math/losses.py",
+        "bounded = old + (values - old).clamp(-clip, clip)\n    return 0.5",
+        "bounded = values + (values - old).clamp(-clip, clip)\n    return 0.5",
+        MATH,
+    ),
+    Mutant(
+        "whitening adds the mean back",
+        "math/masked.py",
+        "return scaled if center else",
+        "return scaled if not center else",
+        MATH,
+    ),
+    Mutant(
+        "whitening per rank",
+        "math/masked.py",
+        "mean = masked_mean(x, mask, total=total)",
+        "mean = masked_mean(x, mask)",
+        MATH,
+    ),
+    Mutant(
+        "means over padding",
+        "math/masked.py",
+        "torch.where(mask, x, 0.0).sum(), mask.sum()",
+        "x.sum(), mask.sum()",
+        MATH,
+    ),
+    Mutant(
+        "GAE sees values beyond the end",
+        "math/advantage.py",
+        "coming = torch.where(here, values[:, t], coming)",
+        "coming = values[:, t]",
+        MATH,
+    ),
+    Mutant(
+        "GAE without lambda",
+        "math/advantage.py",
+        "delta + gamma * lam * advantage",
+        "delta + gamma * advantage",
+        MATH,
+    ),
+    Mutant(
+        "score on the slot before the last",
+        "math/rewards.py",
+        "slots == last_true(mask)[:, None]",
+        "slots == last_true(mask)[:, None] - 1",
+        MATH,
+    ),
+    Mutant(
+        "k3 with the sign of k1",
+        "math/kl.py",
+        "return (ref - logp).expm1() - (ref - logp)",
+        "return (logp - ref).expm1() - (logp - ref)",
+        MATH,
+    ),
+    Mutant(
+        "weights sum to one per row",
+        "math/weights.py",
+        "return mask / _count(mask, total)",
+        "return mask / mask.sum(1, keepdim=True).clamp(min=1)",
+        MATH,
+    ),
+    Mutant(
+        "KL added to the reward",
+        "algorithms/ppo.py",
+        "rewards = rewards - kl_coef * kl",
+        "rewards = rewards + kl_coef * kl",
+        NPLUS,
+    ),
+    Mutant(
+        "returns from whitened advantages",
+        "algorithms/ppo.py",
+        "returns = (raw + values) * spare",
+        "returns = (whiten(raw, mask, total=e.total) + values) * spare",
+        NPLUS,
+    ),
+    Mutant(
+        "value loss over the policy's mask",
+        "algorithms/ppo.py",
+        "value_mask=spare",
+        "value_mask=mask",
+        NPLUS,
+    ),
+    Mutant(
+        "micro-batches weighted one by one",
+        "engine/stages.py",
+        "token_weight=token[part],",
+        "token_weight=weigh(step.rows(part).mask, total),",
+        NPLUS,
+    ),
+    Mutant(
+        "the same order every pass",
+        "engine/stages.py",
+        "order = torch.randperm(len(experience), generator=shuffle)",
+        "order = torch.arange(len(experience))",
+        NPLUS,
+    ),
+    Mutant(
+        "dropped rows keep their loss",
+        "engine/stages.py",
+        "mask=rollout.mask & judgement.valid[:, None])",
+        "mask=rollout.mask)",
+        LOOP,
+    ),
+    Mutant(
+        "weights never reach the sampler",
+        "engine/loop.py",
+        "                syncs.append(self._sync(worker))\n",
+        "",
+        LOOP,
+    ),
+    Mutant(
+        "receipts are not read",
+        "engine/loop.py",
+        "if (receipt.version, receipt.fingerprint) != (version, expected):",
+        "if False:",
+        LOOP,
+    ),
+    Mutant(
+        "a checkpoint forgets the KL coefficient",
+        "engine/loop.py",
+        '        self.kl.load_state_dict(state["kl"])\n',
+        "",
+        LOOP,
+    ),
+    Mutant(
+        "an exception of the sampler is swallowed",
+        "engine/loop.py",
+        "future.set_exception(error)",
+        "pass",
+        LOOP,
+    ),
+    Mutant(
+        "adaptive KL without its clip",
+        "engine/kl_control.py",
+        "min(max(kl / self.target - 1, -0.2), 0.2)",
+        "kl / self.target - 1",
+        NPLUS,
+    ),
+    Mutant(
+        "temperature forgotten in training",
+        "backends/hf/settings.py",
+        "temperature=self.temperature",
+        "temperature=1.0",
+        LEARNER,
+    ),
+    Mutant(
+        "value of the state after its token",
+        "backends/hf/packing.py",
+        "self.prompt_lengths[row] + t - 1",
+        "self.prompt_lengths[row] + t",
+        GRADIENT + " " + LEARNER,
+    ),
+]
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests pass with the bug in."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source)
+        file = source / "kedge" / mutant.file
+        text = file.read_text()
+        if mutant.old not in text:
+            raise SystemExit(f"{mutant.name}: {mutant.file} no longer holds {mutant.old!r}")
+        file.write_text(text.replace(mutant.old, mutant.new))
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                *mutant.tests.split(),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"PYTHONPATH": f"{source}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        )
+    return done.returncode == 0
+
+
+def main() -> int:
+    """Print CAUGHT or MISSED for each; the number missed is the exit status."""
+    wanted = [m for m in MUTANTS if all(word in m.name for word in sys.argv[1:])]
+    missed = 0
+    for mutant in wanted:
+        alive = survives(mutant)
+        missed += alive
+        sys.stdout.write(f"{'MISSED' if alive else 'CAUGHT'} {mutant.name}\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"{len(wanted) - missed} of {len(wanted)} caught\n")
+    return missed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

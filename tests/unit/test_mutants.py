@@ -1,0 +1,19 @@
+"""The seeded bugs still fit the source, and a few of them are caught."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants import MUTANTS, ROOT, survives
+
+
+def test_every_bug_still_has_its_place() -> None:
+    gone = [m.name for m in MUTANTS if m.old not in (ROOT / "src/kedge" / m.file).read_text()]
+    assert gone == []
+    assert len(MUTANTS) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS[:3], ids=lambda m: m.name)
+def test_a_few_are_caught(mutant: object) -> None:
+    assert not survives(mutant)  # type: ignore[arg-type]
