@@ -7,6 +7,9 @@ Importing this package loads the standard library alone.
 
 from kedge.rewards.arithmetic import gsm8k, number_verifier
 from kedge.rewards.base import Verifier, text_of
+from kedge.rewards.by_column import ByColumn
+from kedge.rewards.compose import VERIFIERS, RewardMix, by_column, reward_mix
+from kedge.rewards.constraints import ConstraintVerifier, ifeval
 from kedge.rewards.formats import format_reward, r1_style_format, tag_count_reward, think_answer
 from kedge.rewards.length import length_at_most, length_close_to, soft_overlong_punishment
 from kedge.rewards.mathematics import math, math_verifier
@@ -16,14 +19,20 @@ from kedge.rewards.sandbox import Outcome, Sandbox
 from kedge.rewards.strings import exact_match, string_contains, string_f1, string_match
 
 __all__ = [
+    "VERIFIERS",
+    "ByColumn",
+    "ConstraintVerifier",
     "Outcome",
+    "RewardMix",
     "Sandbox",
     "Verifier",
+    "by_column",
     "code",
     "code_verifier",
     "exact_match",
     "format_reward",
     "gsm8k",
+    "ifeval",
     "length_at_most",
     "length_close_to",
     "math",
@@ -32,6 +41,7 @@ __all__ = [
     "r1_style_format",
     "regex_match",
     "regex_reward",
+    "reward_mix",
     "soft_overlong_punishment",
     "string_contains",
     "string_f1",

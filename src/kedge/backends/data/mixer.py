@@ -1,0 +1,127 @@
+"""Several datasets as one: ``name 0.5 other 400``."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kedge.errors import DataError
+
+EXAMPLE = "'name 0.5 other 400' takes half of one dataset and 400 rows of another"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One dataset of a mixture.
+
+    Attributes:
+        name: what the loader is given.
+        fraction: of its rows, or None.
+        rows: how many of them, or None.
+    """
+
+    name: str
+    fraction: float | None = None
+    rows: int | None = None
+
+    def count(self, available: int) -> int:
+        """How many rows to take of so many.
+
+        Raises:
+            DataError: there are none.
+        """
+        wanted = self.rows if self.fraction is None else round(self.fraction * available)
+        if not wanted or not available:
+            raise DataError(
+                f"the dataset mixer takes no row of {self.name!r}, which has {available}; leave it"
+                " out, or take more"
+            )
+        return wanted
+
+
+def parse_mixer(mixer: str | Sequence[str]) -> list[Part]:
+    """The parts of a mixture written as names and amounts in turn.
+
+    A number with a decimal point is a fraction of the dataset (1.0 is all of it), one without is a
+    number of rows; more than there are repeats them.
+
+    Args:
+        mixer: ``"name 0.5 other 400"``, or the same words in a list.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    words = mixer.split() if isinstance(mixer, str) else [str(word) for word in mixer]
+    if not words or len(words) % 2:
+        raise DataError(
+            f"dataset mixer {' '.join(words)!r} must be names and amounts in turn: {EXAMPLE}"
+        )
+    return [_part(name, amount) for name, amount in zip(words[::2], words[1::2], strict=True)]
+
+
+def _part(name: str, amount: str) -> Part:
+    if re.fullmatch(r"[0-9]+", amount) and int(amount) > 0:
+        return Part(name, rows=int(amount))
+    fraction = float(amount) if re.fullmatch(r"[0-9]*\.[0-9]+|[0-9]+\.", amount) else 0.0
+    if fraction <= 0:
+        raise DataError(
+            f"dataset mixer: the amount {amount!r} of {name!r} must be a positive fraction such as"
+            f" 0.5 or a number of rows such as 400: {EXAMPLE}"
+        )
+    return Part(name, fraction=fraction)
+
+
+def choose_rows(part: Part, available: int, *, seed: int, position: int) -> list[int]:
+    """Which rows of a dataset to take: a random choice, the same for the same seed and position.
+
+    Args:
+        part: how many.
+        available: rows of the dataset.
+        seed: of the choice.
+        position: of the dataset in the mixture.
+    """
+    whole, rest = divmod(part.count(available), available)
+    chance = random.Random(f"mixer/{seed}/{position}")
+    return sorted([*list(range(available)) * whole, *chance.sample(range(available), rest)])
+
+
+def mix(
+    mixer: str | Sequence[str],
+    load: Callable[[str], Any],
+    *,
+    seed: int = 0,
+    name_column: str | None = None,
+) -> Any:
+    """One ``datasets.Dataset`` from several; columns that one lacks are None in its rows.
+
+    Args:
+        mixer: see ``parse_mixer``.
+        load: gives the ``datasets.Dataset`` of a name.
+        seed: of the choice of rows.
+        name_column: a column to add, with the name of the dataset each row came from.
+
+    Raises:
+        DataError: the mixer cannot be read, a column exists already, or two datasets hold different
+            types in one column.
+    """
+    import datasets
+
+    parts = []
+    for position, part in enumerate(parse_mixer(mixer)):
+        rows = load(part.name)
+        chosen = rows.select(choose_rows(part, len(rows), seed=seed, position=position))
+        if name_column is not None:
+            if name_column in chosen.column_names:
+                raise DataError(
+                    f"dataset mixer: {part.name!r} already has a column {name_column!r}; choose"
+                    " another name_column"
+                )
+            chosen = chosen.add_column(name_column, [part.name] * len(chosen))
+        parts.append(chosen)
+    try:
+        return datasets.concatenate_datasets(parts)
+    except (ValueError, TypeError) as error:  # pyarrow's errors are ValueErrors and TypeErrors
+        raise DataError(f"the datasets of the mixer do not fit together: {error}") from error

@@ -1,0 +1,212 @@
+"""Verifiers chosen by a column, the usual mixture, and datasets in proportion."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from kedge.backends.data.mixer import Part, choose_rows, mix, parse_mixer
+from kedge.errors import ConfigError, DataError, RewardError
+from kedge.rewards import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format, reward_mix
+
+
+def constant(completions: list[str]) -> list[float]:
+    return [0.25] * len(completions)
+
+
+def by_length(completions: list[str], prompts: list[str], limit: list[int]) -> list[float | None]:
+    return [
+        None if not p else float(len(c) < n)
+        for c, p, n in zip(completions, prompts, limit, strict=True)
+    ]
+
+
+def test_each_row_goes_to_its_verifier() -> None:
+    verify = by_column()
+    scores = verify(
+        ["The answer is 4", "4", "no commas", r"\boxed{1/2}", "Paris", "x", "4"],
+        dataset=["gsm8k", "gsm8k", "ifeval", "math", "string_match", None, "gsm8k"],
+        ground_truth=[
+            "4", "5", {"instruction_id_list": ["punctuation:no_comma"]}, r"\frac12", "paris", None,
+            "#### 4",
+        ],
+    )  # fmt: skip
+    assert scores == [1.0, 0.0, 1.0, 1.0, 1.0, None, 1.0]
+
+
+def test_several_verifiers_per_row_add_up() -> None:
+    verify = by_column({"constant": constant}, weights={"constant": 4.0})
+    scores = verify(
+        ["4", "4"],
+        dataset=[["gsm8k", "constant"], ["constant"]],
+        ground_truth=[["4", None], [None]],
+    )
+    assert scores == [2.0, 1.0]
+
+
+def test_a_verifier_sees_its_own_rows_of_every_column() -> None:
+    verify = ByColumn({"short": by_length, "gsm8k": gsm8k.on("elsewhere")}, truth="limit")
+    scores = verify(
+        ["abc", "7", "abc", "abc"],
+        prompts=["p", "q", "r", ""],
+        dataset=["short", "gsm8k", "short", "short"],
+        limit=[4, "7", 3, 9],
+        log_extra=print,
+    )
+    assert scores == [1.0, 1.0, 0.0, None]
+
+
+@pytest.mark.parametrize("name", ["gsm", "GSM8K", "", 3, ["gsm8k", ["gsm8k"]]])
+def test_an_unknown_name_is_an_error(name: Any) -> None:
+    verify = by_column()
+    truth = ["4", "4"] if isinstance(name, list) else "4"
+    with pytest.raises(RewardError, match=r"names the verifier .* not known"):
+        verify(["4"], dataset=[name], ground_truth=[truth])
+    with pytest.raises(RewardError, match="row 1"):
+        verify.check(["gsm8k", name])
+
+
+def test_names_are_suggested_and_renamed() -> None:
+    with pytest.raises(RewardError, match="did you mean 'gsm8k'"):
+        by_column()(["4"], dataset=["gsm8"], ground_truth=["4"])
+    verify = by_column(rename={"openai/gsm8k": "gsm8k"})
+    assert verify(["4"], dataset=["openai/gsm8k"], ground_truth=["4"]) == [1.0]
+    verify.check(["openai/gsm8k", None, ["math", "gsm8k"]])
+
+
+def test_ground_truths_must_match_the_names() -> None:
+    with pytest.raises(RewardError, match="must be a list of 2 ground truths"):
+        by_column()(["4"], dataset=[["gsm8k", "math"]], ground_truth=["4"])
+    with pytest.raises(RewardError, match="column 'dataset'"):
+        by_column()(["4"], ground_truth=["4"])
+
+
+def test_bad_verifiers_are_errors() -> None:
+    with pytest.raises(ConfigError, match="no verifier"):
+        ByColumn({})
+    with pytest.raises(ConfigError, match="'x' must be"):
+        ByColumn({"x": 3})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="names the verifier 'maths'"):
+        by_column(weights={"maths": 2.0})
+    short = ByColumn({"x": lambda completions: [1.0]})
+    with pytest.raises(RewardError, match="1 scores for 2"):
+        short(["a", "b"], dataset=["x", "x"], ground_truth=[0, 0])
+    odd = ByColumn({"x": lambda completions: [float("nan")]})
+    with pytest.raises(RewardError, match="returned nan"):
+        odd(["a"], dataset=["x"], ground_truth=[0])
+
+
+def test_it_reports_rates() -> None:
+    seen: dict[str, float] = {}
+    verify = by_column({"constant": constant})
+    verify(
+        ["4", "5", "6"],
+        dataset=["gsm8k", "gsm8k", "constant"],
+        ground_truth=["4", "4", None],
+        log_metric=seen.__setitem__,
+    )
+    assert seen == {
+        "gsm8k_reward": 0.5,
+        "gsm8k_correct_rate": 0.5,
+        "constant_reward": 0.25,
+        "constant_correct_rate": 1.0,
+        "verifiable_reward": pytest.approx(1.25 / 3),
+        "verifiable_correct_rate": pytest.approx(2 / 3),
+    }
+
+
+def test_all_built_in_verifiers_can_be_named() -> None:
+    assert set(VERIFIERS) == {
+        "gsm8k", "math", "ifeval", "code", "regex", "string_match", "exact_match",
+        "string_contains", "string_f1",
+    }  # fmt: skip
+
+
+def test_reward_mix() -> None:
+    full = reward_mix(
+        reward_model="rm",
+        reward_model_multiplier=0.5,
+        verifiers=gsm8k,
+        add_r1_style_format_reward=True,
+        non_stop_penalty=True,
+        penalty_reward_value=-10.0,
+    )
+    assert full.trainer == {
+        "reward_model": "rm",
+        "reward_funcs": [gsm8k, r1_style_format],
+        "reward_weights": [0.5, 10.0, 1.0],
+    }
+    assert full.config == {"non_eos_penalty": True, "penalty_reward_value": -10.0}
+    model = reward_mix(reward_model="rm")
+    assert model.trainer == {"reward_model": "rm", "reward_weights": [1.0]}
+    rules = reward_mix(
+        reward_model="rm", reward_model_multiplier=0, apply_verifiable_reward=True,
+        verification_reward=2.0,
+    )  # fmt: skip
+    assert "reward_model" not in rules.trainer
+    assert isinstance(rules.trainer["reward_funcs"][0], ByColumn)
+    assert rules.trainer["reward_weights"] == [2.0]
+
+
+def test_reward_mix_of_nothing() -> None:
+    with pytest.raises(ConfigError, match="nothing is left"):
+        reward_mix(reward_model="rm", reward_model_multiplier=0)
+    with pytest.raises(ConfigError, match="leaves them out"):
+        reward_mix(verifiers=gsm8k, apply_verifiable_reward=False)
+
+
+def test_parse_mixer() -> None:
+    parts = [Part("name", fraction=0.5), Part("other", rows=400)]
+    assert (
+        parse_mixer("name 0.5 other 400") == parse_mixer(["name", "0.5", "other", "400"]) == parts
+    )
+    assert parse_mixer("a 1.0 b 1") == [Part("a", fraction=1.0), Part("b", rows=1)]
+
+
+@pytest.mark.parametrize(
+    "mixer", ["", "name", "name 0.5 other", "name 0", "name -1", "name 0.0", "name x", "name 1e3",
+              "name nan", "name inf", "0.5 name"],
+)  # fmt: skip
+def test_bad_mixers_are_errors(mixer: str) -> None:
+    with pytest.raises(DataError, match=r"name 0\.5 other 400"):
+        parse_mixer(mixer)
+
+
+def test_rows_chosen() -> None:
+    half = choose_rows(Part("a", fraction=0.5), 10, seed=0, position=0)
+    assert len(set(half)) == len(half) == 5
+    assert half == choose_rows(Part("a", fraction=0.5), 10, seed=0, position=0)
+    assert half != choose_rows(Part("a", fraction=0.5), 10, seed=1, position=0)
+    assert half != choose_rows(Part("a", fraction=0.5), 10, seed=0, position=1)
+    assert choose_rows(Part("a", fraction=1.0), 3, seed=0, position=0) == [0, 1, 2]
+    many = Counter(choose_rows(Part("a", rows=7), 3, seed=0, position=0))
+    assert sorted(many.values()) == [2, 2, 3]
+    with pytest.raises(DataError, match="takes no row of 'a', which has 3"):
+        choose_rows(Part("a", fraction=0.1), 3, seed=0, position=0)
+    with pytest.raises(DataError, match="which has 0"):
+        choose_rows(Part("a", rows=3), 0, seed=0, position=0)
+
+
+def test_mix() -> None:
+    sources = {
+        "a": Dataset.from_dict({"prompt": ["a0", "a1", "a2", "a3"]}),
+        "b": Dataset.from_dict({"prompt": ["b0", "b1"], "answer": [1, 2]}),
+    }
+    mixed = mix("a 0.5 b 3", sources.__getitem__, seed=3, name_column="dataset")
+    assert mixed["dataset"][:] == ["a"] * 2 + ["b"] * 3
+    assert mixed["answer"][:2] == [None, None]
+    assert set(mixed["prompt"][2:]) == {"b0", "b1"}
+    again = mix("a 0.5 b 3", sources.__getitem__, seed=3, name_column="dataset")
+    assert mixed[:] == again[:]
+
+
+def test_mix_errors() -> None:
+    one = Dataset.from_dict({"prompt": ["a"], "x": [1]})
+    other = Dataset.from_dict({"prompt": ["a"], "x": [["list"]]})
+    with pytest.raises(DataError, match="do not fit together"):
+        mix("a 1 b 1", {"a": one, "b": other}.__getitem__)
+    with pytest.raises(DataError, match="already has a column 'x'"):
+        mix("a 1", {"a": one}.__getitem__, name_column="x")
