@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[dev,pipeline]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,pipeline,math]"
 	@touch $@
 
 setup: $(STAMP)

@@ -38,8 +38,8 @@ MUTANTS = [
     Mutant(
         "policy loss with the wrong sign",
         "math/losses.py",
-        "torch.max(-ratio * advantages, -ratio.clamp",
-        "torch.max(ratio * advantages, ratio.clamp",
+        "torch.max(-free * advantages, -ratio.clamp",
+        "torch.max(free * advantages, ratio.clamp",
         MATH,
     ),
     Mutant(
@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "returns from whitened advantages",
         "algorithms/ppo.py",
-        "returns = (raw + values) * spare",
-        "returns = (whiten(raw, mask, total=e.total) + values) * spare",
+        "returns = (aim + values) * spare",
+        "returns = (whiten(aim, mask, total=e.total) + values) * spare",
         NPLUS,
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "an exception of the sampler is swallowed",
         "engine/loop.py",
         "future.set_exception(error)",
-        "pass",
+        "future.set_result(None)",
         LOOP,
     ),
     Mutant(
