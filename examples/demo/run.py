@@ -19,6 +19,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Models this small gain little from a second thread, and lose much when something else runs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from prepare import (
     make_model,
