@@ -48,8 +48,8 @@ console = Console()
 class Sizes:
     """How much of everything."""
 
-    supervised_rows: int = 18_000
-    preference_rows: int = 8_000
+    supervised_rows: int = 20_000
+    preference_rows: int = 10_000
     updates: int = 45
     judged: int = 500
 
