@@ -149,9 +149,10 @@ def test_unanswered_scores_zero_and_is_counted() -> None:
 
     seen: list[tuple[str, float]] = []
     verify = Verifier(check, name="toy", column=None)
-    scores = verify(["slow", "x"], log_metric=lambda name, value: seen.append((name, value)))
-    assert scores == [0.0, 1.0]
-    assert seen == [("timeouts/toy", 1.0)]
+    texts = ["slow", "x", "slow"]
+    scores = verify(texts, log_metric=lambda name, value: seen.append((name, value)))
+    assert scores == [0.0, 1.0, 0.0]
+    assert seen == [("timeouts/toy", 2.0)]
     assert verify(["slow"]) == [0.0]
 
 

@@ -11,9 +11,14 @@ from collections.abc import Callable, Sequence
 COMMANDS = {
     "ppo": "train a language model with PPO",
     "plan": "show the sizes and the memory of a run, before any weight is loaded",
+    "serve-reward": "serve reward functions over HTTP, for trainers that run elsewhere",
 }
 
-_WHERE = {"ppo": "kedge.cli.ppo", "plan": "kedge.cli.plan"}
+_WHERE = {
+    "ppo": "kedge.cli.ppo",
+    "plan": "kedge.cli.plan",
+    "serve-reward": "kedge.cli.serve_reward",
+}
 
 EXAMPLE = """\
 example:

@@ -15,6 +15,7 @@ from kedge.rewards.length import length_at_most, length_close_to, soft_overlong_
 from kedge.rewards.mathematics import math, math_verifier
 from kedge.rewards.programs import code, code_verifier
 from kedge.rewards.regex import regex_match, regex_reward
+from kedge.rewards.remote import RemoteReward
 from kedge.rewards.sandbox import Outcome, Sandbox
 from kedge.rewards.strings import exact_match, string_contains, string_f1, string_match
 
@@ -23,6 +24,7 @@ __all__ = [
     "ByColumn",
     "ConstraintVerifier",
     "Outcome",
+    "RemoteReward",
     "RewardMix",
     "Sandbox",
     "Verifier",

@@ -29,8 +29,8 @@ class Verifier:
 
     It returns one number per row, and None for a row whose ground truth is None.  Nothing that a
     response contains makes it raise: a response that cannot be judged scores 0 and is counted in
-    the metric ``<kind>/<name>``, for example ``timeouts/math``.  A ground truth that cannot be used
-    is a mistake in the dataset and raises.
+    the metric ``<kind>/<name>``, for example ``timeouts/math``, rows per call.  A ground truth that
+    cannot be used is a mistake in the dataset and raises.
 
     Args:
         check: score of one response; raises RewardError for an unusable ground truth and
@@ -74,19 +74,22 @@ class Verifier:
             truths = read_column(columns, self.column, len(completions), name)
         texts = [text_of(completion) for completion in completions]
         rows = [i for i, t in enumerate(truths) if t is not None or self.column is None]
-        log = columns.get("log_metric")
+        problems: list[str] = []
 
         def judge(row: int) -> float:
             try:
                 return float(self.check(texts[row], truths[row]))
             except Unanswered as problem:
-                if log is not None:
-                    log(f"{problem.kind}/{name}", 1.0)
+                problems.append(problem.kind)
                 return 0.0
 
         scores: list[float | None] = [None] * len(completions)
         for row, score in zip(rows, parallel(judge, rows, self.threads), strict=True):
             scores[row] = score
+        log = columns.get("log_metric")
+        if log is not None:
+            for kind in sorted(set(problems)):
+                log(f"{kind}/{name}", float(problems.count(kind)))
         return scores
 
 

@@ -71,7 +71,7 @@ class ByColumn:
         truths = read_column(columns, self.truth, rows, self.__name__)
         jobs: dict[str, list[tuple[int, Any]]] = {}
         for row, (given, truth) in enumerate(zip(names, truths, strict=True)):
-            for name, own in self._named(row, given, truth):
+            for name, own in self._named(f"row {row}" if rows > 1 else "a row", given, truth):
                 jobs.setdefault(name, []).append((row, own))
         scores: list[float | None] = [None] * rows
         log = columns.get("log_metric")
@@ -95,9 +95,9 @@ class ByColumn:
         """
         for row, given in enumerate(names):
             several = isinstance(given, (list, tuple))
-            self._named(row, given, [None] * len(given) if several else None)
+            self._named(f"row {row}", given, [None] * len(given) if several else None)
 
-    def _named(self, row: int, given: Any, truth: Any) -> list[tuple[str, Any]]:
+    def _named(self, row: str, given: Any, truth: Any) -> list[tuple[str, Any]]:
         if given is None:
             return []
         several = isinstance(given, (list, tuple))
@@ -105,14 +105,14 @@ class ByColumn:
         truths = truth if several else [truth]
         if not isinstance(truths, (list, tuple)) or len(truths) != len(names):
             raise RewardError(
-                f"{self.__name__}: row {row} names {len(names)} verifiers in {self.column!r}, so"
+                f"{self.__name__}: {row} names {len(names)} verifiers in {self.column!r}, so"
                 f" {self.truth!r} must be a list of {len(names)} ground truths"
             )
         known = []
         for name in names:
             own = self.rename.get(name, name) if isinstance(name, str) else name
             if not isinstance(own, str) or own not in self.verifiers:
-                raise RewardError(self._unknown(own, f"row {row}"))
+                raise RewardError(self._unknown(own, row))
             known.append(own)
         return list(zip(known, truths, strict=True))
 
@@ -137,7 +137,7 @@ class ByColumn:
         truths = [truth for _, truth in job]
         chosen |= {self.truth: truths, getattr(function, "column", None) or self.truth: truths}
         chosen |= {key: columns[key] for key in REPORTS if key in columns and key != "log_extra"}
-        found = list(function(**_accepted(function, chosen)))
+        found = list(function(**accepted(function, chosen)))
         if len(found) != len(job):
             raise RewardError(
                 f"verifier {name} returned {len(found)} scores for {len(job)} completions"
@@ -148,7 +148,8 @@ class ByColumn:
         return found
 
 
-def _accepted(function: RewardFunc, offered: dict[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered

@@ -1,0 +1,381 @@
+"""Rewards over HTTP: the client, the server, and both together."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from kedge.cli.main import main as kedge
+from kedge.cli.serve_reward import load
+from kedge.errors import ConfigError, RewardError
+from kedge.rewards import RemoteReward, gsm8k
+from kedge.rewards.remote import TOKEN_ENV
+from kedge.rewards.server import RewardServer
+
+QUICK: dict[str, Any] = {"backoff": 0.001, "timeout": 5.0, "time_limit": 20.0}
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+
+
+def length(completions: list[str]) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+@contextmanager
+def raw_server(reply: Callable[[int, str], bytes | None]) -> Iterator[tuple[str, list[str]]]:
+    """Answers each request with the bytes that ``reply(number, request)`` returns."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.05)
+    requests: list[str] = []
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            try:
+                client, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with client:
+                client.settimeout(5)
+                requests.append(_request(client))
+                for piece in _pieces(reply(len(requests), requests[-1])):
+                    if stop.is_set():
+                        break
+                    try:
+                        client.sendall(piece)
+                    except OSError:
+                        break
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
+    finally:
+        stop.set()
+        thread.join()
+        listener.close()
+
+
+def _request(client: socket.socket) -> str:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += client.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    while len(body) < size:
+        body += client.recv(65536)
+    return (head + b"\r\n\r\n" + body).decode()
+
+
+def _pieces(answer: bytes | None) -> Iterator[bytes]:
+    if answer is None:  # drips for ever
+        yield b"HTTP/1.0 200 OK\r\n"
+        while True:
+            time.sleep(0.05)
+            yield b"X: y\r\n"
+    yield answer
+
+
+def ok(value: Any) -> bytes:
+    return b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps(value).encode()
+
+
+def test_scores_come_back_in_order_whatever_the_batches() -> None:
+    texts = ["x" * n for n in range(23)]
+    with RewardServer({"length": length}) as server:
+        for size in (1, 5, 23, 100):
+            remote = RemoteReward(server.url, batch_size=size, concurrency=3)
+            assert remote(texts) == [float(n) for n in range(23)]
+        assert RemoteReward(server.url)([]) == []
+
+
+def test_prompts_columns_and_chats_arrive() -> None:
+    def seen(prompts: list[str], completions: list[Any], **columns: Any) -> list[Any]:
+        assert prompts == ["p", "q"]
+        assert completions[0] == [{"role": "assistant", "content": "\u00e9"}]
+        assert sorted(columns) == ["answer", "level"]
+        return [columns["answer"][0], None]
+
+    chats = [[{"role": "assistant", "content": "\u00e9"}], "y"]
+    columns = {"answer": [3, 4], "level": ["a", "b"], "completion_ids": [[1], [2]]}
+    with RewardServer({"seen": seen}) as server:
+        remote = RemoteReward(server.url)
+        scores = remote(chats, prompts=["p", "q"], log_metric=print, trainer_state=None, **columns)
+    assert scores == [3.0, None]
+
+
+def test_ids_and_columns_on_request() -> None:
+    def ids(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        assert set(columns) == {"completions", "a"}
+        return [float(len(row)) for row in completion_ids]
+
+    with RewardServer({"ids": ids}) as server:
+        remote = RemoteReward(server.url, send_ids=True, columns=["a"])
+        assert remote(["x"], completion_ids=[[1, 2]], a=[1], b=[object()]) == [2.0]
+        with pytest.raises(RewardError, match="no column c"):
+            RemoteReward(server.url, columns=["c"])(["x"], a=[1])
+        with pytest.raises(RewardError, match=r"columns=\["):
+            RemoteReward(server.url)(["x"], b=[object()])
+        with pytest.raises(RewardError, match="2 values for 1 rows"):
+            RemoteReward(server.url)(["x"], b=[1, 2])
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    def reply(number: int, _: str) -> bytes:
+        busy = b"HTTP/1.0 503 Busy\r\nRetry-After: 0\r\n\r\nbusy"
+        return busy if number < 3 else ok({"rewards": [1.5]})
+
+    with raw_server(reply) as (url, requests):
+        assert RemoteReward(url, **QUICK)(["x"]) == [1.5]
+    assert len(requests) == 3
+    assert requests[0].startswith("POST /score HTTP/1.1")
+
+
+def test_a_dropped_connection_is_tried_again() -> None:
+    with raw_server(lambda n, _: b"" if n == 1 else ok({"rewards": [1]})) as (url, requests):
+        assert RemoteReward(url, **QUICK)(["x"]) == [1.0]
+    assert len(requests) == 2
+
+
+def test_retries_end() -> None:
+    answer = b"HTTP/1.0 500 Broken\r\n\r\nsecret cause"
+    message = r"500 Broken: secret cause \(3 attempts"
+    with (
+        raw_server(lambda *_: answer) as (url, requests),
+        pytest.raises(RewardError, match=message),
+    ):
+        RemoteReward(url, retries=2, **QUICK)(["x"])
+    assert len(requests) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422, 301, 302, 307])
+def test_refusals_are_not_repeated_and_redirects_not_followed(status: int) -> None:
+    answer = f"HTTP/1.0 {status} No\r\nLocation: http://127.0.0.1:9/steal\r\n\r\nno".encode()
+    message = f"answered {status} No"
+    with (
+        raw_server(lambda *_: answer) as (url, requests),
+        pytest.raises(RewardError, match=message),
+    ):
+        RemoteReward(url, token="t", **QUICK)(["x"])
+    assert len(requests) == 1
+
+
+def test_a_server_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(RewardError, match=r"cannot be reached: ConnectionRefusedError.*2 attempts"):
+        RemoteReward(f"http://127.0.0.1:{port}", retries=1, **QUICK)(["x"])
+
+
+def test_a_server_that_drips_for_ever_is_left_in_time() -> None:
+    with raw_server(lambda *_: None) as (url, _):
+        began = time.perf_counter()
+        with pytest.raises(RewardError, match=r"no answer after 0\.3 s"):
+            RemoteReward(url, timeout=0.3, retries=0)(["x"])
+        assert time.perf_counter() - began < 10
+
+
+def test_the_time_limit_is_for_all_attempts() -> None:
+    answer = b"HTTP/1.0 503 Busy\r\nRetry-After: 3600\r\n\r\n"
+    with raw_server(lambda *_: answer) as (url, requests):
+        began = time.perf_counter()
+        with pytest.raises(RewardError, match="503 Busy"):
+            RemoteReward(url, retries=100, time_limit=5.0, timeout=5.0)(["x"])
+        assert time.perf_counter() - began < 5
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"no json", b"[1]", b'{"rewards": 1}', b'{"rewards": []}', b'{"rewards": [1, 2]}',
+     b'{"rewards": ["1"]}', b'{"rewards": [NaN]}', b'{"rewards": [1e999]}', b'{"rewards": [true]}',
+     b'{"rewards": ' + b"[" * 100_000],
+)  # fmt: skip
+def test_nonsense_is_an_error(answer: bytes) -> None:
+    whole = b"HTTP/1.0 200 OK\r\n\r\n" + answer
+    with (
+        raw_server(lambda *_: whole) as (url, _),
+        pytest.raises(RewardError, match="reward server"),
+    ):
+        RemoteReward(url, **QUICK)(["x"])
+
+
+def test_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RewardServer({"length": length}, token="right") as server:
+        assert RemoteReward(server.url, token="right")(["xy"]) == [2.0]
+        for wrong in (None, "", "wrong", "right2"):
+            with pytest.raises(RewardError, match="401"):
+                RemoteReward(server.url, token=wrong)(["x"])
+        monkeypatch.setenv(TOKEN_ENV, "right")
+        remote = RemoteReward(server.url)
+        assert remote(["xyz"]) == [3.0]
+        assert "right" not in repr(remote)
+
+
+def test_what_cannot_be_used_is_refused_at_once() -> None:
+    for url in ("", "ftp://x", "http://", "http://x:port", "http://user:pw@x", "x:80"):
+        with pytest.raises(ConfigError):
+            RemoteReward(url)
+    for option in (
+        {"batch_size": 0},
+        {"timeout": 0},
+        {"retries": -1},
+        {"time_limit": float("nan")},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            RemoteReward("http://x", **option)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="token"):
+        RemoteReward("http://x", token="a\r\nb")
+    with pytest.raises(ConfigError, match="set a token"):
+        RewardServer({"length": length}, host="0.0.0.0")
+    with pytest.raises(ConfigError, match="no reward function"):
+        RewardServer({})
+    with pytest.raises(ConfigError, match="port=99999"):
+        RewardServer({"length": length}, port=99999)
+
+
+def test_a_token_in_the_open_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    RemoteReward("http://10.0.0.1", token="t")
+    assert "unencrypted" in caplog.text
+
+
+def request(
+    url: str, body: bytes, path: str = "/score", method: str = "POST", **headers: str
+) -> tuple[int, Any]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection.request(method, path, body, {"Content-Type": "application/json"} | headers)
+    response = connection.getresponse()
+    found = response.status, json.loads(response.read())
+    connection.close()
+    return found
+
+
+def test_what_the_server_refuses() -> None:
+    def bad(completions: list[str]) -> list[float]:
+        raise ValueError("the reason")
+
+    good = json.dumps({"completions": ["x"]}).encode()
+    functions = {
+        "length": length,
+        "bad": bad,
+        "short": lambda completions: [],
+        "nan": lambda **_: [float("nan")],
+    }
+    with RewardServer(functions, max_mb=1) as server:
+        url = server.url
+        assert request(url, good, "/score/length") == (200, {"rewards": [1.0]})
+        assert request(url, good, "/score/length/") == (200, {"rewards": [1.0]})
+        assert request(url, good)[0] == 404
+        assert request(url, good, "/score/none")[0] == 404
+        assert request(url, good, "/other", "GET")[0] == 404
+        assert request(url, b"", "/health", "GET") == (
+            200,
+            {"status": "ok", "rewards": list(functions)},
+        )
+        bodies = [b"{", b"[]", b"{}", b'{"completions": "x"}', b"[" * 100_000]
+        odd = ({"columns": []}, {"columns": {"a": 1}}, {"prompts": []})
+        bodies += [json.dumps({"completions": ["x"]} | more).encode() for more in odd]
+        for body in bodies:
+            assert request(url, body, "/score/length")[0] == 400
+        assert request(url, good, "/score/bad") == (422, {"error": "ValueError: the reason"})
+        assert request(url, good, "/score/short")[0] == 422
+        assert request(url, good, "/score/nan")[0] == 422
+        assert request(url, b"x" * (2 << 20), "/score/length")[0] == 413
+        html = {"Content-Type": "text/plain"}
+        assert request(url, good, "/score/length", "POST", **html)[0] == 415
+        assert request(url, good, "/score/length", "POST", Host="evil.example")[0] == 403
+        for host in ("localhost:1", "127.0.0.1", "[::1]:80", "[::1]", "localhost"):
+            assert request(url, good, "/score/length", "POST", Host=host)[0] == 200
+
+
+def test_what_a_function_may_return() -> None:
+    import numpy as np
+
+    async def later(completions: list[str]) -> list[float]:
+        return [2.0]
+
+    for function in (
+        later,
+        lambda **_: np.array([2.0]),
+        lambda **_: [np.float32(2)],
+        lambda **_: (2,),
+    ):
+        with RewardServer({"f": function}) as server:
+            assert RemoteReward(server.url, **QUICK)(["x"]) == [2.0]
+
+
+def test_functions_are_called_one_at_a_time_unless_told_otherwise() -> None:
+    running, most = 0, 0
+
+    def slow(completions: list[str]) -> list[float]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.05)
+        running -= 1
+        return [0.0]
+
+    with RewardServer({"slow": slow}) as server:
+        RemoteReward(server.url, batch_size=1, concurrency=4)(["x"] * 4)
+        assert most == 1
+    with RewardServer({"slow": slow}, workers=4) as server:
+        RemoteReward(server.url, batch_size=1, concurrency=4)(["x"] * 4)
+        assert most > 1
+
+
+def test_what_serve_reward_loads() -> None:
+    assert load("gsm8k") == ("gsm8k", gsm8k)
+    assert load("by_column")[0] == "by_column"
+    assert load("kedge.rewards:think_answer")[0] == "think_answer"
+    for bad in ("gsm8", "kedge.rewards:nothing", "nowhere:f"):
+        with pytest.raises(ConfigError):
+            load(bad)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["gsm8"], ["gsm8k", "gsm8k"], ["gsm8k", "--port", "x"], ["gsm8k", "--host", "0.0.0.0"],
+     ["gsm8k", "--workers", "0"]],
+)  # fmt: skip
+def test_serve_reward_refuses(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert kedge(["serve-reward", *flags]) == 2
+    assert "kedge serve-reward: error:" in capsys.readouterr().err
+
+
+def test_the_command() -> None:
+    environment = {**os.environ, TOKEN_ENV: "right"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kedge.cli.main", "serve-reward", "gsm8k", "math", "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "with a token" in line
+        url = next(word.rstrip(",") for word in line.split() if word.endswith("/score/gsm8k,"))
+        remote = RemoteReward(url, token="right")
+        assert remote(["#### 4", "5"], ground_truth=["4", "4"]) == [1.0, 0.0]
+        with pytest.raises(RewardError, match=r"422.*RewardError: verifier gsm8k reads the column"):
+            remote(["4"], answer=["4"])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors.split("a reward function failed")[0]
