@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
 from kedge.backends.data.mixer import Part, choose_rows, mix, parse_mixer
+from kedge.cli.arguments import parse
+from kedge.cli.data import load_prompts
 from kedge.errors import ConfigError, DataError, RewardError
 from kedge.rewards import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format, reward_mix
 
@@ -210,3 +214,25 @@ def test_mix_errors() -> None:
         mix("a 1 b 1", {"a": one, "b": other}.__getitem__)
     with pytest.raises(DataError, match="already has a column 'x'"):
         mix("a 1", {"a": one}.__getitem__, name_column="x")
+
+
+def test_the_command_line_mixes(tmp_path: Path) -> None:
+    for name, rows in (("a", 40), ("b", 2)):
+        lines = (json.dumps({"prompt": f"{name}{row}"}) for row in range(rows))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    given = [str(tmp_path / "a.jsonl"), "0.5", str(tmp_path / "b.jsonl"), "6"]
+    flags = [
+        "--model_name_or_path",
+        "m",
+        "--reward_funcs",
+        "r.py:f",
+        "--dataset_mixer_list",
+        *given,
+    ]
+    train, test = load_prompts(parse(flags, prog="kedge ppo"))
+    assert Counter(prompt[0] for prompt in train["prompt"]) == {"a": 20, "b": 6}
+    assert test is None
+    train, test = load_prompts(parse([*flags, "--do_eval", "--eval_steps", "1"], prog="kedge ppo"))
+    assert (len(train), len(test)) == (24, 2)
+    with pytest.raises(DataError, match="choose one"):
+        load_prompts(parse([*flags, "--dataset_name", given[0]], prog="kedge ppo"))

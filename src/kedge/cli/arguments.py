@@ -29,6 +29,9 @@ class ScriptArguments:
     dataset_name: str | None = option(
         None, "Prompts: a json, jsonl, csv, parquet or txt file, a folder, or a hub name."
     )
+    dataset_mixer_list: list[str] | None = option(
+        None, "Instead of dataset_name: names and amounts in turn, such as a.jsonl 0.5 b.jsonl 400."
+    )
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
     dataset_train_split: str = option("train", "Split with the training prompts.")
     dataset_test_split: str = option("test", "Split with the evaluation prompts.")

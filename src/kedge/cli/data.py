@@ -34,6 +34,8 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
         DataError: no dataset, or one that cannot be read.
     """
     script, config = options.script, options.config
+    if script.dataset_mixer_list:
+        return _mixed(options)
     if script.dataset_name is None:
         raise DataError("--dataset_name is missing: a file, a folder or a hub name with prompts")
     splits = Splits(script.dataset_name, script.dataset_config)
@@ -46,6 +48,25 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
             train, test = hold_out(train, script.dataset_test_split)
     train = _shaped(train, options)
     return train, None if test is None else _shaped(test, options)
+
+
+def _mixed(options: Options) -> tuple[Any, Any]:
+    script, config = options.script, options.config
+    if script.dataset_name is not None:
+        raise DataError(
+            f"dataset_name={script.dataset_name!r} and dataset_mixer_list are both given: choose"
+            " one"
+        )
+    from kedge.backends.data.mixer import mix
+
+    def load(name: str) -> Any:
+        return Splits(name, script.dataset_config).load(script.dataset_train_split)
+
+    train, test = mix(script.dataset_mixer_list or (), load, seed=config.seed), None
+    if config.do_eval or config.eval_on_start:
+        train = train.shuffle(seed=config.seed)  # so that prompts of every dataset are held out
+        train, test = hold_out(train, script.dataset_test_split)
+    return _shaped(train, options), None if test is None else _shaped(test, options)
 
 
 class Splits:

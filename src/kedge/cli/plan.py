@@ -84,7 +84,7 @@ def _processes(argv: list[str]) -> tuple[int | None, list[str]]:
 def _batches(
     options: Options, settings: PPOSettings, tokenizer: Any, min_group: int
 ) -> tuple[BatchPlan, dict[str, int]]:
-    if options.script.dataset_name is None:
+    if options.script.dataset_name is None and not options.script.dataset_mixer_list:
         guess = settings.data.max_prompt_length or PROMPT_GUESS
         made = plan_batches(**asdict(settings.batch), min_group=min_group)
         return made, {"longest prompt, assumed": guess}

@@ -1,0 +1,28 @@
+"""Every example of the page on rewards runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kedge import rewards
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) == 7
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_example(number: int) -> None:
+    exec(EXAMPLES[number], {})
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    helpers = {"Outcome", "RewardMix", "VERIFIERS", "Verifier", "ByColumn", "text_of"}
+    missing = [name for name in rewards.__all__ if name not in PAGE and name not in helpers]
+    assert missing == []
