@@ -12,24 +12,44 @@ _WHERE = {
     "PPOConfig": "kedge.config.ppo",
     "PPOv2Trainer": "kedge.trainers.ppo",
     "PPOv2Config": "kedge.config.ppo",
+    "RLOOTrainer": "kedge.trainers.rloo",
+    "RLOOConfig": "kedge.config.rloo",
+    "GRPOTrainer": "kedge.trainers.grpo",
+    "GRPOConfig": "kedge.config.grpo",
     "Algorithm": "kedge.algorithms",
+    "grpo": "kedge.algorithms",
     "ppo": "kedge.algorithms",
+    "reinforce_pp": "kedge.algorithms",
+    "remax": "kedge.algorithms",
+    "rloo": "kedge.algorithms",
 }
 
 __all__ = [
     "Algorithm",
+    "GRPOConfig",
+    "GRPOTrainer",
     "PPOConfig",
     "PPOTrainer",
     "PPOv2Config",
     "PPOv2Trainer",
+    "RLOOConfig",
+    "RLOOTrainer",
     "__version__",
+    "grpo",
     "ppo",
+    "reinforce_pp",
+    "remax",
+    "rloo",
 ]
 
 if TYPE_CHECKING:
-    from kedge.algorithms import Algorithm, ppo
+    from kedge.algorithms import Algorithm, grpo, ppo, reinforce_pp, remax, rloo
+    from kedge.config.grpo import GRPOConfig
     from kedge.config.ppo import PPOConfig, PPOv2Config
+    from kedge.config.rloo import RLOOConfig
+    from kedge.trainers.grpo import GRPOTrainer
     from kedge.trainers.ppo import PPOTrainer, PPOv2Trainer
+    from kedge.trainers.rloo import RLOOTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kedge import PPOConfig, PPOTrainer
-from kedge.algorithms import rloo
+from kedge import RLOOConfig, RLOOTrainer
 from kedge.testing import ScriptedRollouts
 from tests.golden.test_ppo_v2 import load, wrong_statistics, wrong_weights
 
@@ -24,18 +23,15 @@ def by_prompt(rows: list[Any], k: int) -> list[Any]:
     return [row for i in range(len(rows) // k) for row in rows[i :: len(rows) // k]]
 
 
-def train(folder: Path, **changes: Any) -> tuple[Any, PPOTrainer]:
+def train(folder: Path, *, newer: bool = False, **changes: Any) -> tuple[Any, RLOOTrainer]:
     record, models = load(folder)
     record["final_policy"]["lm_head.weight"] = record["final_policy"].pop("embed_out.weight")
-    rule = {k: changes.pop(k) for k in ("cliprange", "ratio_level") if k in changes}
-    k = record["config"].pop("rloo_k")
-    steps = record["steps"]
+    k, steps = record["config"]["rloo_k"], record["steps"]
     prompts = [by_prompt(step["queries"], k)[::k] for step in steps]
     config = {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": record["batch_size"],
         "total_episodes": record["batch_size"] * len(steps),
-        "num_generations": k,
         "response_length": record["response_length"],
         "seed": record["seed"],
         "shuffle_dataset": False,
@@ -48,22 +44,27 @@ def train(folder: Path, **changes: Any) -> tuple[Any, PPOTrainer]:
         "disable_tqdm": True,
         **record["config"],
     }
-    trainer = PPOTrainer(
-        PPOConfig(**config | changes),
-        AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        models["policy"],
-        models["ref"],
-        models["reward"],
-        [{"input_ids": q} for step in prompts for q in step],
-        algorithm=rloo(**rule),
+    if newer:
+        config |= {"num_generations": config.pop("rloo_k"), "num_iterations": 4}
+        config |= {"max_completion_length": config.pop("response_length"), "temperature": 0.7}
+        config |= {"beta": 0.05, "epsilon": 0.2}
+        names = ("args", "model", "ref_model", "reward_funcs")
+    else:
+        names = ("config", "policy", "ref_policy", "reward_model")
+    given = (RLOOConfig(**config | changes), *(models[n] for n in ("policy", "ref", "reward")))
+    trainer = RLOOTrainer(
+        **dict(zip(names, given, strict=True)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        train_dataset=[{"input_ids": q} for step in prompts for q in step],
         rollout_engine=ScriptedRollouts([by_prompt(step["responses"], k) for step in steps]),
     )
     trainer.train()
     return record, trainer
 
 
-def test_statistics_and_weights(shared: Path) -> None:
-    record, trainer = train(shared / "golden" / "rloo" / "default")
+@pytest.mark.parametrize("newer", [False, True], ids=["older names", "newer names"])
+def test_statistics_and_weights(newer: bool, shared: Path) -> None:
+    record, trainer = train(shared / "golden" / "rloo" / "default", newer=newer)
     assert wrong_statistics(record, trainer, NO_TARGET | {ENTROPY}) == []
     for step, row in zip(record["steps"], trainer.state.log_history, strict=False):
         padding = record["response_length"] - row["completions/mean_length"]
@@ -86,7 +87,11 @@ def test_micro_batches_change_nothing(shared: Path) -> None:
         {"kl_coef": 0.1},
         {"temperature": 0.8},
         {"missing_eos_penalty": 2.0},
-        {"num_generations": 4},
+        {"rloo_k": 4},
+        {"normalize_reward": True},
+        {"reward_clip_range": 1.0},
+        {"normalize_advantage": True},
+        {"token_level_kl": True},
     ],
     ids=str,
 )

@@ -160,7 +160,7 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
     logp = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     old = torch.tensor([-1.0, -1.0 - math.log(4), -1.0 + math.log(4)])
     advantage = torch.tensor([2.0, 2.0, 2.0])
-    loss = weighted_policy_loss(logp, (logp - old).exp(), advantage, high=1.5)
+    loss = weighted_policy_loss(logp, (logp - old).exp(), advantage, top=2.5)
     (grad,) = torch.autograd.grad(loss.sum(), logp)
     assert grad.tolist() == pytest.approx([-2.0, -2.0 * 2.5, -2.0 * 0.25])
 

@@ -162,7 +162,7 @@ def test_every_moved_field_is_in_the_list_above():
 
 
 def test_both_names_of_a_value_are_refused(config):
-    with pytest.raises(ConfigError, match="older name of warmup_steps, which is set to 5"):
+    with pytest.raises(ConfigError, match="another name of warmup_steps, which is set to 5"):
         config(warmup_ratio=0.1, warmup_steps=5)
     with pytest.raises(ConfigError, match=r"warmup_ratio=1\.5 must be"):
         config(warmup_ratio=1.5)

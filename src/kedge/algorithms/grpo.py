@@ -54,11 +54,12 @@ def grpo(  # noqa: PLR0913
     Weights w by ``loss_type``, over one optimiser step and all ranks: "grpo" 1 / (rows length_i),
     "dapo" 1 / tokens, "dr_grpo" 1 / (rows max_length).  "bnpo" is "dapo": they differ only where
     a loss depends on how a step is cut, and here none does.  "cispo" weighs as "dapo" and takes
-    -sg(min(rho, 1 + epsilon_high)) A log p instead of the clipped loss.
+    -sg(min(rho, epsilon_high)) A log p instead of the clipped loss.
 
     Args:
         epsilon: ratio clip below 1.
-        epsilon_high: ratio clip above 1; None is ``epsilon``.
+        epsilon_high: ratio clip above 1; None is ``epsilon``.  With "cispo" the largest weight
+            itself; None is 5.
         delta: largest ratio of a token with negative advantage (two-sided clip), above
             1 + epsilon_high.
         beta: weight of the KL in the loss.  The trainer's ``kl_coef`` is one in the reward (k1).
@@ -84,6 +85,7 @@ def grpo(  # noqa: PLR0913
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high={high}: it never acts")
     longest = _longest(max_length, loss_type, overlong_buffer)
     clip = Clip(epsilon, high, delta)
+    top = 5.0 if epsilon_high is None else epsilon_high
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
 
     def credit(e: Evidence, kl_coef: float) -> Credit:
@@ -111,8 +113,8 @@ def grpo(  # noqa: PLR0913
         log_ratio = (new.logprobs - x.old_logprobs) * x.mask
         ratio = ratios(log_ratio, x.mask, level)
         if loss_type == "cispo":
-            per_token = weighted_policy_loss(new.logprobs, ratio, x.advantages, high=high)
-            stuck = (ratio > 1 + high) & (x.advantages > 0)
+            per_token = weighted_policy_loss(new.logprobs, ratio, x.advantages, top=top)
+            stuck = (ratio > top) & (x.advantages > 0)
         else:
             per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
             stuck = policy_is_clipped(ratio, x.advantages, clip=clip)

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from kedge.config.support import Moved
 from kedge.errors import ConfigError
 
 
@@ -85,6 +86,14 @@ RANGES: dict[str, Range] = {
     "lam_value": Range(0, 1, optional=True),
     "lam_alpha": Range(0, above=True, optional=True),
     "dual_clip": Range(1, above=True, optional=True),
+    "cliprange_high": Range(0, above=True, optional=True),
+    "epsilon": _POSITIVE,
+    "epsilon_high": Range(0, above=True, optional=True),
+    "delta": Range(1, above=True, optional=True),
+    "beta": _NOT_NEGATIVE,
+    "overlong_buffer": _WHOLE,
+    "sampler_correction_high": _POSITIVE,
+    "sampler_correction_low": _NOT_NEGATIVE,
     "value_learning_rate": Range(0, optional=True),
     "value_warmup_steps": _WHOLE,
     "max_prompt_length": _COUNT_OR_NONE,
@@ -111,6 +120,12 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "score_position": ("last", "after_last"),
     "value_source": ("auto", "reward", "policy"),
     "overlong_prompts": ("drop", "truncate"),
+    "ratio_level": ("sequence", "token", None),
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "sampler_correction": ("truncate", "mask", None),
+    "sampler_correction_level": ("token", "sequence", "sequence_mean"),
 }
 
 # Their prefixes; each needs hooks in layers, or a switch before every evaluation.
@@ -121,6 +136,12 @@ UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 _ABSENT = object()  # a field that this config does not have
 
 
+def _value(config: Any, name: str) -> Any:
+    """The field's value, or absent where it only names another field here."""
+    moved = isinstance(config.SUPPORT.get(name), Moved)
+    return _ABSENT if moved else getattr(config, name, _ABSENT)
+
+
 def check_values(config: Any) -> None:
     """Check every value alone, then the combinations.
 
@@ -128,11 +149,11 @@ def check_values(config: Any) -> None:
         ConfigError: naming the field, its value, and what is allowed.
     """
     for name, allowed in RANGES.items():
-        value = getattr(config, name, _ABSENT)
+        value = _value(config, name)
         if value is not _ABSENT and not allowed.holds(value):
             raise ConfigError(f"{name}={value!r} must be {allowed}")
     for name, choices in CHOICES.items():
-        value = getattr(config, name, _ABSENT)
+        value = _value(config, name)
         if value is not _ABSENT and value not in choices:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     for check in COMBINATIONS:

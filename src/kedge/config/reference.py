@@ -1,4 +1,7 @@
-"""The page of options, made from the fields and from where each acts."""
+"""The pages of options, made from the fields and from where each acts.
+
+python -m kedge.config.reference docs/reference
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,44 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from kedge.config.field_support import FIELD_SUPPORT
+from kedge.config.grpo import GRPOConfig
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.removed import REMOVED
+from kedge.config.rloo import RLOOConfig
 from kedge.config.support import UNKNOWN, Honoured, Moved, Refused, default_of
 
 HEAD = """\
-# Options of PPOTrainer
+# Options of {trainer}
 
-Every field of `kedge.PPOConfig`, which is `transformers.TrainingArguments` with the fields of PPO.
-Each one acts, hands its value to a newer name, or is refused when it is set away from its default;
+Every field of `kedge.{config}`, which is `transformers.TrainingArguments` with those of {name}.
+Each one acts, hands its value to another name, or is refused when it is set away from its default;
 none is read and forgotten.  On the command line a field `name` is `--name VALUE`; a yes-or-no field
 is `--name` and `--no_name`.  `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and
 `warmup_steps` count updates: one batch of responses each.
 
-This page is made by `python -m kedge.config.reference`, here with transformers {version}.
+This page is made by `python -m kedge.config.reference docs/reference`,
+here with transformers {version}.
 """
 
 
-def options_page() -> str:
-    """The whole page, in Markdown."""
+CONFIGS: dict[str, type[OnPolicyConfig]] = {
+    "ppo_config.md": PPOConfig,
+    "rloo_config.md": RLOOConfig,
+    "grpo_config.md": GRPOConfig,
+}
+
+
+def options_page(config: type[OnPolicyConfig]) -> str:
+    """The whole page of one config, in Markdown."""
+    name = config.__name__.removesuffix("Config")
     inherited = {f.name for f in fields(TrainingArguments)}
     mine: list[str] = []
     taken: list[str] = []
     refused: list[str] = []
     older: list[str] = []
-    for field in fields(PPOConfig):
-        support = FIELD_SUPPORT.get(field.name, UNKNOWN)
+    for field in fields(config):
+        support = config.SUPPORT.get(field.name, UNKNOWN)
         if isinstance(support, Honoured):
             (taken if field.name in inherited else mine).append(_honoured(field, support))
         elif isinstance(support, Moved):
@@ -44,11 +58,16 @@ def options_page() -> str:
     gone = [_gone(name, each) for name, each in REMOVED.items() if isinstance(each, Refused)]
     return "\n".join(
         [
-            HEAD.format(version=transformers.__version__),
+            HEAD.format(
+                trainer=name + "Trainer",
+                config=config.__name__,
+                name=name,
+                version=transformers.__version__,
+            ),
             *_table("Fields of Kedge", "| field | default | meaning | acts in |", mine),
             *_table("Inherited fields that act", "| field | default | meaning | acts in |", taken),
-            *_table("Inherited fields that are refused", "| field | why | instead |", refused),
-            *_table("Older names", "| field | now |", older),
+            *_table("Fields that are refused", "| field | why | instead |", refused),
+            *_table("Other names", "| field | acts as |", older),
             *_table("Older fields that are refused", "| field | why | instead |", gone),
         ]
     )
@@ -70,5 +89,7 @@ def _table(title: str, head: str, rows: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     import sys
+    from pathlib import Path
 
-    sys.stdout.write(options_page())
+    for file, each in CONFIGS.items():
+        (Path(sys.argv[1]) / file).write_text(options_page(each), encoding="utf-8")

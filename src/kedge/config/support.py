@@ -78,7 +78,7 @@ def _hand_over(config: Any, name: str, move: Moved, default: Any, target_default
     value, target = getattr(config, name), getattr(config, move.to)
     if target not in (target_default, move.convert(value)):
         raise ConfigError(
-            f"{name}={value!r} is the older name of {move.to}, which is set to {target!r}; "
+            f"{name}={value!r} is another name of {move.to}, which is set to {target!r}; "
             f"set {move.to} alone"
         )
     setattr(config, move.to, move.convert(value))

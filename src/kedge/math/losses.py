@@ -54,9 +54,9 @@ def policy_is_clipped(ratio: Tensor, advantages: Tensor, *, clip: float | Clip) 
 
 
 def weighted_policy_loss(
-    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, high: float
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, top: float
 ) -> Tensor:
-    """-sg(min(ratio, 1 + e_high)) A log p: every token keeps a gradient, its weight is bounded.
+    """-sg(min(ratio, top)) A log p: every token keeps a gradient, its weight is bounded.
 
     CISPO of MiniMax-M1 (arXiv:2506.13585), whose lower bound is left out there in practice too.
 
@@ -64,9 +64,9 @@ def weighted_policy_loss(
         logprobs: float [*], with gradient.
         ratio: float [*].
         advantages: float [*].
-        high: e_high.
+        top: the largest weight.
     """
-    return -ratio.detach().clamp(max=1 + high) * advantages * logprobs
+    return -ratio.detach().clamp(max=top) * advantages * logprobs
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> Tensor:

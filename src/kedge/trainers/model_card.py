@@ -19,6 +19,9 @@ HYPERPARAMETERS = (
     *("num_ppo_epochs", "num_generations", "response_length", "temperature", "top_k", "top_p"),
     *("min_p", "kl_coef", "kl_estimator", "adaptive_kl", "kl_target", "gamma", "lam", "cliprange"),
     *("cliprange_value", "vf_coef", "whiten_rewards", "whiten_advantages", "score_position"),
+    *("normalize_reward", "reward_clip_range", "normalize_advantage", "token_level_kl"),
+    *("epsilon", "epsilon_high", "delta", "beta", "loss_type", "scale_rewards"),
+    *("importance_sampling_level", "mask_truncated_completions"),
     *("missing_eos_penalty", "non_eos_penalty", "penalty_reward_value", "bf16", "fp16"),
 )
 METRICS = {
@@ -44,6 +47,24 @@ CITATIONS = {
         "  author  = {Shengyi Huang and Michael Noukhovitch and Arian Hosseini and Kashif Rasul "
         "and Weixun Wang and Lewis Tunstall},\n"
         "  journal = {arXiv preprint arXiv:2403.17031},\n"
+        "  year    = {2024}\n}",
+    ),
+    "RLOO": (
+        "@article{ahmadian2024back,\n"
+        "  title   = {Back to Basics: Revisiting REINFORCE Style Optimization for Learning from "
+        "Human Feedback in LLMs},\n"
+        "  author  = {Arash Ahmadian and Chris Cremer and Matthias Gall{\\'e} and Marzieh Fadaee "
+        'and Julia Kreutzer and Olivier Pietquin and Ahmet {\\"U}st{\\"u}n and Sara Hooker},\n'
+        "  journal = {arXiv preprint arXiv:2402.14740},\n"
+        "  year    = {2024}\n}",
+    ),
+    "GRPO": (
+        "@article{shao2024deepseekmath,\n"
+        "  title   = {DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language "
+        "Models},\n"
+        "  author  = {Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and "
+        "others},\n"
+        "  journal = {arXiv preprint arXiv:2402.03300},\n"
         "  year    = {2024}\n}",
     ),
 }

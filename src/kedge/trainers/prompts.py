@@ -26,15 +26,16 @@ class Prompting:
 
 
 def text_tokenizer(processing_class: Any, model: Any) -> Any:
-    """The tokenizer: given, inside a processor, or beside a model given by name.
+    """The tokenizer: given, inside a processor, or beside the model's files.
 
     Raises:
         ConfigError: there is none.
     """
-    if processing_class is None and isinstance(model, str):
+    name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
+    if processing_class is None and isinstance(name, str) and name:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model, padding_side="left")
+        return AutoTokenizer.from_pretrained(name, padding_side="left")
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(

@@ -1,0 +1,276 @@
+"""Options of GRPOTrainer."""
+
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from kedge.config.field_support import FIELD_SUPPORT
+from kedge.config.newer import NEWER, NewerArguments, settle_newer
+from kedge.config.on_policy import KLEstimator, OnPolicyConfig, option
+from kedge.config.resolve import RunSettings, shared_parts
+from kedge.config.support import Honoured, Refused, Support, apply_support
+from kedge.errors import ConfigError
+
+_GRPO = "algorithm: kedge.algorithms.grpo"
+_ENTROPY = Refused("there is no entropy bonus", "leave it at its default")
+_SAPO = Refused("this loss is not built", "leave it at its default")
+_VLLM_WEIGHTS = Refused(
+    "it corrects for vLLM, which does not sample here", "set sampler_correction for your own engine"
+)
+
+GRPO_SUPPORT: dict[str, Support] = {
+    **FIELD_SUPPORT,
+    **NEWER,
+    **dict.fromkeys(
+        (
+            "epsilon",
+            "epsilon_high",
+            "delta",
+            "beta",
+            "kl_estimator",
+            "use_bias_correction_kl",
+            "loss_type",
+            "scale_rewards",
+            "importance_sampling_level",
+            "mask_truncated_completions",
+            "drop_uniform_groups",
+            "overlong_buffer",
+            "sampler_correction",
+            "sampler_correction_level",
+            "sampler_correction_low",
+            "sampler_correction_high",
+        ),
+        Honoured(_GRPO),
+    ),
+    "cast_lm_head_to_fp32": Refused("its weights are always float32", "leave it", also=(True,)),
+    "multi_objective_aggregation": Refused(
+        "rewards are weighed and summed before they are normalised", "leave it at its default"
+    ),
+    "top_entropy_quantile": Refused("every token takes part", "leave it at its default"),
+    "max_tool_calling_iterations": Refused("tools are not called", "leave it unset"),
+    "off_policy_mask_threshold": Refused(
+        "stale responses are anchored at what sampled them", "set sampler_correction, or leave it"
+    ),
+    **dict.fromkeys(
+        (
+            "entropy_coef",
+            "use_adaptive_entropy",
+            "entropy_coef_min",
+            "entropy_coef_max",
+            "entropy_coef_delta",
+            "entropy_target",
+        ),
+        _ENTROPY,
+    ),
+    **dict.fromkeys(
+        (
+            "sapo_temperature_neg",
+            "sapo_temperature_pos",
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+        _SAPO,
+    ),
+    **dict.fromkeys(
+        (
+            "vllm_importance_sampling_correction",
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ),
+        _VLLM_WEIGHTS,
+    ),
+}
+
+
+def _refused(default: Any) -> Any:
+    return option(default, "Not supported.")
+
+
+@dataclass(repr=False)
+class GRPOConfig(NewerArguments, OnPolicyConfig):
+    """Options of ``kedge.GRPOTrainer``, with the names and defaults of TRL 1.16.
+
+    ``max_completion_length``, ``num_iterations``, ``steps_per_generation`` and
+    ``generation_batch_size`` are handed over to ``response_length``, ``num_ppo_epochs`` and
+    ``num_mini_batches`` when the config is made.
+
+    Raises:
+        ConfigError: a value or a combination that cannot work.
+    """
+
+    SUPPORT: ClassVar[Mapping[str, Support]] = GRPO_SUPPORT
+
+    exp_name: str = option("grpo_config", "Name of the experiment.")
+    learning_rate: float = option(1e-6, "Learning rate.")
+    num_ppo_epochs: int = option(1, "Passes over each batch of responses.")
+    num_generations: int = option(8, "Responses per prompt, at least 2.")
+    response_length: int = option(512, "Most tokens of a response.")
+    temperature: float = option(1.0, "Logits are divided by it, in sampling and in training.")
+    kl_coef: float = option(0.0, "Weight of a KL penalty (k1) in the reward, beside beta.")
+
+    # GRPO.
+    epsilon: float = option(0.2, "The probability ratio is clipped at 1 - this.")
+    epsilon_high: float | None = option(
+        None, "And at 1 + this. Unset: epsilon. With cispo the largest weight itself; unset: 5."
+    )
+    delta: float | None = option(None, "Largest ratio of a token with negative advantage.")
+    beta: float = option(0.0, "Weight of the KL in the loss; above 0 there is a reference.")
+    kl_estimator: KLEstimator = option("k3", "Estimator of the KL in the loss: k1, k2, k3, abs.")
+    use_bias_correction_kl: bool = option(True, "Multiply the KL in the loss by the ratio.")
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"] = option(
+        "dapo", "How tokens are weighed, or cispo; see kedge.algorithms.grpo."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "group", "Whose standard deviation divides the advantages."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = option(
+        "token", "sequence is GSPO: the geometric mean of a response's ratios."
+    )
+    mask_truncated_completions: bool = option(
+        False, "Do not train on responses that the length limit cut off."
+    )
+    drop_uniform_groups: bool = option(False, "Do not train on groups of equal scores.")
+    overlong_buffer: int = option(
+        0, "Tokens before response_length over which the score falls by up to 1 (DAPO)."
+    )
+    sampler_correction: Literal["truncate", "mask"] | None = option(
+        None, "Weigh tokens by learner against sampler; needs an engine that records."
+    )
+    sampler_correction_level: Literal["token", "sequence", "sequence_mean"] = option(
+        "token", "Weight of the token, of the response, or its geometric mean."
+    )
+    sampler_correction_high: float = option(2.0, "Weights above it are lowered or masked.")
+    sampler_correction_low: float = option(0.0, "Weights below it are masked.")
+
+    cast_lm_head_to_fp32: bool = _refused(False)
+    sapo_temperature_neg: float = _refused(1.05)
+    sapo_temperature_pos: float = _refused(1.0)
+    vespo_k_pos: float = _refused(2.0)
+    vespo_lambda_pos: float = _refused(3.0)
+    vespo_k_neg: float = _refused(3.0)
+    vespo_lambda_neg: float = _refused(2.0)
+    multi_objective_aggregation: str = _refused("sum_then_normalize")
+    top_entropy_quantile: float = _refused(1.0)
+    entropy_coef: float = _refused(0.0)
+    use_adaptive_entropy: bool = _refused(False)
+    entropy_coef_min: float = _refused(0.0)
+    entropy_coef_max: float = _refused(1.0)
+    entropy_coef_delta: float = _refused(0.005)
+    entropy_target: float = _refused(0.2)
+    max_tool_calling_iterations: int | None = _refused(None)
+    vllm_importance_sampling_correction: bool = _refused(True)
+    vllm_importance_sampling_mode: str = _refused("sequence_mask")
+    vllm_importance_sampling_clip_max: float | None = _refused(3.0)
+    vllm_importance_sampling_clip_min: float | None = _refused(None)
+    vllm_importance_sampling_cap: float | None = _refused(None)
+    off_policy_mask_threshold: float | None = _refused(None)
+
+    def __post_init__(self) -> None:
+        settle_newer(self)
+        apply_support(self, self.SUPPORT)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        super().__post_init__()
+        self._check_grpo()
+
+    def _check_grpo(self) -> None:
+        if self.kl_estimator == "full":
+            raise ConfigError(
+                "kl_estimator='full' is not a function of the sampled tokens alone, which a loss"
+                " has to be; set k1, k2, k3 or abs"
+            )
+        if self.overlong_buffer > self.response_length:
+            raise ConfigError(
+                f"overlong_buffer={self.overlong_buffer} is more than"
+                f" response_length={self.response_length}"
+            )
+        if self.loss_type == "cispo" and self.delta is not None:
+            raise ConfigError(f"delta={self.delta} bounds a clipped loss, and cispo has none")
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.delta is not None and self.delta <= 1 + high:
+            raise ConfigError(
+                f"delta={self.delta} must be above 1 + epsilon_high={1 + high:g}, or the clip at"
+                " epsilon_high never acts"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionOptions:
+    """The keyword arguments of ``kedge.math.offpolicy.Correction``."""
+
+    kind: Literal["truncate", "mask"]
+    level: Literal["token", "sequence", "sequence_mean"]
+    high: float
+    low: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOOptions:
+    """The keyword arguments of ``kedge.algorithms.grpo`` that the config knows."""
+
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+    beta: float
+    kl_estimator: str
+    unbiased_kl: bool
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]
+    scale_rewards: Literal["group", "batch", "none"]
+    importance_sampling_level: Literal["token", "sequence"]
+    max_length: int
+    mask_truncated_completions: bool
+    drop_uniform_groups: bool
+    overlong_buffer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOSettings(RunSettings):
+    """Everything a GRPO run is told."""
+
+    grpo: GRPOOptions
+    correction: CorrectionOptions | None
+
+
+def resolve_grpo(
+    config: GRPOConfig, *, world_size: int | None = None, eos_token_id: int | None = None
+) -> GRPOSettings:
+    """Typed parts of a checked config.
+
+    Args, Raises: as for ``kedge.config.resolve.resolve``.
+    """
+    parts = shared_parts(config, world_size=world_size, eos_token_id=eos_token_id)
+    correction = None
+    if config.sampler_correction is not None:
+        correction = CorrectionOptions(
+            kind=config.sampler_correction,
+            level=config.sampler_correction_level,
+            high=config.sampler_correction_high,
+            low=config.sampler_correction_low,
+        )
+    return GRPOSettings(
+        **parts,
+        correction=correction,
+        grpo=GRPOOptions(
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            delta=config.delta,
+            beta=config.beta,
+            kl_estimator=config.kl_estimator,
+            unbiased_kl=config.use_bias_correction_kl,
+            loss_type=config.loss_type,
+            scale_rewards=config.scale_rewards,
+            importance_sampling_level=config.importance_sampling_level,
+            max_length=config.response_length,
+            mask_truncated_completions=config.mask_truncated_completions,
+            drop_uniform_groups=config.drop_uniform_groups,
+            overlong_buffer=config.overlong_buffer,
+        ),
+    )

@@ -1,0 +1,162 @@
+"""Names that TRL 0.22 and later has for trainers of groups, and what becomes of each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from kedge.config.on_policy import option
+from kedge.config.support import Honoured, Moved, Refused, Support
+from kedge.errors import ConfigError
+
+
+def _refused(default: Any) -> Any:
+    return option(default, "Not supported.")
+
+
+@dataclass
+class NewerArguments:
+    """The newer names, at the defaults that TRL 1.16 prints, so that its scripts run or say why."""
+
+    max_completion_length: int | None = option(None, "Newer name of response_length.")
+    num_iterations: int | None = option(None, "Newer name of num_ppo_epochs.")
+    steps_per_generation: int | None = option(
+        None,
+        "Micro-batches of one batch of responses. The batch is per_device_train_batch_size x this, "
+        "cut into this / gradient_accumulation_steps mini-batches.",
+    )
+    generation_batch_size: int | None = option(
+        None, "The same, in responses over all processes. Set one of the two."
+    )
+    disable_dropout: bool = option(True, "Always true.")
+    log_completions: bool | None = option(
+        None, "False: no tables of completions. Else num_sample_generations says how many."
+    )
+
+    model_init_kwargs: str | None = _refused(None)
+    trust_remote_code: bool = _refused(False)
+    router_aux_loss_coef: float | None = _refused(None)
+    num_generations_eval: int | None = _refused(None)
+    pad_to_multiple_of: str | None = _refused("auto")
+    generation_kwargs: str | None = _refused(None)
+    chat_template_kwargs: str | None = _refused(None)
+    repetition_penalty: float = _refused(1.0)
+    cache_implementation: str | None = _refused(None)
+    use_vllm: bool = _refused(False)
+    vllm_mode: str = _refused("colocate")
+    vllm_model_impl: str = _refused("vllm")
+    vllm_enable_sleep_mode: bool = _refused(False)
+    vllm_structured_outputs_regex: str | None = _refused(None)
+    vllm_server_base_url: str | None = _refused(None)
+    vllm_server_host: str = _refused("0.0.0.0")
+    vllm_server_port: int = _refused(8000)
+    vllm_server_timeout: float = _refused(240.0)
+    vllm_group_port: int = _refused(51216)
+    vllm_gpu_memory_utilization: float = _refused(0.3)
+    vllm_max_model_length: int | None = _refused(None)
+    vllm_tensor_parallel_size: int = _refused(1)
+    sync_ref_model: bool = _refused(False)
+    ref_model_mixup_alpha: float = _refused(0.6)
+    ref_model_sync_steps: int = _refused(512)
+    log_multimodal: bool = _refused(True)
+    num_completions_to_print: int | None = _refused(None)
+    log_unique_prompts: bool = _refused(False)
+    use_transformers_continuous_batching: bool = _refused(False)
+    transformers_continuous_batching_config: str | None = _refused(None)
+    use_transformers_paged: bool = _refused(False)
+
+
+_VLLM = Refused(
+    "responses are sampled by the embedded engine",
+    "leave it at its default, or pass rollout_engine= to the trainer",
+)
+_LOADING = Refused(
+    "the trainer takes a model as it is loaded", "load the model with it and pass the model"
+)
+_SAMPLING = Refused(
+    "it would sample from another distribution than the one that is trained", "leave it unset"
+)
+_MOVING = Refused("the reference does not move", "leave it at its default")
+_TABLES = Refused("tables of completions show the first rows of a batch", "leave it unset")
+_TORCH = Refused("the embedded engine already compacts finished rows", "leave it unset")
+_PACKING = Refused("rows are packed without padding", "leave it at its default")
+_SIZES = Refused("it is read together with the sizes of a batch", "set it when the config is made")
+
+NEWER: dict[str, Support] = {
+    "max_completion_length": Moved("response_length"),
+    "num_iterations": Moved("num_ppo_epochs"),
+    "steps_per_generation": _SIZES,
+    "generation_batch_size": _SIZES,
+    "disable_dropout": Refused(
+        "two passes over the same text would disagree, and with them the ratio", "leave it True"
+    ),
+    "log_completions": Honoured("cadence: False shows no tables"),
+    "model_init_kwargs": _LOADING,
+    "trust_remote_code": _LOADING,
+    "router_aux_loss_coef": Refused(
+        "mixtures of experts get no balancing loss", "leave it at its default"
+    ),
+    "num_generations_eval": Refused(
+        "an evaluation samples one response per prompt", "leave it unset"
+    ),
+    "pad_to_multiple_of": _PACKING,
+    "generation_kwargs": _SAMPLING,
+    "repetition_penalty": _SAMPLING,
+    "chat_template_kwargs": Refused(
+        "chats are rendered with the tokenizer's template as it is",
+        "render prompts beforehand, or set them on the tokenizer's template",
+    ),
+    "cache_implementation": _TORCH,
+    "use_transformers_continuous_batching": _TORCH,
+    "transformers_continuous_batching_config": _TORCH,
+    "use_transformers_paged": _TORCH,
+    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _MOVING),
+    **dict.fromkeys(("log_multimodal", "num_completions_to_print", "log_unique_prompts"), _TABLES),
+    **{name: _VLLM for name in NewerArguments.__dataclass_fields__ if "vllm" in name},
+}
+
+
+def settle_newer(config: Any) -> None:
+    """Turn newer options that are not just another name into Kedge's.
+
+    Raises:
+        ConfigError: sizes that do not divide.
+    """
+    if config.min_p is None:
+        config.min_p = 0.0
+    if config.log_completions is False:
+        config.num_sample_generations = 0
+    _settle_sizes(config)
+
+
+def _settle_sizes(config: Any) -> None:
+    steps, rows = config.steps_per_generation, config.generation_batch_size
+    if steps is None and rows is None:
+        return
+    if steps is not None and rows is not None:
+        raise ConfigError(
+            f"steps_per_generation={steps} and generation_batch_size={rows} both give the size of"
+            " a batch; set one of them"
+        )
+    accumulation = config.gradient_accumulation_steps
+    name, value = "steps_per_generation", steps
+    if rows is not None:
+        name, value = "generation_batch_size", rows
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        micro = config.per_device_train_batch_size * world
+        if rows % micro:
+            raise ConfigError(
+                f"generation_batch_size={rows} is no multiple of per_device_train_batch_size x"
+                f" processes = {micro}"
+            )
+        steps = rows // micro
+    if steps < 1 or steps % accumulation:
+        raise ConfigError(
+            f"{name}={value} makes batches of {steps} micro-batches, and"
+            f" gradient_accumulation_steps={accumulation} does not divide that: an optimiser step"
+            " would need several batches"
+        )
+    config.num_mini_batches = steps // accumulation
+    config.gradient_accumulation_steps = steps
+    config.steps_per_generation = config.generation_batch_size = None

@@ -1,0 +1,257 @@
+"""Options of RLOOTrainer, in two spellings: TRL up to 0.21, and 0.22 and later."""
+
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from kedge.config.field_support import FIELD_SUPPORT
+from kedge.config.newer import NEWER, NewerArguments, settle_newer
+from kedge.config.on_policy import OnPolicyConfig, option
+from kedge.config.resolve import RunSettings, shared_parts
+from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
+from kedge.errors import ConfigError
+
+_RLOO = "algorithm: kedge.algorithms.rloo"
+
+RLOO_SUPPORT: dict[str, Support] = {
+    **FIELD_SUPPORT,
+    **NEWER,
+    "rloo_k": Moved("num_generations"),
+    "beta": Moved("kl_coef"),
+    "epsilon": Moved("cliprange"),
+    "epsilon_high": Moved("cliprange_high"),
+    "normalize_advantages": Moved("normalize_advantage"),
+    "whiten_rewards": Refused("a response has one reward", "set normalize_reward=True"),
+    **dict.fromkeys(
+        (
+            "cliprange",
+            "cliprange_high",
+            "ratio_level",
+            "token_level_kl",
+            "normalize_reward",
+            "reward_clip_range",
+            "normalize_advantage",
+            "mask_truncated_completions",
+        ),
+        Honoured(_RLOO),
+    ),
+}
+
+# Older name, newer name: of the same thing.
+PAIRS = (
+    ("rloo_k", "num_generations"),
+    ("kl_coef", "beta"),
+    ("cliprange", "epsilon"),
+    ("num_ppo_epochs", "num_iterations"),
+    ("num_mini_batches", "steps_per_generation"),
+    ("num_mini_batches", "generation_batch_size"),
+    ("response_length", "max_completion_length"),
+    ("normalize_advantage", "normalize_advantages"),
+)
+# What is unset gets the default of the spelling that the rest is in: older, newer.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "num_generations": (2, 2),
+    "kl_coef": (0.05, 0.05),
+    "cliprange": (0.2, 0.2),
+    "num_ppo_epochs": (4, 1),
+    "num_mini_batches": (1, 1),
+    "response_length": (53, 512),
+    "normalize_advantage": (False, False),
+    "temperature": (0.7, 1.0),
+    "learning_rate": (5e-5, 1e-6),
+}
+
+
+@dataclass(repr=False)
+class RLOOConfig(NewerArguments, OnPolicyConfig):
+    """Options of ``kedge.RLOOTrainer``, in the names of TRL up to 0.21 or of 0.22 and later.
+
+    Newer names are handed over to the older ones once, when the config is made; names of both
+    spellings in one config are refused.  What is unset gets the default of the spelling used, the
+    older one if neither is.
+
+    Raises:
+        ConfigError: a value or a combination that cannot work.
+    """
+
+    SUPPORT: ClassVar[Mapping[str, Support]] = RLOO_SUPPORT
+
+    exp_name: str = option("rloo_config", "Name of the experiment.")
+
+    # Unset until the spelling is known.
+    learning_rate: float | None = option(  # type: ignore[assignment]
+        None, "Learning rate. Unset: 5e-5, with newer names 1e-6."
+    )
+    num_ppo_epochs: int | None = option(  # type: ignore[assignment]
+        None, "Passes over each batch of responses. Unset: 4, with newer names 1."
+    )
+    num_mini_batches: int | None = option(  # type: ignore[assignment]
+        None, "Optimiser steps that each pass is cut into. Unset: 1."
+    )
+    num_generations: int | None = option(  # type: ignore[assignment]
+        None, "Responses per prompt, at least 2. Unset: 2."
+    )
+    response_length: int | None = option(  # type: ignore[assignment]
+        None, "Most tokens of a response. Unset: 53, with newer names 512."
+    )
+    temperature: float | None = option(  # type: ignore[assignment]
+        None, "Logits are divided by it. Unset: 0.7, with newer names 1."
+    )
+    kl_coef: float | None = option(  # type: ignore[assignment]
+        None, "Weight of the KL penalty in the reward. Unset: 0.05."
+    )
+    cliprange: float | None = option(
+        None, "The probability ratio is clipped to 1 - this .. 1 + this. Unset: 0.2."
+    )
+    normalize_advantage: bool | None = option(
+        None, "Advantages to mean 0 and deviation 1 over the batch of all processes. Unset: no."
+    )
+
+    # RLOO.
+    rloo_k: int | None = option(None, "Older name of num_generations.")
+    cliprange_high: float | None = option(None, "Clip above 1, if it is another. Unset: cliprange.")
+    ratio_level: Literal["sequence", "token"] | None = option(
+        None,
+        "Clip the ratio of whole responses or of tokens. Unset: sequence, token with "
+        "token_level_kl.",
+    )
+    token_level_kl: bool = option(
+        False, "A token pays for its own and later KL instead of the whole response's."
+    )
+    normalize_reward: bool = option(
+        False, "Scores to mean 0 and deviation 1 over the batch of all processes, then clipped."
+    )
+    reward_clip_range: list[float] | None = option(
+        None, "Clip scores to low, high, or one number c for -c, c; without normalize_reward too."
+    )
+    mask_truncated_completions: bool = option(
+        False, "Do not train on responses that the length limit cut off."
+    )
+    whiten_rewards: bool = option(False, "Not supported; see normalize_reward.")
+
+    # Newer names.
+    beta: float | None = option(None, "Newer name of kl_coef.")
+    epsilon: float | None = option(None, "Newer name of cliprange.")
+    epsilon_high: float | None = option(None, "Newer name of cliprange_high.")
+    normalize_advantages: bool | None = option(None, "Newer name of normalize_advantage.")
+
+    def __post_init__(self) -> None:
+        newer = self._spelling()
+        settle_newer(self)
+        apply_support(self, self.SUPPORT)
+        for name, defaults in DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, defaults[newer])
+        super().__post_init__()
+        self._check_rloo()
+
+    def _spelling(self) -> bool:
+        """Whether newer names are used.
+
+        Raises:
+            ConfigError: names of both spellings.
+        """
+        older = [a for a, _ in PAIRS if getattr(self, a) is not None]
+        newer = [b for _, b in PAIRS if getattr(self, b) is not None]
+        for a, b in PAIRS:
+            if a in older and b in newer:
+                raise ConfigError(
+                    f"{a}={getattr(self, a)!r} and {b}={getattr(self, b)!r} are the older and the"
+                    " newer name of the same thing; set one of them"
+                )
+        # num_generations is also the name that a settled config has.
+        mixed = [b for b in newer if b != "num_generations"]
+        if older and mixed:
+            a, b = older[0], mixed[0]
+            raise ConfigError(
+                f"{a}={getattr(self, a)!r} is a name of TRL up to 0.21 and {b}={getattr(self, b)!r}"
+                f" one of 0.22 and later, whose defaults differ; write"
+                f" {dict(PAIRS)[a]} for {a}, or {_older(b)} for {b}"
+            )
+        return bool(newer) and not older
+
+    def _check_rloo(self) -> None:
+        if self.token_level_kl and self.ratio_level == "sequence":
+            raise ConfigError(
+                "token_level_kl=True gives each token its own advantage, and"
+                " ratio_level='sequence' has one per response; set ratio_level='token'"
+            )
+        bounds = reward_bounds(self.reward_clip_range)
+        if bounds is not None and not bounds[0] < bounds[1]:
+            raise ConfigError(
+                f"reward_clip_range={self.reward_clip_range!r} must be low, high with low below"
+                " high, or one number above 0"
+            )
+
+
+def _older(newer: str) -> str:
+    return next(a for a, b in PAIRS if b == newer)
+
+
+def reward_bounds(given: Any) -> tuple[float, float] | None:
+    """``(low, high)`` of c, [c] or (low, high).
+
+    Raises:
+        ConfigError: something else.
+    """
+    if given is None:
+        return None
+    numbers = list(given) if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):
+        raise ConfigError(f"reward_clip_range={given!r} must be one number or low, high")
+    if len(numbers) == 1:
+        return -float(numbers[0]), float(numbers[0])
+    if len(numbers) != 2:
+        raise ConfigError(f"reward_clip_range={given!r} must be one number or low, high")
+    return float(numbers[0]), float(numbers[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLOOOptions:
+    """The keyword arguments of ``kedge.algorithms.rloo`` that the config knows."""
+
+    cliprange: float
+    cliprange_high: float | None
+    kl_estimator: str
+    ratio_level: Literal["sequence", "token"] | None
+    token_level_kl: bool
+    normalize_reward: bool
+    reward_clip_range: tuple[float, float] | None
+    normalize_advantage: bool
+    mask_truncated_completions: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLOOSettings(RunSettings):
+    """Everything an RLOO run is told."""
+
+    rloo: RLOOOptions
+
+
+def resolve_rloo(
+    config: RLOOConfig, *, world_size: int | None = None, eos_token_id: int | None = None
+) -> RLOOSettings:
+    """Typed parts of a checked config.
+
+    Args, Raises: as for ``kedge.config.resolve.resolve``.
+    """
+    parts = shared_parts(config, world_size=world_size, eos_token_id=eos_token_id)
+    assert config.cliprange is not None  # settled when the config was made
+    return RLOOSettings(
+        **parts,
+        rloo=RLOOOptions(
+            cliprange=config.cliprange,
+            cliprange_high=config.cliprange_high,
+            kl_estimator=config.kl_estimator,
+            ratio_level=config.ratio_level,
+            token_level_kl=config.token_level_kl,
+            normalize_reward=config.normalize_reward,
+            reward_clip_range=reward_bounds(config.reward_clip_range),
+            normalize_advantage=bool(config.normalize_advantage),
+            mask_truncated_completions=config.mask_truncated_completions,
+        ),
+    )

@@ -1,0 +1,118 @@
+"""GRPO for language models: advantages relative to the other responses to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from kedge.algorithms import Algorithm, grpo
+from kedge.backends.hf.device import accelerator_for
+from kedge.config.grpo import GRPOConfig, resolve_grpo
+from kedge.errors import ConfigError
+from kedge.math.offpolicy import Correction
+from kedge.protocols import RolloutEngine
+from kedge.trainers.assembly import assemble
+from kedge.trainers.base import TrainerShell
+from kedge.trainers.given import Given
+from kedge.trainers.process import settle_process
+from kedge.trainers.prompts import text_tokenizer
+
+
+class GRPOTrainer(TrainerShell):
+    """Trains a causal language model with GRPO, or one of its family, against a reward.
+
+    Args:
+        model: the policy: a model, a folder or a hub name.
+        reward_funcs: Python functions ``f(prompts, completions, **columns) -> list[float]``,
+            ``"module:function"`` strings, reward models, folders or names, or a list of these.
+        args: every option; see ``GRPOConfig``.
+        train_dataset: prompts: a column ``prompt`` or ``query`` (text or chat messages), or
+            ``input_ids``.
+        eval_dataset: prompts for evaluation, or a dict of named ones.
+        processing_class: the policy's tokenizer.  None loads the one that lies beside the model.
+        reward_processing_classes: tokenizers of reward models that do not share the policy's.
+        callbacks: ``transformers.TrainerCallback`` objects or classes.
+        optimizers: your own ``(optimizer, lr_scheduler)``, each may be None.
+        peft_config: trains an adapter of this kind on the policy.
+        ref_model: what the KL holds the policy to.  None: a frozen copy of the policy where
+            ``beta`` or ``kl_coef`` is above 0, with PEFT its base without adapter.
+        reward_weights: weight of each source; overrides ``GRPOConfig``'s.
+        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
+        rollout_engine: samples instead of the embedded engine.
+        algorithm: a learning rule of your own instead of GRPO.
+
+    Raises:
+        ConfigError: options that cannot work, before any weight is loaded where possible.
+        DataError: prompts that cannot be used.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        model: str | nn.Module | None = None,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        *,
+        ref_model: str | nn.Module | None = None,
+        reward_weights: Sequence[float] | None = None,
+        data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        options = checked(args)
+        tokenizer = text_tokenizer(processing_class, model)
+        given = Given(
+            args=options,
+            processing_class=processing_class or tokenizer,
+            model=model,
+            ref_model=ref_model,
+            train_dataset=train_dataset,
+            data_collator=data_collator,
+            eval_dataset=eval_dataset,
+            optimizers=optimizers,
+            callbacks=callbacks,
+            peft_config=peft_config,
+            reward_funcs=reward_funcs,
+            reward_weights=reward_weights,
+            reward_processing_class=reward_processing_classes,
+            rollout_engine=rollout_engine,
+        )
+        settle_process(options)
+        accelerator = accelerator_for(options)
+        settings = resolve_grpo(
+            options, world_size=accelerator.num_processes, eos_token_id=tokenizer.eos_token_id
+        )
+        how = settings.correction
+        held = ref_model is not None or settings.kl.coef > 0 or settings.grpo.beta > 0
+        rule = algorithm or grpo(
+            **asdict(settings.grpo),
+            correction=None if how is None else Correction(**asdict(how)),
+            reference=held,
+        )
+        run = assemble(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        super().__init__(run, given, "GRPO" if algorithm is None else algorithm.name)
+
+
+def checked(args: Any) -> GRPOConfig:
+    """The config, or defaults.
+
+    Raises:
+        ConfigError: something else was passed.
+    """
+    if args is None:
+        return GRPOConfig()
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(
+            f"args is a {type(args).__name__}; kedge.GRPOTrainer takes a kedge.GRPOConfig"
+        )
+    return args

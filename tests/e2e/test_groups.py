@@ -1,0 +1,235 @@
+"""RLOOTrainer and GRPOTrainer end to end, in a second each."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, reinforce_pp, remax
+from kedge.errors import ConfigError
+from kedge.testing import tiny_policy
+from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
+from tests.unit.text_toys import neox_reward, word_tokenizer
+
+SIZES = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "total_episodes": 16,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "num_sample_generations": 0,
+    "gradient_checkpointing": False,
+    "stop_token": "eos",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+TRAINER = {"args", "model", "reward_funcs", "eval_dataset", "peft_config", "algorithm", "ref_model"}
+
+
+def make(trainer: Any, config: Any, **changes: Any) -> Any:
+    given = {k: changes.pop(k) for k in tuple(changes) if k in TRAINER}
+    options = {"output_dir": tempfile.mkdtemp(), "max_completion_length": 6, **SIZES} | changes
+    parts = {
+        "args": config(**options),
+        "model": tiny_policy("gpt_neox", vocab_size=VOCAB),
+        "reward_funcs": length_reward,
+        "train_dataset": PROMPTS,
+        "processing_class": word_tokenizer(),
+    }
+    return trainer(**parts | given)
+
+
+def rloo(**changes: Any) -> RLOOTrainer:
+    return make(RLOOTrainer, RLOOConfig, **changes)
+
+
+def grpo(**changes: Any) -> GRPOTrainer:
+    return make(GRPOTrainer, GRPOConfig, **changes)
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "rloo": rloo,
+    "rloo of an in-memory model with beta": lambda: rloo(beta=0.1, num_iterations=2),
+    "rloo with every option": lambda: rloo(
+        token_level_kl=True,
+        normalize_reward=True,
+        reward_clip_range=1.0,
+        normalize_advantages=True,
+        mask_truncated_completions=True,
+        epsilon_high=0.3,
+    ),
+    "reinforce_pp": lambda: rloo(algorithm=reinforce_pp(), num_generations=1),
+    "reinforce_pp baseline": lambda: rloo(algorithm=reinforce_pp(baseline=True, beta=0.1)),
+    "remax": lambda: rloo(algorithm=remax(), num_generations=1),
+    "grpo": grpo,
+    "grpo with KL": lambda: grpo(beta=0.1, kl_coef=0.05, num_iterations=2),
+    "grpo with a reward model": lambda: grpo(reward_funcs=neox_reward(vocab=VOCAB)),
+    **{f"grpo {kind}": lambda kind=kind: grpo(loss_type=kind) for kind in ("grpo", "dr_grpo")},
+    "cispo": lambda: grpo(loss_type="cispo", num_iterations=2),
+    "gspo": lambda: grpo(importance_sampling_level="sequence", epsilon=3e-3, num_iterations=2),
+    "dapo": lambda: grpo(
+        epsilon_high=0.28, overlong_buffer=3, mask_truncated_completions=True, delta=4.0
+    ),
+    "grpo in parts": lambda: grpo(steps_per_generation=4, per_device_train_batch_size=2),
+    "grpo ahead": lambda: grpo(max_lag=1, sampler_correction="truncate", beta=0.1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_moves_the_policy_and_logs_numbers(name: str) -> None:
+    trainer = CASES[name]()
+    before = weights(trainer).clone()
+    trainer.train()
+    logged = rows(trainer)
+    assert len(logged) == 2
+    assert all(math.isfinite(x) for row in logged for x in row.values() if isinstance(x, float))
+    assert logged[0]["val/ratio"] == pytest.approx(1.0, abs=0.9)
+    assert not torch.equal(weights(trainer), before)
+
+
+def test_a_reference_only_where_it_is_needed() -> None:
+    assert "objective/kl" not in _one_row(grpo())
+    assert _one_row(grpo(beta=0.1))["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert _one_row(grpo(ref_model=tiny_policy("gpt_neox", vocab_size=VOCAB, seed=5)))[
+        "objective/kl"
+    ] != pytest.approx(0, abs=1e-2)
+    assert "objective/kl" not in _one_row(rloo(beta=0.0))
+
+
+def _one_row(trainer: Any) -> dict[str, Any]:
+    trainer.train()
+    return rows(trainer)[0]
+
+
+def test_older_and_newer_names_train_the_same() -> None:
+    """The same numbers by either spelling; the reward reads whole texts in the older one."""
+
+    def words(texts: list[str]) -> list[float]:
+        return [float(len(t.split())) for t in texts]
+
+    def same(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return words([p + c for p, c in zip(prompts, completions, strict=True)])
+
+    newer = rloo(
+        reward_funcs=same, beta=0.1, epsilon=0.3, num_iterations=2, temperature=0.9, seed=3
+    )
+    sizes = {k: v for k, v in SIZES.items() if k != "num_generations"}
+    older = RLOOTrainer(
+        config=RLOOConfig(
+            output_dir=tempfile.mkdtemp(),
+            rloo_k=4,
+            kl_coef=0.1,
+            cliprange=0.3,
+            num_ppo_epochs=2,
+            response_length=6,
+            temperature=0.9,
+            seed=3,
+            **sizes,
+        ),
+        tokenizer=word_tokenizer(),
+        policy=tiny_policy("gpt_neox", vocab_size=VOCAB),
+        ref_policy=tiny_policy("gpt_neox", vocab_size=VOCAB),
+        reward_model=words,
+        train_dataset=PROMPTS,
+    )
+    newer.train()
+    older.train()
+    assert rows(older)[-1]["objective/scores"] == rows(newer)[-1]["objective/scores"]
+    torch.testing.assert_close(weights(older), weights(newer))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "x"}, "policy and model"),
+        ({"reward_model": length_reward}, "reward_model and reward_funcs"),
+        ({"value_model": "x"}, "no argument 'value_model'"),
+    ],
+)
+def test_both_names_of_an_argument_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RLOOTrainer(
+            model=tiny_policy("gpt_neox", vocab_size=VOCAB), reward_funcs=length_reward, **given
+        )
+
+
+def test_the_wrong_config_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"takes a kedge\.RLOOConfig"):
+        rloo(args=GRPOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True))
+    with pytest.raises(ConfigError, match=r"takes a kedge\.GRPOConfig"):
+        grpo(args=RLOOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True))
+    with pytest.raises(ConfigError, match=r"takes a kedge\.PPOConfig"):
+        small(args=RLOOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True))
+
+
+@pytest.mark.parametrize("trainer", [rloo, grpo])
+def test_one_response_per_prompt_is_refused(trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="num_generations=1 is too few"):
+        trainer(num_generations=1)
+
+
+def test_the_tokenizer_beside_an_in_memory_model_is_found(tmp_path: Path) -> None:
+    word_tokenizer().save_pretrained(tmp_path)
+    policy = tiny_policy("gpt_neox", vocab_size=VOCAB)
+    policy.save_pretrained(tmp_path)
+    loaded = type(policy).from_pretrained(tmp_path)
+    trainer = GRPOTrainer(
+        loaded,
+        length_reward,
+        GRPOConfig(output_dir=tempfile.mkdtemp(), max_completion_length=4, **SIZES),
+        PROMPTS,
+    )
+    trainer.train()
+    assert trainer.processing_class is not None
+
+
+def test_a_dropped_row_shifts_no_baseline() -> None:
+    def sometimes(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if i == 1 else float(i) for i, _ in enumerate(completions)]
+
+    row = _one_row(rloo(reward_funcs=sometimes, beta=0.0, total_episodes=8))
+    assert row["rollout/dropped_rows"] == 1
+
+
+def test_going_on_equals_never_having_stopped(tmp_path: Path) -> None:
+    def run(folder: str, **changes: Any) -> GRPOTrainer:
+        return grpo(
+            output_dir=str(tmp_path / folder),
+            beta=0.1,
+            total_episodes=None,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+            **changes,
+        )
+
+    whole = run("whole")
+    whole.train()
+    again = run("again")
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(weights(again), weights(whole))
+    other = run("other", epsilon=0.3)
+    with pytest.raises(Exception, match=re.compile("epsilon")):
+        other.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+
+
+def test_the_model_card_names_the_algorithm(tmp_path: Path) -> None:
+    trainer = grpo(output_dir=str(tmp_path))
+    trainer.train()
+    trainer.create_model_card(model_name="m")
+    text = (tmp_path / "README.md").read_text()
+    assert "with GRPO" in text
+    assert "2402.03300" in text
+    assert "| epsilon | `0.2` |" in text

@@ -1,0 +1,223 @@
+"""RLOOConfig and GRPOConfig: two spellings, sizes, and a place or a refusal for every field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kedge
+from kedge import GRPOConfig, RLOOConfig
+from kedge.config.grpo import resolve_grpo
+from kedge.config.newer import NEWER, NewerArguments
+from kedge.config.ppo import PPOConfig
+from kedge.config.resolve import batch_options
+from kedge.config.rloo import DEFAULTS, PAIRS, resolve_rloo
+from kedge.config.support import Honoured, Moved, Refused, default_of
+from kedge.errors import ConfigError
+
+CONFIGS = [RLOOConfig, GRPOConfig]
+SHARED = {f.name for f in fields(PPOConfig)}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> dict[str, Any]:
+    return {"output_dir": str(tmp_path), "use_cpu": True}
+
+
+def away(default: Any) -> Any:
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    return f"{default}x"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_field_is_in_the_table(config: Any) -> None:
+    assert [f.name for f in fields(config) if f.name not in config.SUPPORT] == []
+    assert set(NEWER) == {f.name for f in fields(NewerArguments)}
+    assert [f.name for f in fields(config) if not f.metadata.get("help")] == []
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_refused_field_raises_when_changed(config: Any, out: dict[str, Any]) -> None:
+    sizes = {"steps_per_generation", "generation_batch_size"}
+    own = [f for f in fields(config) if f.name not in SHARED and f.name not in sizes]
+    refused = [f for f in own if isinstance(config.SUPPORT[f.name], Refused)]
+    assert len(refused) > 25
+    for field in refused:
+        value = away(default_of(field))
+        if value in config.SUPPORT[field.name].also:
+            continue
+        with pytest.raises(ConfigError, match=f"^{field.name}="):
+            config(**out, **{field.name: value})
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_honoured_field_is_read(config: Any) -> None:
+    text = "\n".join(p.read_text() for p in Path(kedge.__file__).parent.rglob("*.py"))
+    own = [f.name for f in fields(config) if f.name not in SHARED]
+    honoured = [n for n in own if isinstance(config.SUPPORT[n], Honoured)]
+    assert len(honoured) > 5
+    assert [n for n in honoured if not re.search(rf"\bconfig\.{n}\b", text)] == []
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_moved_field_arrives(config: Any, out: dict[str, Any]) -> None:
+    for name, support in config.SUPPORT.items():
+        if name in SHARED or not isinstance(support, Moved):
+            continue
+        value = True if name == "normalize_advantages" else 3
+        made = config(**out, **{name: value})
+        assert getattr(made, support.to) == value, name
+
+
+# -- RLOO: two spellings --------------------------------------------------------------------------
+
+
+def test_unset_options_have_the_defaults_of_the_spelling(out: dict[str, Any]) -> None:
+    for given, column in (
+        ({}, 0),
+        ({"rloo_k": 2}, 0),
+        ({"num_iterations": 1}, 1),
+        ({"beta": 0}, 1),
+    ):
+        made = RLOOConfig(**out, **given)
+        for name, defaults in DEFAULTS.items():
+            want = 0 if name == "kl_coef" and "beta" in given else defaults[column]
+            assert getattr(made, name) == want, (given, name)
+
+
+@pytest.mark.parametrize(("older", "newer"), PAIRS)
+def test_both_names_of_one_thing_are_refused(older: str, newer: str, out: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{older}=2 and {newer}=2"):
+        RLOOConfig(**out, **{older: 2, newer: 2})
+
+
+def test_mixed_spellings_are_refused_and_the_way_out_is_named(out: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        RLOOConfig(**out, rloo_k=4, beta=0.1)
+    for words in ("rloo_k=4", "beta=0.1", "num_generations for rloo_k", "kl_coef for beta"):
+        assert words in str(error.value)
+
+
+def test_names_of_no_spelling_go_with_either(out: dict[str, Any]) -> None:
+    shared = {"temperature": 0.5, "missing_eos_penalty": 1.0, "num_generations": 4}
+    assert RLOOConfig(**out, **shared, kl_coef=0.1).num_ppo_epochs == 4
+    assert RLOOConfig(**out, **shared, beta=0.1).num_ppo_epochs == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"rloo_k": 4}, {"beta": 0.1, "max_completion_length": 9}])
+def test_a_settled_config_makes_itself_again(given: dict[str, Any], out: dict[str, Any]) -> None:
+    made = RLOOConfig(**out, **given)
+    names = [f.name for f in fields(made) if f.init and f.name not in out]
+    own = {n: getattr(made, n) for n in names if n in DEFAULTS}
+    again = RLOOConfig(**out, **own)
+    assert {n: getattr(again, n) for n in DEFAULTS} == own
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [(None, None), (10.0, (-10.0, 10.0)), ([10], (-10.0, 10.0)), ((-1, 2.5), (-1.0, 2.5))],
+)
+def test_reward_clip_range(given: Any, bounds: Any, out: dict[str, Any]) -> None:
+    made = RLOOConfig(**out, reward_clip_range=given)
+    assert resolve_rloo(made).rloo.reward_clip_range == bounds
+
+
+@pytest.mark.parametrize("given", [(2, 1), -1.0, "ten", (1, 2, 3), [True]])
+def test_reward_clip_range_that_cannot_be(given: Any, out: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="reward_clip_range="):
+        RLOOConfig(**out, reward_clip_range=given)
+
+
+def test_one_ratio_for_many_advantages_is_refused(out: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="ratio_level='token'"):
+        RLOOConfig(**out, token_level_kl=True, ratio_level="sequence")
+
+
+def test_options_reach_the_algorithm(out: dict[str, Any]) -> None:
+    made = RLOOConfig(**out, epsilon=0.1, epsilon_high=0.3, normalize_advantages=True)
+    found = asdict(resolve_rloo(made).rloo)
+    assert (found["cliprange"], found["cliprange_high"]) == (0.1, 0.3)
+    assert found["normalize_advantage"] is True
+
+
+# -- Sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("given", [{"steps_per_generation": 6}, {"generation_batch_size": 48}])
+def test_sizes_of_a_generation(config: Any, given: dict[str, Any], out: dict[str, Any]) -> None:
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    batch = batch_options(config(**out, **sizes, **given))
+    assert (batch.per_device, batch.accumulation, batch.num_mini_batches) == (8, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps_per_generation": 2, "generation_batch_size": 8}, "steps_per_generation=2 and"),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "does not divide"),
+        ({"generation_batch_size": 12}, "generation_batch_size=12 is no multiple"),
+    ],
+)
+def test_sizes_that_do_not_fit(given: dict[str, Any], words: str, out: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GRPOConfig(**out, per_device_train_batch_size=8, **given)
+
+
+# -- GRPO -----------------------------------------------------------------------------------------
+
+
+def test_grpo_has_the_defaults_of_trl(out: dict[str, Any]) -> None:
+    made = GRPOConfig(**out)
+    assert (made.learning_rate, made.num_generations, made.response_length) == (1e-6, 8, 512)
+    assert (made.num_ppo_epochs, made.temperature, made.beta, made.kl_coef) == (1, 1.0, 0.0, 0.0)
+    assert (made.loss_type, made.scale_rewards, made.epsilon) == ("dapo", "group", 0.2)
+
+
+def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
+    made = GRPOConfig(
+        **out,
+        scale_rewards=False,
+        max_completion_length=64,
+        overlong_buffer=16,
+        sampler_correction="mask",
+        sampler_correction_high=5.0,
+        min_p=None,
+        log_completions=False,
+    )
+    found = resolve_grpo(made)
+    assert (found.grpo.scale_rewards, found.grpo.max_length) == ("none", 64)
+    assert (found.grpo.overlong_buffer, found.sampling.max_new_tokens) == (16, 64)
+    assert found.correction is not None
+    assert (found.correction.kind, found.correction.high) == ("mask", 5.0)
+    assert (made.min_p, made.num_sample_generations) == (0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss_type": "sapo"}, "loss_type='sapo'"),
+        ({"scale_rewards": "prompt"}, "scale_rewards='prompt'"),
+        ({"kl_estimator": "full"}, "kl_estimator='full'"),
+        ({"delta": 1.1}, "delta=1.1"),
+        ({"delta": 3.0, "loss_type": "cispo"}, "delta=3.0"),
+        ({"overlong_buffer": 600}, "overlong_buffer=600"),
+        ({"epsilon": 0.0}, "epsilon=0.0"),
+        ({"beta": -1.0}, "beta=-1.0"),
+        ({"disable_dropout": False}, "disable_dropout=False"),
+        ({"use_vllm": True}, "rollout_engine="),
+        ({"response_length": 5, "max_completion_length": 6}, "another name of response_length"),
+    ],
+)
+def test_grpo_options_that_cannot_work(
+    given: dict[str, Any], words: str, out: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        GRPOConfig(**out, **given)
