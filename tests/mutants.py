@@ -33,6 +33,8 @@ class Mutant:
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
 NPLUS = "tests/reference/test_nplus_ppo.py"
 LEARNER = "tests/unit/test_learner.py"
+RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
+GROUPS = "tests/unit/test_algorithms_engine.py"
 GRADIENT = "tests/property/test_gradient_invariance.py"
 MUTANTS = [
     Mutant(
@@ -195,6 +197,97 @@ MUTANTS = [
         "self.prompt_lengths[row] + t - 1",
         "self.prompt_lengths[row] + t",
         GRADIENT + " " + LEARNER,
+    ),
+    Mutant(
+        "groups by position",
+        "math/advantage.py",
+        "_, index = group.unique(return_inverse=True)",
+        "index = torch.arange(len(group)) // int((group == group[0]).sum())",
+        RULES,
+    ),
+    Mutant(
+        "a dropped row stays in its group's count",
+        "math/advantage.py",
+        "index_add_(0, index, valid.double())",
+        "index_add_(0, index, torch.ones_like(kept))",
+        RULES,
+    ),
+    Mutant(
+        "the baseline holds the row itself",
+        "math/advantage.py",
+        "kept - (sums - kept) / (counts - 1).clamp(min=1)",
+        "kept - sums / counts.clamp(min=1)",
+        RULES,
+    ),
+    Mutant(
+        "KL per token charged to the whole response",
+        "algorithms/rloo.py",
+        "rewards_to_go(penalty, mask, gamma=1.0)",
+        "penalty.sum(1, keepdim=True) * mask",
+        RULES,
+    ),
+    Mutant(
+        "rewards clipped before they are normalised",
+        "algorithms/parts.py",
+        "standardise(scores, e.judgement.valid, total=e.total)",
+        "standardise(scores if clip is None else scores.clamp(-1, 1), e.judgement.valid)",
+        RULES,
+    ),
+    Mutant(
+        "advantages normalised per rank",
+        "algorithms/rloo.py",
+        "standardise(own, compared, total=e.total)",
+        "standardise(own, compared)",
+        RULES,
+    ),
+    Mutant(
+        "clip-higher forgotten",
+        "math/losses.py",
+        "return 1 + (self.low if self.high is None else self.high)",
+        "return 1 + self.low",
+        RULES,
+    ),
+    Mutant(
+        "a clipped token of CISPO gets no gradient",
+        "math/losses.py",
+        "-ratio.detach().clamp(max=top) * advantages * logprobs",
+        "-ratio.clamp(max=top) * advantages",
+        RULES,
+    ),
+    Mutant(
+        "GSPO passes a token's gradient without its weight",
+        "math/sequences.py",
+        "return whole.exp()[:, None] * (log_ratio - fixed).exp()",
+        "return (log_ratio - fixed).exp()",
+        RULES,
+    ),
+    Mutant(
+        "KL in the loss without its ratio",
+        "algorithms/grpo.py",
+        "(kl * ratio if unbiased_kl else kl)",
+        "kl",
+        RULES,
+    ),
+    Mutant(
+        "rows left out by credit are trained on",
+        "engine/stages.py",
+        "mask = rollout.mask if credit.mask is None else rollout.mask & credit.mask",
+        "mask = rollout.mask",
+        GROUPS,
+    ),
+    Mutant(
+        "the greedy baseline of another prompt",
+        "engine/stages.py",
+        "baseline=found.scores[group]",
+        "baseline=found.scores[group.flip(0)]",
+        GROUPS,
+    ),
+    Mutant(
+        "greedy responses that are sampled",
+        "engine/stages.py",
+        "temperature=0.0, top_k=0",
+        "top_k=0",
+        GROUPS,
     ),
 ]
 
