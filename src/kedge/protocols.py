@@ -82,6 +82,16 @@ class Learner(Stateful, Protocol):
 
     version: int  # training steps (updates) finished; end_batch adds 1
 
+    @property
+    def rank(self) -> int:
+        """Which of the processes that train together this is, from 0."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train together."""
+        ...
+
     def annotate(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> Annotation:
@@ -112,6 +122,10 @@ class Learner(Stateful, Protocol):
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over all ranks."""
+        ...
+
+    def pool(self, mine: Experience) -> Experience:
+        """The rows of all ranks, in rank order; every rank brings equally many."""
         ...
 
 

@@ -23,7 +23,7 @@ def work(folder: str, out: str) -> None:
     made = trainer(
         Path(folder),
         per_device_train_batch_size=ROWS // int(os.environ["WORLD_SIZE"]),
-        num_mini_batches=1,
+        num_mini_batches=2,
         learning_rate=1e-3,
         adam_epsilon=1e-3,  # Adam would blow rounding up to the size of the learning rate
         logging_steps=1,

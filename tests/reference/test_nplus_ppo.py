@@ -328,7 +328,7 @@ def test_row_46_four_passes_in_fresh_order_and_one_normaliser() -> None:
     seen: list[list[int]] = []
 
     class Watch:
-        version = 0
+        version, rank, ranks = 0, 0, 1
 
         def total(self, x: Tensor) -> Tensor:
             return x

@@ -47,6 +47,8 @@ class ToyPrompts:
 class ToyLearner:
     """A policy of one logit per token, a value of one number; Adam."""
 
+    rank, ranks = 0, 1
+
     def __init__(self, lr: float = 0.1) -> None:
         self.logits = torch.zeros(VOCAB, requires_grad=True)
         self.value = torch.zeros(1, requires_grad=True)
@@ -103,6 +105,9 @@ class ToyLearner:
 
     def total(self, x: Tensor) -> Tensor:
         return x
+
+    def pool(self, mine: Experience) -> Experience:
+        return mine
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -248,13 +248,20 @@ def optimise(
     only_value: bool = False,
     after_step: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """``epochs`` passes over the experience, ``minibatches`` optimiser steps each."""
+    """``epochs`` passes over the experience, ``minibatches`` optimiser steps each.
+
+    Mini-batches are drawn from the rows of all ranks, so which rows share one does not depend on
+    the number of ranks; each rank works on an equal share of every mini-batch.
+    """
     shuffle = torch.Generator().manual_seed(seed)
+    share = slice(None)
+    if minibatches > 1 and learner.ranks > 1:
+        experience, share = learner.pool(experience), slice(learner.rank, None, learner.ranks)
     history: list[dict[str, float]] = []
     for _ in range(epochs):
         order = torch.randperm(len(experience), generator=shuffle)
         for index in order.chunk(minibatches):
-            step = cut(experience, index, algo, micro_rows, learner.total)
+            step = cut(experience, index[share], algo, micro_rows, learner.total)
             history.append(learner.update(step, algo.loss, only_value=only_value))
             after_step()
     metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,6 +42,7 @@ from kedge.backends.hf.packing import (
     to_device,
     worth_padding,
 )
+from kedge.backends.hf.ranks import level, pool_rows, total
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
@@ -51,7 +51,6 @@ from kedge.backends.hf.sharding import (
     cut_state,
     full_state,
     full_tree,
-    level,
     reshard,
     shard,
     shards_asked,
@@ -171,6 +170,11 @@ class HFLearner:
         return self.accelerator.num_processes
 
     @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.accelerator.process_index
+
+    @property
     def sharded(self) -> bool:
         """Whether weights are cut over ranks."""
         return self.shards != "none"
@@ -249,8 +253,7 @@ class HFLearner:
         rows = uncut.rows
         lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
         spare = 2**62 if self.sharded else self._spare  # sharded ranks must run equally many passes
-        groups = by_length(lengths, tokens=2**62, spare=spare)
-        for group in groups:
+        for group in by_length(lengths, tokens=2**62, spare=spare):
             index = torch.tensor(group, device=rows.ids.device)
             yield MicroBatch(
                 rows=to_device(rows.rows(index), self.device),
@@ -307,8 +310,7 @@ class HFLearner:
             for group in grads.values() if self.settings.max_grad_norm else []:
                 scale_(group, found[""], self.settings.max_grad_norm)
             self.scaler.step(self.optimizer)
-            self._stepped = True
-            self._in_a_row = 0
+            self._stepped, self._in_a_row = True, 0
         else:
             self.skipped += 1
             self._in_a_row += 1
@@ -344,11 +346,11 @@ class HFLearner:
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over all ranks, on the device it came from."""
-        if self.ranks == 1:
-            return x
-        summed = x.to(self.device, copy=True)
-        dist.all_reduce(summed)
-        return summed.to(x.device)
+        return x if self.ranks == 1 else total(x, self.device)
+
+    def pool(self, mine: Experience) -> Experience:
+        """The rows of all ranks, in rank order."""
+        return mine if self.ranks == 1 else pool_rows(mine, self.device, self.ranks)
 
     def sampler(self, engine: RolloutEngine) -> RolloutEngine:
         """``engine``, made to see whole weights where those it samples from are cut over ranks."""
@@ -386,9 +388,7 @@ class HFLearner:
         for name, mine in self._trained().items():
             theirs = state["weights"].get(name, [])
             if [p.shape for p in mine] != [p.shape for p in theirs]:
-                raise CheckpointError(
-                    f"the checkpoint's {name} weights have other shapes than this {name}'s"
-                )
+                raise CheckpointError(f"the checkpoint's {name} weights have other shapes")
             for p, q in zip(mine, theirs, strict=True):
                 p.copy_(cut_like(q, p))
         self.optimizer.load_state_dict(state["optimizer"])

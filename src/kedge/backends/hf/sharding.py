@@ -12,7 +12,6 @@ from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -61,13 +60,6 @@ def shards_asked(accelerator: Accelerator) -> Literal["none", "gradients", "weig
     again = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
     strategy = os.environ.get("FSDP_SHARDING_STRATEGY", again).upper()
     return "gradients" if strategy in {"FALSE", "SHARD_GRAD_OP", "2"} else "weights"
-
-
-def level(models: Iterable[nn.Module]) -> None:
-    """Give every rank the weights of the first."""
-    for model in models:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
 
 
 def shard(model: nn.Module, device: torch.device, ranks: int, *, again: bool) -> None:
