@@ -233,3 +233,13 @@ def test_a_run_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
     second.train(resume_from_checkpoint=True)
     assert not (run / ".saving-checkpoint-4").exists()
     assert_same(second, whole_run())
+
+
+def test_a_run_made_longer_goes_on_from_the_line_to_its_new_end(tmp_path: Path) -> None:
+    trainer(tmp_path, logging_steps=1, save_steps=6).train()
+    longer = trainer(tmp_path, logging_steps=1, save_steps=6, total_episodes=4 * 12)
+    with pytest.warns(UserWarning, match="updates: 6 in the checkpoint, 12 now"):
+        longer.train(resume_from_checkpoint=True)
+    rates = [row["lr"] for row in longer.state.log_history if "lr" in row]
+    whole = 3e-3
+    assert rates[6:] == pytest.approx([whole * (12 - step) / 12 for step in range(6, 12)])

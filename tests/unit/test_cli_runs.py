@@ -207,3 +207,31 @@ def test_two_processes_share_one_batch(folders, tmp_path):
     )
     assert out.count("the trained model is in") == 1
     assert [row["episode"] for row in logged(tmp_path)] == [16]  # one update of 4 x 2 x 2
+
+
+def test_a_reward_model_with_code_of_its_own(folders, tmp_path, capfd):
+    own = tmp_path / "own"
+    tiny_reward_model(vocab_size=32).save_pretrained(own)
+    word_tokenizer().save_pretrained(own)
+    config = json.loads((own / "config.json").read_text())
+    base = config["architectures"][0]
+    family = base.removesuffix("ForSequenceClassification")
+    config["architectures"] = ["OwnForSequenceClassification"]
+    config["model_type"] = "own"
+    config["auto_map"] = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForSequenceClassification": "own.OwnForSequenceClassification",
+    }
+    (own / "config.json").write_text(json.dumps(config))
+    (own / "own.py").write_text(
+        f"from transformers import AutoModel, {family}Config, {family}Model, {base}\n\n\n"
+        f"class OwnConfig({family}Config):\n    model_type = 'own'\n\n\n"
+        f"class OwnForSequenceClassification({base}):\n    config_class = OwnConfig\n\n\n"
+        f"class OwnModel({family}Model):\n    config_class = OwnConfig\n\n\n"
+        "AutoModel.register(OwnConfig, OwnModel)\n"
+    )
+    run = flags(folders, tmp_path / "out", "--reward_model_path", str(own), "--max_steps", "1")
+    assert main(["ppo", *run]) != 0
+    assert "trust_remote_code" in capfd.readouterr().err
+    assert main(["ppo", *run, "--trust_remote_code"]) == 0
+    assert len(logged(tmp_path / "out")) == 1

@@ -60,11 +60,13 @@ def build(options: Options, *, train_dataset: Any = None) -> Any:
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
+    reward, reads = reward_model(names.reward, model)
     return PPOTrainer(
         args=options.config,
         processing_class=load_tokenizer(names.tokenizer, model),
         model=load_policy(names.policy, model),
-        reward_model=names.reward,
+        reward_model=reward,
+        reward_processing_class=reads,
         value_model=options.script.value_model_path,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -161,6 +163,15 @@ def loading(options: ModelArguments) -> dict[str, Any]:
         "quantization_config": quantization(options),
     }
     return {k: v for k, v in wanted.items() if v is not None}
+
+
+def reward_model(name: str | None, options: ModelArguments) -> tuple[Any, Any]:
+    """The reward model and the tokenizer beside it; its name alone where no foreign code runs."""
+    if name is None or not options.trust_remote_code:
+        return name, None
+    from kedge.backends.rewards.load import load_model, load_tokenizer
+
+    return load_model(name, trust_remote_code=True), load_tokenizer(name, trust_remote_code=True)
 
 
 def quantization(options: ModelArguments) -> Any:

@@ -150,7 +150,7 @@ class Run:
             fresh_reference=self.fresh_reference,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
-        for warning in warnings:
+        for warning in warnings if self.learner.rank == 0 else []:
             logger.warning("preflight: %s", warning)
 
     def _after_step(self) -> Callable[[StepReport], None]:

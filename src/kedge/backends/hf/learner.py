@@ -29,6 +29,7 @@ from kedge.backends.hf.model import (
 from kedge.backends.hf.optim import (
     build_optimizer,
     build_schedule,
+    load_schedule,
     norms,
     parameter_groups,
     scale_,
@@ -393,7 +394,7 @@ class HFLearner:
                 p.copy_(cut_like(q, p))
         self.optimizer.load_state_dict(state["optimizer"])
         cut_state(self.optimizer)
-        self.scheduler.load_state_dict(state["scheduler"])
+        load_schedule(self.scheduler, state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]
         self.skipped, self._in_a_row = state["skipped"]

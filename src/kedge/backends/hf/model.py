@@ -35,6 +35,9 @@ def load_policy(
         attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
         trust_remote_code: run Python code that comes with the model.
         quantization: a transformers quantization config, for frozen bases.
+
+    Raises:
+        ConfigError: it cannot be loaded.
     """
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
@@ -43,12 +46,16 @@ def load_policy(
         "attn_implementation": attn_implementation,
         "quantization_config": quantization,
     }
-    return AutoModelForCausalLM.from_pretrained(
-        source,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise ConfigError(f"the model {source!r} cannot be loaded: {error}") from error
 
 
 def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:

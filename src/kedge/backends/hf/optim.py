@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -127,6 +127,20 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
         num_training_steps=updates,
         scheduler_specific_kwargs=dict(options) if options else None,  # type: ignore[arg-type]
     )
+
+
+def load_schedule(scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    """Go on at the saved step, at the rates that this schedule has there.
+
+    They are not the saved ones where the run was made longer: a linear schedule that had ended at
+    0 goes on from the line to its new end.
+    """
+    scheduler.load_state_dict(state)
+    if isinstance(scheduler, LambdaLR):
+        step = scheduler.last_epoch
+        groups, bases = scheduler.optimizer.param_groups, scheduler.base_lrs
+        for group, base, rule in zip(groups, bases, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * rule(step)
 
 
 def sum_over_ranks(params: Sequence[nn.Parameter], bucket_mb: float) -> None:

@@ -121,15 +121,20 @@ def _verify(value: ScalarModel, name: str) -> None:
 def load_value(
     source: str | nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
 ) -> ScalarModel:
-    """A value model from a sequence-classification model, its hub name, or its folder."""
+    """A value model from a sequence-classification model, its hub name, or its folder.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
     if isinstance(source, nn.Module):
         return scalar_model(source)
-    given = {k: v for k, v in options.items() if v is not None}
-    return scalar_model(
-        AutoModelForSequenceClassification.from_pretrained(
-            source, num_labels=1, dtype=dtype, **given
-        )
-    )
+    given = {"use_safetensors": True, "trust_remote_code": False, "num_labels": 1}
+    given |= {k: v for k, v in options.items() if v is not None}
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(source, dtype=dtype, **given)
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise ConfigError(f"the value model {source!r} cannot be loaded: {error}") from error
+    return scalar_model(model)
 
 
 def value_from_trunk(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:
