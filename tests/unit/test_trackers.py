@@ -1,16 +1,22 @@
 """Metrics reach files, screen and memory as they are."""
 
+import importlib.util
 import io
 import json
 import math
+import os
 import struct
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
+
+ROOT = Path(__file__).parents[2]
 
 
 def lines(file):
@@ -225,3 +231,34 @@ def test_curves_are_drawn_without_pyplot(tmp_path):
 def test_nothing_to_draw_gives_no_file(tmp_path, rows):
     assert draw_curves(rows, tmp_path / "curves.png") is None
     assert not (tmp_path / "curves.png").exists()
+
+
+_RUN = """
+import sys
+from pathlib import Path
+from tests.e2e.test_resume import trainer
+
+trainer(
+    Path(sys.argv[1]), report_to=[sys.argv[2]], logging_steps=1, max_steps=2, total_episodes=None,
+    num_sample_generations=1, run_name="small",
+).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "tensorboard"])
+def test_a_run_reports_to_the_real_package(name, tmp_path):
+    """Without an account: wandb offline, the others into local files."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    env = {k: v for k, v in os.environ.items() if k != "HF_TOKEN"}
+    env |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    env |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    env |= {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-c", _RUN, str(tmp_path / "run"), name]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    files = {"wandb": "run-*.wandb", "trackio": "*.db", "mlflow": "*.db", "tensorboard": "events*"}
+    found = [p for p in tmp_path.rglob(files[name]) if p.stat().st_size > 0]
+    assert found

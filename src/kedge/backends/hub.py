@@ -14,6 +14,13 @@ RUN_FILES = ("checkpoint-*", ".*", "_*", "completions/*", "rollouts/*")
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
+def logged_in() -> bool:
+    """Whether there is a token of the hub on this machine."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
 class Hub:
     """One model repository on the hub.  Only rank 0 has one.
 

@@ -53,7 +53,8 @@ class OnPolicyConfig(RemovedArguments, TrainingArguments):
         None, "Where metrics go: tensorboard, wandb, trackio or a list. Unset: nowhere but files."
     )
     trackio_space_id: str | None = option(
-        "trackio", "Hugging Face Space of the trackio dashboard, with report_to=trackio."
+        "trackio",
+        "Hugging Face Space of the trackio dashboard, with report_to=trackio. Local without login.",
     )
     run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.settings import LearnerSettings
+from kedge.backends.hub import logged_in
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings
@@ -30,6 +32,8 @@ from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.publishing import pushing
 from kedge.trainers.run import Run
 from kedge.trainers.saving import recording_of
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,6 +106,10 @@ def assemble(
 def callbacks_of(given: Given, models: Models, accelerator: Accelerator) -> Callbacks:
     """The user's callbacks, those that report, and the one that pushes."""
     args = given.args
+    reports = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    if "trackio" in reports and args.trackio_space_id is not None and not logged_in():
+        logger.warning("report_to=trackio: not logged in to the hub, so the dashboard is local")
+        args.trackio_space_id = None
     return Callbacks(
         args,
         [*(given.callbacks or []), *pushing(args)],
