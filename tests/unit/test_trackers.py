@@ -257,7 +257,7 @@ def test_a_run_reports_to_the_real_package(name, tmp_path):
     env |= {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-c", _RUN, str(tmp_path / "run"), name]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     files = {"wandb": "run-*.wandb", "trackio": "*.db", "mlflow": "*.db", "tensorboard": "events*"}
     found = [p for p in tmp_path.rglob(files[name]) if p.stat().st_size > 0]
