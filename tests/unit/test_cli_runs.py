@@ -1,5 +1,6 @@
 """Whole runs from the command line, on models of a few thousand weights."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -235,3 +236,31 @@ def test_a_reward_model_with_code_of_its_own(folders, tmp_path, capfd):
     assert "trust_remote_code" in capfd.readouterr().err
     assert main(["ppo", *run, "--trust_remote_code"]) == 0
     assert len(logged(tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_launch_files_of_deepspeed_give_the_numbers_of_one_process(folders, tmp_path, stage):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    script = ROOT / "examples" / "scripts" / "ppo" / "ppo_tldr.py"
+
+    def train(out, rows, *launch):
+        run(
+            *(*launch, script, "--dataset_name", folders / "data", "--output_dir", out),
+            *("--learning_rate", "3e-3", "--per_device_train_batch_size", str(rows)),
+            *("--total_episodes", "32", "--stop_token", "eos", "--response_length", "5"),
+            *("--model_name_or_path", folders / "policy", "--use_cpu", "--logging_steps", "1"),
+            *("--reward_model_path", folders / "reward", "--missing_eos_penalty", "1.0"),
+        )
+        return [(r["objective/kl"], r["loss/value_avg"]) for r in logged(out)]
+
+    config = ROOT / "examples" / "accelerate_configs" / f"deepspeed_zero{stage}.yaml"
+    two = train(
+        tmp_path / "two",
+        4,
+        *("-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file", config),
+        *("--num_processes", "2", "--mixed_precision", "no"),
+    )
+    one = train(tmp_path / "one", 8)
+    assert two == [pytest.approx(row, rel=1e-3, abs=1e-5) for row in one]
+    assert abs(one[-1][0]) > 0.01

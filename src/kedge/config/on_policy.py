@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
 from kedge.config.checks import check_values
@@ -172,6 +173,7 @@ class OnPolicyConfig(RemovedArguments, TrainingArguments):
             super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        unset_hf_deepspeed_config()  # models are loaded whole and cut later, whoever launched us
         self.world_size = self.distributed_state.num_processes if self.distributed_state else 1
         if self.world_size != launched:
             raise ConfigError(

@@ -6,6 +6,7 @@ import os
 
 from accelerate import Accelerator
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 
 def accelerator_for(args: TrainingArguments) -> Accelerator:
@@ -13,4 +14,6 @@ def accelerator_for(args: TrainingArguments) -> Accelerator:
     # Else transformers fills models with noise on all ranks but the first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-    return Accelerator(cpu=args.use_cpu, mixed_precision=precision)
+    made = Accelerator(cpu=args.use_cpu, mixed_precision=precision)
+    unset_hf_deepspeed_config()  # else transformers loads empty weights under ZeRO stage 3
+    return made
