@@ -22,6 +22,12 @@ from kedge.types import (
 
 LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
 Total = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
+Admit = Callable[[Mapping[str, float]], bool]  # the metrics of an optimiser step -> take it
+
+
+def always(metrics: Mapping[str, float]) -> bool:
+    """Take every optimiser step."""
+    return True
 
 
 class Stateful(Protocol):
@@ -99,9 +105,17 @@ class Learner(Stateful, Protocol):
         ...
 
     def update(
-        self, step: Iterable[MicroBatch], loss: LossFn, *, only_value: bool = False
+        self,
+        step: Iterable[MicroBatch],
+        loss: LossFn,
+        *,
+        only_value: bool = False,
+        admit: Admit = always,
     ) -> dict[str, float]:
-        """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks."""
+        """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks.
+
+        The step is taken if ``admit`` says so of these metrics; else the gradient is dropped.
+        """
         ...
 
     def probe(self, rows: Experience) -> PolicyOutput:

@@ -333,7 +333,7 @@ def test_row_46_four_passes_in_fresh_order_and_one_normaliser() -> None:
         def total(self, x: Tensor) -> Tensor:
             return x
 
-        def update(self, step: Any, loss: Any, *, only_value: bool = False) -> dict[str, float]:
+        def update(self, step: Any, loss: Any, **options: Any) -> dict[str, float]:
             parts = list(step)
             seen.append([int(r) for mb in parts for r in mb.rows.prompt_ids[:, 0]])
             weights = sum(float(mb.token_weight.sum()) for mb in parts)

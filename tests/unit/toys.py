@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.protocols import LossFn
+from kedge.protocols import Admit, LossFn, always
 from kedge.types import (
     Annotation,
     Experience,
@@ -76,7 +76,12 @@ class ToyLearner:
         )
 
     def update(
-        self, step: Iterable[MicroBatch], loss: LossFn, *, only_value: bool = False
+        self,
+        step: Iterable[MicroBatch],
+        loss: LossFn,
+        *,
+        only_value: bool = False,
+        admit: Admit = always,
     ) -> dict[str, float]:
         self.log.append(f"learn {self.version}")
         self.optimizer.zero_grad()
@@ -88,7 +93,8 @@ class ToyLearner:
                 metrics[name] = metrics.get(name, 0.0) + float(x.detach())
         grad = self.logits.grad
         norm = 0.0 if grad is None else float(grad.norm())
-        self.optimizer.step()
+        if admit(metrics):
+            self.optimizer.step()
         return metrics | {"grad_norm/policy": norm, "lr": self.lr}
 
     def probe(self, rows: Experience) -> PolicyOutput:

@@ -117,6 +117,7 @@ def ppo(  # noqa: PLR0913
                 "loss/policy_avg": policy,
                 "loss/value_avg": value,
                 "policy/approxkl_avg": (w * 0.5 * log_ratio**2).sum(),
+                "policy/policykl_avg": -(w * log_ratio).sum(),
                 "policy/clipfrac_avg": (w * stuck).sum(),
                 "policy/entropy_avg": (w * new.entropy).sum(),
                 "val/ratio": (w * ratio).sum(),

@@ -7,21 +7,18 @@ At lag 0 the worker is the driver itself.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from kedge.algorithms.base import Algorithm
-from kedge.engine.hooks import Hooks, NoHooks, StepReport
-from kedge.engine.metrics import check_known
-from kedge.engine.plan import BatchPlan
+from kedge.engine.hooks import StepReport
 from kedge.engine.seeds import seed_for
-from kedge.engine.stages import collect, make_experience, optimise
+from kedge.engine.stages import collect
+from kedge.engine.updater import Updater
 from kedge.errors import SyncError
-from kedge.protocols import KLController, Learner, PromptSource, RewardSource, RolloutEngine
+from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import Judgement, Receipt, Rollout, Sampling
 
 Sample = tuple[Rollout, Judgement, dict[str, float]]
@@ -43,26 +40,16 @@ class InlineExecutor(Executor):
 
 
 @dataclass(slots=True, kw_only=True)
-class Engine:
+class Engine(Updater):
     """Everything one training run needs, and where it stands."""
 
     source: PromptSource
     rollouts: RolloutEngine
     judge: RewardSource
-    learner: Learner
-    algorithm: Algorithm
-    kl: KLController
-    plan: BatchPlan
     sampling: Sampling
-    hooks: Hooks = field(default_factory=NoHooks)
-    seed: int = 0
     max_lag: int = 0
-    value_warmup_steps: int = 0  # first updates that train the value alone
-    clock: Callable[[], float] = time.perf_counter
-    step: int = 0  # updates finished
     waiting: deque[Future[Sample]] = field(default_factory=deque)  # sampled ahead, not trained on
     _loaded: str = field(default="", init=False)  # fingerprint that the sampler last confirmed
-    _moved: bool = field(default=False, init=False)  # the policy trained since then
 
     def __post_init__(self) -> None:
         if self.plan.group < self.algorithm.min_group:
@@ -93,51 +80,6 @@ class Engine:
                 )
                 stop = self.hooks.on_step_end(report)
             self._settle(syncs, wait=True)
-
-    def train_on(
-        self,
-        rollout: Rollout,
-        judgement: Judgement,
-        times: dict[str, float],
-        *,
-        begin: float | None = None,
-    ) -> dict[str, float]:
-        """Everything after sampling.  A ``step`` API enters here."""
-        self.hooks.on_sample(self.step, rollout, judgement)
-        start = self.clock()
-        experience, metrics = make_experience(
-            rollout, judgement, self.learner, self.algorithm, self.kl.value
-        )
-        ready = self.clock()
-        metrics |= optimise(
-            experience,
-            self.learner,
-            self.algorithm,
-            epochs=self.plan.epochs,
-            minibatches=self.plan.minibatches,
-            micro_rows=self.plan.micro_rows,
-            seed=seed_for(self.seed, "shuffle", self.step),
-            only_value=self.step < self.value_warmup_steps,
-            after_step=self.hooks.on_optimizer_step,
-        )
-        self.learner.end_batch()
-        self.kl.update(metrics.get("objective/kl", 0.0), self.plan.batch_size)
-        self.step += 1
-        moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
-        self._moved |= moved and self.step > self.value_warmup_steps
-        done = self.clock()
-        whole = done - (start if begin is None else begin)
-        metrics |= times | {
-            "time/annotate": ready - start,
-            "time/update": done - ready,
-            "time/step": whole,
-            "episode": float(self.step * self.plan.batch_size),
-        }
-        if "completions/mean_length" in metrics:
-            tokens = metrics["completions/mean_length"] * self.plan.batch_size
-            metrics["tokens_per_second"] = tokens / max(whole, 1e-9)
-        check_known(metrics)
-        return metrics
 
     def _worker(self) -> Executor:
         if self.max_lag == 0:
@@ -200,20 +142,6 @@ class Engine:
     def put_back(self, samples: list[Sample]) -> None:
         """Take samples as already drawn for the next updates, as after a resume."""
         self.waiting = deque(_done(sample) for sample in samples)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the run, without what is in flight (that is saved as records)."""
-        return {
-            "step": self.step,
-            "learner": self.learner.state_dict(),
-            "kl": self.kl.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
-        self.step = int(state["step"])
-        self.learner.load_state_dict(state["learner"])
-        self.kl.load_state_dict(state["kl"])
 
 
 def _done(sample: Sample) -> Future[Sample]:

@@ -30,6 +30,8 @@ NAMES: dict[str, str] = {
     "objective/uniform_groups": "share of responses in groups of equal scores, of those in groups",
     "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the policy that sampled; "
     "of whole responses where those are what is clipped (RLOO)",
+    "policy/policykl_avg": "nats per token; mean of old minus new log-probability, the k1 estimate "
+    "of the KL from the policy that sampled",
     "policy/clipfrac_avg": "share of tokens (RLOO: responses) that the clip left without gradient",
     "policy/entropy_avg": "nats per token; entropy of the policy's distribution during the update",
     "loss/policy_avg": "policy loss, mean over optimiser steps",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm, Evidence
+from kedge.engine.brakes import Brakes
 from kedge.engine.metrics import Tally
 from kedge.errors import RewardError, RolloutError
 from kedge.math.advantage import group_count, group_std
@@ -247,6 +248,7 @@ def optimise(
     seed: int,
     only_value: bool = False,
     after_step: Callable[[], None] = lambda: None,
+    brakes: Brakes | None = None,
 ) -> dict[str, float]:
     """``epochs`` passes over the experience, ``minibatches`` optimiser steps each.
 
@@ -257,13 +259,22 @@ def optimise(
     share = slice(None)
     if minibatches > 1 and learner.ranks > 1:
         experience, share = learner.pool(experience), slice(learner.rank, None, learner.ranks)
+    limits = brakes or Brakes()
     history: list[dict[str, float]] = []
     for _ in range(epochs):
         order = torch.randperm(len(experience), generator=shuffle)
         for index in order.chunk(minibatches):
             step = cut(experience, index[share], algo, micro_rows, learner.total)
-            history.append(learner.update(step, algo.loss, only_value=only_value))
+            found = learner.update(step, algo.loss, only_value=only_value, admit=limits.admits)
+            history.append(found)
             after_step()
+            if limits.ends(found):
+                return _over_steps(history)
+    return _over_steps(history)
+
+
+def _over_steps(history: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimiser steps of an update."""
     metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}
     ratios = [h["val/ratio"] for h in history if "val/ratio" in h]
     if len(ratios) > 1:

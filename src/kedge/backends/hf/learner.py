@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from kedge.backends.hf.packing import (
     check_prompts,
     pack,
     place,
+    split_by_length,
     to_device,
     worth_padding,
 )
@@ -59,7 +60,7 @@ from kedge.backends.hf.sharding import (
 )
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel, save_value
 from kedge.errors import CheckpointError, ConfigError, KedgeError
-from kedge.protocols import LossFn, RolloutEngine
+from kedge.protocols import Admit, LossFn, RolloutEngine, always
 from kedge.types import Annotation, Experience, MicroBatch, PolicyOutput, Rollout
 
 _PATIENCE = 3  # optimiser steps in a row that may be skipped
@@ -226,9 +227,16 @@ class HFLearner:
         )
 
     def update(
-        self, step: Iterable[MicroBatch], loss: LossFn, *, only_value: bool = False
+        self,
+        step: Iterable[MicroBatch],
+        loss: LossFn,
+        *,
+        only_value: bool = False,
+        admit: Admit = always,
     ) -> dict[str, float]:
         """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks.
+
+        The step is taken if ``admit`` says so of these metrics; else the gradient is dropped.
 
         Raises:
             KedgeError: the gradient was not finite three times in a row.
@@ -237,7 +245,9 @@ class HFLearner:
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
         for micro_batch in step:
-            for part in self._split(micro_batch):
+            # Sharded ranks must run equally many passes.
+            spare = 2**62 if self.sharded else self._spare
+            for part in split_by_length(micro_batch, self.device, spare=spare):
                 output = self._output(part.rows, only_value)
                 found = loss(output, part)
                 self.scaler.scale(found.total).backward()
@@ -245,23 +255,16 @@ class HFLearner:
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
         total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
         metrics = dict(zip(sums, total.tolist(), strict=True))
+        if not admit(metrics):
+            self.optimizer.zero_grad(set_to_none=True)
+            return metrics | self._standing()
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
         return metrics | self._step()
 
-    def _split(self, uncut: MicroBatch) -> Iterator[MicroBatch]:
-        """The micro-batch on the device, cut further where rows differ much in length."""
-        rows = uncut.rows
-        lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
-        spare = 2**62 if self.sharded else self._spare  # sharded ranks must run equally many passes
-        for group in by_length(lengths, tokens=2**62, spare=spare):
-            index = torch.tensor(group, device=rows.ids.device)
-            yield MicroBatch(
-                rows=to_device(rows.rows(index), self.device),
-                token_weight=uncut.token_weight[index].to(self.device),
-                value_weight=uncut.value_weight[index].to(self.device),
-                row_weight=uncut.row_weight[index].to(self.device),
-            )
+    def _standing(self) -> dict[str, float]:
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return {"lr": rate, "skipped_steps": float(self.skipped)}
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
         slots = None if self.value is None else rows.value_mask
@@ -322,8 +325,7 @@ class HFLearner:
                 f"{found}); look for infinite rewards or a learning rate that is too high"
             )
         sizes = {names[n]: x for n, x in found.items()} if finite else {}
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        return sizes | {"lr": rate, "skipped_steps": float(self.skipped)}
+        return sizes | self._standing()
 
     def _trained(self) -> dict[str, list[nn.Parameter]]:
         models: dict[str, nn.Module] = {"policy": self.policy}

@@ -1,0 +1,95 @@
+"""One update: what the loop does with samples, and what a ``step`` API does with those given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kedge.algorithms.base import Algorithm
+from kedge.engine.brakes import Brakes
+from kedge.engine.hooks import Hooks, NoHooks
+from kedge.engine.metrics import check_known
+from kedge.engine.plan import BatchPlan
+from kedge.engine.seeds import seed_for
+from kedge.engine.stages import make_experience, optimise
+from kedge.protocols import KLController, Learner
+from kedge.types import Judgement, Rollout
+
+
+@dataclass(slots=True, kw_only=True)
+class Updater:
+    """What learns from samples, and where it stands."""
+
+    learner: Learner
+    algorithm: Algorithm
+    kl: KLController
+    plan: BatchPlan
+    hooks: Hooks = field(default_factory=NoHooks)
+    seed: int = 0
+    value_warmup_steps: int = 0  # first updates that train the value alone
+    brakes: Brakes = field(default_factory=Brakes)
+    clock: Callable[[], float] = time.perf_counter
+    step: int = 0  # updates finished
+    _moved: bool = field(default=False, init=False)  # the policy trained since its last sync
+
+    def train_on(
+        self,
+        rollout: Rollout,
+        judgement: Judgement,
+        times: dict[str, float],
+        *,
+        begin: float | None = None,
+    ) -> dict[str, float]:
+        """One update from samples, whoever drew them: everything after sampling."""
+        self.hooks.on_sample(self.step, rollout, judgement)
+        start = self.clock()
+        experience, metrics = make_experience(
+            rollout, judgement, self.learner, self.algorithm, self.kl.value
+        )
+        ready = self.clock()
+        metrics |= optimise(
+            experience,
+            self.learner,
+            self.algorithm,
+            epochs=self.plan.epochs,
+            minibatches=self.plan.minibatches,
+            micro_rows=self.plan.micro_rows,
+            seed=seed_for(self.seed, "shuffle", self.step),
+            only_value=self.step < self.value_warmup_steps,
+            brakes=self.brakes,
+            after_step=self.hooks.on_optimizer_step,
+        )
+        self.learner.end_batch()
+        self.kl.update(metrics.get("objective/kl", 0.0), self.plan.batch_size)
+        self.step += 1
+        moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
+        self._moved |= moved and self.step > self.value_warmup_steps
+        done = self.clock()
+        whole = done - (start if begin is None else begin)
+        metrics |= times | {
+            "time/annotate": ready - start,
+            "time/update": done - ready,
+            "time/step": whole,
+            "episode": float(self.step * self.plan.batch_size),
+        }
+        if "completions/mean_length" in metrics:
+            tokens = metrics["completions/mean_length"] * self.plan.batch_size
+            metrics["tokens_per_second"] = tokens / max(whole, 1e-9)
+        check_known(metrics)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the run, without what is in flight (that is saved as records)."""
+        return {
+            "step": self.step,
+            "learner": self.learner.state_dict(),
+            "kl": self.kl.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self.step = int(state["step"])
+        self.learner.load_state_dict(state["learner"])
+        self.kl.load_state_dict(state["kl"])
