@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint forgets the KL coefficient",
-        "engine/loop.py",
+        "engine/updater.py",
         '        self.kl.load_state_dict(state["kl"])\n',
         "",
         LOOP,

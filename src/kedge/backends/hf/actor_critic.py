@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.model import CausalParts, trunk
+from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.packing import Packed
 from kedge.backends.hf.sharding import inside
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
@@ -54,7 +54,7 @@ class ActorCritic(nn.Module):
     """A policy, and a value model of its own or a value head on the policy's trunk."""
 
     def __init__(
-        self, policy: nn.Module, parts: CausalParts, value: ScalarModel | ScalarHead | None
+        self, policy: nn.Module, parts: LanguageModelParts, value: ScalarModel | ScalarHead | None
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -62,7 +62,7 @@ class ActorCritic(nn.Module):
         self._parts = (parts,)  # in a tuple: its modules are the policy's, not registered twice
 
     @property
-    def parts(self) -> CausalParts:
+    def parts(self) -> LanguageModelParts:
         """Trunk and head of the policy."""
         return self._parts[0]
 
@@ -76,8 +76,7 @@ class ActorCritic(nn.Module):
         how: dict[str, Any] = {"backend": backend or "inductor", "dynamic": True}
         if mode is not None:
             how["mode"] = mode
-        backbone: Any = torch.compile(self.parts.backbone, **how)
-        self._parts = (replace(self.parts, backbone=backbone),)
+        self._parts = (self.parts.compiled(how),)
         if isinstance(self.value, ScalarModel):
             self.value.compile_trunk(**how)
 
@@ -102,7 +101,7 @@ class ActorCritic(nn.Module):
     def _ask_policy(self, ask: Ask, states: Tensor | None) -> Said:
         logprobs = entropy = hidden = values = None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not ask.only_value):
-            whole = trunk(self.parts.backbone, ask.packed.ids).flatten(0, 1)
+            whole = self.parts.read(ask.packed).flatten(0, 1)
             if ask.policy:
                 hidden = whole[ask.packed.states(ask.tokens)]
                 logprobs, entropy = linear_logprob(

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
-from kedge.backends.hf.model import trunk
-from kedge.backends.hf.packing import pack, place
+from kedge.backends.hf.packing import place
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.math.logprob import linear_kl, linear_logprob
@@ -30,7 +29,7 @@ def annotate_rows(
         every = torch.arange(present.shape[1], device=present.device)
         slots = every <= present.sum(1)[:, None]
     ask = Ask(
-        packed=pack(prompts.ids[index], prompts.mask[index], ids, present),
+        packed=module.parts.pack(prompts.ids[index], prompts.mask[index], ids, present),
         tokens=present,
         targets=ids[present],
         draw=settings.draw(present, None if rollout.support is None else rollout.support[index]),
@@ -56,7 +55,7 @@ def _refer(
     found = {}
     head = module.parts.head()
     with reference.active() as parts:
-        whole = trunk(parts.backbone, ask.packed.ids).flatten(0, 1)
+        whole = parts.read(ask.packed).flatten(0, 1)
         hidden = whole[ask.packed.states(ask.tokens)]
         if "ref_logprobs" in names:
             found["ref_logprobs"], _ = linear_logprob(
@@ -65,3 +64,8 @@ def _refer(
         if "full_kl" in names and said.hidden is not None:
             found["full_kl"] = linear_kl(said.hidden, head, hidden, parts.head(), draw=ask.draw)
     return found
+
+
+def sampled_by(version: int, rollout: Rollout) -> bool:
+    """Whether these very weights sampled all rows and their log-probabilities were recorded."""
+    return rollout.behavior_logprobs is not None and bool((rollout.version == version).all())

@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
 from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
-from kedge.backends.hf.annotate import annotate_rows
+from kedge.backends.hf.annotate import annotate_rows, sampled_by
 from kedge.backends.hf.attention import attending, gains
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
 from kedge.backends.hf.model import (
+    LanguageModelParts,
     causal_parts,
     check_trainable,
     checkpoint_activations,
@@ -38,7 +39,6 @@ from kedge.backends.hf.optim import (
 from kedge.backends.hf.packing import (
     by_length,
     check_prompts,
-    pack,
     place,
     split_by_length,
     to_device,
@@ -78,6 +78,7 @@ class HFLearner:
         reference: what the policy is held to, or None.
         accelerator: device, precision and processes; None makes one from ``args``.
         optimizers: your own (optimizer, scheduler); None where it shall be made.
+        parts: trunk and head of the policy; None: those of a causal language model.
 
     Raises:
         ConfigError: a model that cannot be trained this way.
@@ -93,6 +94,7 @@ class HFLearner:
         reference: Reference | None = None,
         accelerator: Accelerator | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        parts: LanguageModelParts | None = None,
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator or Accelerator(
@@ -100,7 +102,7 @@ class HFLearner:
         )
         self.shards = shards_asked(self.accelerator)
         self.device = self.accelerator.device
-        self.module = ActorCritic(policy, causal_parts(policy), value).to(self.device)
+        self.module = ActorCritic(policy, parts or causal_parts(policy), value).to(self.device)
         self.reference = None if reference is None else reference.to(self.device)
         self._prepare()
         if self.ranks > 1:
@@ -192,7 +194,8 @@ class HFLearner:
             raise ConfigError("values were asked for, but the learner was given no value model")
         check_prompts(rollout.prompts.mask)
         rollout = to_device(rollout, self.device)
-        reuse = self._reusable(rollout)
+        known = self.settings.reuse_behavior_logprobs and not self._stepped
+        reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
         shape, lengths = rollout.ids.shape, rollout.prompts.mask.sum(1) + rollout.present.sum(1)
         names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
@@ -217,14 +220,6 @@ class HFLearner:
         if reuse and rollout.behavior_logprobs is not None:
             out["logprobs"] = rollout.behavior_logprobs
         return Annotation(**out)
-
-    def _reusable(self, rollout: Rollout) -> bool:
-        return (
-            self.settings.reuse_behavior_logprobs
-            and rollout.behavior_logprobs is not None
-            and not self._stepped
-            and bool((rollout.version == self.version).all())
-        )
 
     def update(
         self,
@@ -256,20 +251,20 @@ class HFLearner:
         total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
         metrics = dict(zip(sums, total.tolist(), strict=True))
         if not admit(metrics):
-            self.optimizer.zero_grad(set_to_none=True)
             return metrics | self._standing()
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
         return metrics | self._step()
 
     def _standing(self) -> dict[str, float]:
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        return {"lr": rate, "skipped_steps": float(self.skipped)}
+        return {"lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": self.skipped}
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
         slots = None if self.value is None else rows.value_mask
         ask = Ask(
-            packed=pack(rows.prompt_ids, rows.prompt_mask, rows.ids, rows.present),
+            packed=self.module.parts.pack(
+                rows.prompt_ids, rows.prompt_mask, rows.ids, rows.present
+            ),
             tokens=rows.mask,
             targets=rows.ids[rows.mask],
             draw=self.settings.draw(rows.mask, None if rows.support is None else rows.support),
@@ -328,10 +323,9 @@ class HFLearner:
         return sizes | self._standing()
 
     def _trained(self) -> dict[str, list[nn.Parameter]]:
-        models: dict[str, nn.Module] = {"policy": self.policy}
-        if self.value is not None:
-            models["value"] = self.value
-        return {n: [p for p in m.parameters() if p.requires_grad] for n, m in models.items()}
+        models = {"policy": self.policy, "value": self.module.value}
+        held = {n: m for n, m in models.items() if m is not None}
+        return {n: [p for p in m.parameters() if p.requires_grad] for n, m in held.items()}
 
     def end_batch(self) -> None:
         """A training step is over: the version and the schedule move on by one."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kedge.backends.hf.packing import Packed, pack
 from kedge.errors import ConfigError
 from kedge.math.logprob import Head
 
@@ -63,9 +64,34 @@ def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:
     return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
+class LanguageModelParts(Protocol):
+    """A language model as trunk and head; nothing is copied."""
+
+    @property
+    def output(self) -> nn.Module:
+        """The output layer."""
+        ...
+
+    def head(self) -> Head:
+        """The output head with the weights it has now."""
+        ...
+
+    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+        """Rows as the trunk reads them: prompts [b, P] left-padded, responses [b, R] right."""
+        ...
+
+    def read(self, packed: Packed) -> Tensor:
+        """Hidden states float [b, L, H] of packed rows, to be indexed by ``Packed.states``."""
+        ...
+
+    def compiled(self, how: Mapping[str, Any]) -> LanguageModelParts:
+        """The same with the trunk run through torch.compile."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CausalParts:
-    """A causal language model as trunk and head; nothing is copied."""
+    """A causal language model as trunk and head."""
 
     backbone: nn.Module
     output: nn.Module
@@ -76,6 +102,19 @@ class CausalParts:
         """The output head with the weights it has now."""
         weight, bias = head_weight(self.output)
         return Head(weight, bias, self.scale, self.softcap)
+
+    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+        """Prompt and response joined."""
+        return pack(prompt_ids, prompt_mask, ids, present)
+
+    def read(self, packed: Packed) -> Tensor:
+        """Last hidden states of the trunk."""
+        return trunk(self.backbone, packed.ids)
+
+    def compiled(self, how: Mapping[str, Any]) -> CausalParts:
+        """The same with the trunk run through torch.compile."""
+        backbone: Any = torch.compile(self.backbone, **how)
+        return replace(self, backbone=backbone)
 
 
 def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:

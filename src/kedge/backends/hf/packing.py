@@ -27,6 +27,7 @@ class Packed:
     ids: Tensor  # int64 [b, L]; right-padded with 0
     lengths: Tensor  # int64 [b]; real tokens
     prompt_lengths: Tensor  # int64 [b]
+    source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S], what an encoder reads
 
     def states(self, slots: Tensor) -> Tensor:
         """Flat indices int64 [n] into [b * L] of the states before the response slots marked.

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from kedge.backends.hf.model import CausalParts, causal_parts, no_dropout
+from kedge.backends.hf.encoder_decoder import parts_of
+from kedge.backends.hf.model import LanguageModelParts, no_dropout
 
 
 class Reference(Protocol):
     """Gives the reference policy for the length of a ``with`` block."""
 
-    def active(self) -> AbstractContextManager[CausalParts]:
+    def active(self) -> AbstractContextManager[LanguageModelParts]:
         """Trunk and head of the reference."""
         ...
 
@@ -40,10 +41,10 @@ class FrozenModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model.requires_grad_(False).eval()
         no_dropout(self.model)
-        self.parts = causal_parts(self.model)
+        self.parts = parts_of(self.model)
 
     @contextmanager
-    def active(self) -> Iterator[CausalParts]:
+    def active(self) -> Iterator[LanguageModelParts]:
         """Trunk and head of the model."""
         yield self.parts
 
@@ -72,17 +73,17 @@ class OtherAdapter:
             self.parts = parts
 
     @contextmanager
-    def active(self) -> Iterator[CausalParts]:
+    def active(self) -> Iterator[LanguageModelParts]:
         """Trunk and head, with the reference's adapter for the length of the block alone."""
         if self.name is None:
             with self.policy.disable_adapter():
-                yield causal_parts(self.policy, verify=False)
+                yield parts_of(self.policy, verify=False)
             return
         before = self.policy.active_adapter
         trains = [(p, p.requires_grad) for p in self.policy.parameters()]
         self.policy.set_adapter(self.name)
         try:
-            yield causal_parts(self.policy, verify=False)
+            yield parts_of(self.policy, verify=False)
         finally:
             self.policy.set_adapter(before)
             for p, flag in trains:

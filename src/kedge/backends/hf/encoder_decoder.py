@@ -1,0 +1,132 @@
+"""Encoder-decoder language models, taken apart into trunk and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kedge.backends.hf.decode import base_of
+from kedge.backends.hf.model import LanguageModelParts, causal_parts, head_weight
+from kedge.backends.hf.packing import Packed
+from kedge.errors import ConfigError
+from kedge.math.logprob import Head
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoderParts:
+    """The encoder reads the prompt; the decoder continues its start token with the response."""
+
+    encoder: nn.Module
+    decoder: nn.Module
+    output: nn.Module
+    start: int
+    scale: float = 1.0
+    bias: Tensor | None = None  # float [1, V], of BART and its kin
+
+    def head(self) -> Head:
+        """The output head with the weights it has now."""
+        weight, bias = head_weight(self.output)
+        if self.bias is not None:
+            own = self.bias.to(weight.device)[0]
+            bias = own if bias is None else bias + own
+        return Head(weight, bias, self.scale)
+
+    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+        """Prompts right-padded for the encoder, start token and response for the decoder."""
+        order = prompt_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+        width = int(prompt_mask.sum(1).max())
+        source = prompt_ids.masked_fill(~prompt_mask, 0).gather(1, order)[:, :width]
+        longest = int(present.sum(1).max())
+        target = ids.masked_fill(~present, self.start)[:, :longest]
+        begin = target.new_full((len(target), 1), self.start)
+        return Packed(
+            ids=torch.cat([begin, target], dim=1),
+            lengths=present.sum(1) + 1,
+            prompt_lengths=torch.ones_like(target.sum(1)),
+            source=(source, prompt_mask.gather(1, order)[:, :width].long()),
+        )
+
+    def read(self, packed: Packed) -> Tensor:
+        """Last hidden states of the decoder, start token included."""
+        assert packed.source is not None  # made by ``pack``
+        ids, mask = packed.source
+        encoded = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        said: Tensor = self.decoder(
+            input_ids=packed.ids,
+            encoder_hidden_states=encoded,
+            encoder_attention_mask=mask,
+            use_cache=False,
+        ).last_hidden_state
+        return said
+
+    def compiled(self, how: Mapping[str, Any]) -> EncoderDecoderParts:
+        """The same with encoder and decoder run through torch.compile."""
+        encoder: Any = torch.compile(self.encoder, **how)
+        decoder: Any = torch.compile(self.decoder, **how)
+        return replace(self, encoder=encoder, decoder=decoder)
+
+
+def parts_of(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
+    """Trunk and head of a causal or an encoder-decoder language model.
+
+    Raises:
+        ConfigError: its logits are not those of a linear head over its hidden states.
+    """
+    inner = base_of(model)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        return encoder_decoder_parts(inner, verify=verify)
+    return causal_parts(model, verify=verify)
+
+
+def encoder_decoder_parts(model: Any, *, verify: bool = True) -> EncoderDecoderParts:
+    """Trunk and head of an encoder-decoder, by default checked on a few tokens."""
+    name, config = type(model).__name__, model.config
+    output = model.get_output_embeddings()
+    if output is None or config.decoder_start_token_id is None:
+        raise ConfigError(
+            f"{name} cannot be a policy: it lacks an output layer or config.decoder_start_token_id"
+        )
+    scaled = getattr(config, "scale_decoder_outputs", None)  # T5
+    if scaled is None:
+        scaled = config.model_type in {"t5", "umt5"} and config.tie_word_embeddings
+    parts = EncoderDecoderParts(
+        encoder=model.get_encoder(),
+        decoder=model.get_decoder(),
+        output=output,
+        start=int(config.decoder_start_token_id),
+        scale=float(config.d_model) ** -0.5 if scaled else 1.0,
+        bias=getattr(model, "final_logits_bias", None),
+    )
+    if verify:
+        _verify(model, parts, name)
+    return parts
+
+
+@torch.no_grad()
+def _verify(model: nn.Module, parts: EncoderDecoderParts, name: str) -> None:
+    """Compare with the model's own logits."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[5, 3, 4, 2]], device=device)
+    every = torch.ones_like(ids, dtype=torch.bool)
+    was_training = model.training
+    model.eval()
+    try:
+        packed = parts.pack(ids, every, ids, every)
+        want = model(input_ids=ids, decoder_input_ids=packed.ids).logits[0].float()
+        head = parts.head()
+        hidden = parts.read(packed)[0]
+    finally:
+        model.train(was_training)
+    logits = (hidden @ head.weight.T).float() * head.scale
+    logits = logits if head.bias is None else logits + head.bias
+    gap = float((logits - want).abs().max())
+    slack = 1e-4 if want.dtype == hidden.dtype else 0.05
+    if not gap <= slack * (1 + float(want.abs().max())):
+        raise ConfigError(
+            f"{name}: logits from trunk and head differ from the model's own by {gap:.3g}; it "
+            "post-processes logits in a way that is not supported"
+        )
