@@ -42,6 +42,11 @@ def absolute(logp: Tensor, ref: Tensor) -> Tensor:
     return (logp - ref).abs()
 
 
+def over_vocabulary(logp: Tensor, ref: Tensor) -> Tensor:
+    """Exact: sum_v p(v) (log p(v) - log q(v)).  Of all tokens, float [B, R, V] -> [B, R]."""
+    return (logp.exp() * (logp - ref)).sum(-1)
+
+
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 NAMES = (*ESTIMATORS, "full")
 

@@ -252,9 +252,7 @@ class HFLearner:
         metrics = dict(zip(sums, total.tolist(), strict=True))
         if not admit(metrics):
             return metrics | self._standing()
-        self._sum_gradients()
-        self.scaler.unscale_(self.optimizer)
-        return metrics | self._step()
+        return metrics | self.apply_gradients()
 
     def _standing(self) -> dict[str, float]:
         return {"lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": self.skipped}
@@ -300,7 +298,10 @@ class HFLearner:
         if averaged:
             torch._foreach_mul_(averaged, float(self.ranks))
 
-    def _step(self) -> dict[str, float]:
+    def apply_gradients(self) -> dict[str, float]:
+        """Clip the gradients that are there, summed over ranks, and take the optimiser step."""
+        self._sum_gradients()
+        self.scaler.unscale_(self.optimizer)
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
         found = {n: float(x) for n, x in norms(grads).items()}
         names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in found}

@@ -13,6 +13,16 @@ from kedge.math.logprob import Draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BareArguments:
+    """What the learner reads of TrainingArguments when it is given all it would make of them."""
+
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+    ddp_bucket_cap_mb: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
     """How the learner computes; the optimiser's own settings are TrainingArguments.
 

@@ -1,0 +1,71 @@
+"""PPO one step at a time: ``generate``, score as you like, ``step``.
+
+The API that programs for TRL 0.4 to 0.11 are written against, on Kedge's core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_WHERE = {
+    "PPOTrainer": "trainer",
+    "PPOConfig": "config",
+    "AutoModelForCausalLMWithValueHead": "models",
+    "AutoModelForSeq2SeqLMWithValueHead": "models",
+    "PreTrainedModelWrapper": "models",
+    "ValueHead": "value_head",
+    "create_reference_model": "reference",
+    "set_seed": "core",
+    "LengthSampler": "core",
+    "respond_to_batch": "core",
+    "AdaptiveKLController": "controllers",
+    "FixedKLController": "controllers",
+    "RunningMoments": "scores",
+}
+
+__all__ = [
+    "AdaptiveKLController",
+    "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
+    "FixedKLController",
+    "LengthSampler",
+    "PPOConfig",
+    "PPOTrainer",
+    "PreTrainedModelWrapper",
+    "RunningMoments",
+    "ValueHead",
+    "core",
+    "create_reference_model",
+    "respond_to_batch",
+    "set_seed",
+]
+
+if TYPE_CHECKING:
+    from kedge.classic import core
+    from kedge.classic.config import PPOConfig
+    from kedge.classic.controllers import AdaptiveKLController, FixedKLController
+    from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
+    from kedge.classic.models import (
+        AutoModelForCausalLMWithValueHead,
+        AutoModelForSeq2SeqLMWithValueHead,
+        PreTrainedModelWrapper,
+    )
+    from kedge.classic.reference import create_reference_model
+    from kedge.classic.scores import RunningMoments
+    from kedge.classic.trainer import PPOTrainer
+    from kedge.classic.value_head import ValueHead
+
+
+def __getattr__(name: str) -> Any:
+    if name == "core":
+        return importlib.import_module("kedge.classic.core")
+    if name not in _WHERE:
+        raise AttributeError(
+            f"module 'kedge.classic' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    return getattr(importlib.import_module(f"kedge.classic.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,216 @@
+"""Options of the classic trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from kedge.errors import ConfigError
+
+JSON = str | dict[str, Any]
+_JSON_FIELDS = (
+    "tracker_kwargs",
+    "accelerator_kwargs",
+    "project_kwargs",
+    "push_to_hub_if_best_kwargs",
+)
+TRACKERS = ("wandb", "tensorboard", "trackio")
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "kedge"
+
+
+@dataclass
+class PPOConfig:
+    """Options of ``kedge.classic.PPOTrainer``.
+
+    Sizes are per process.  One call of ``step`` takes ``batch_size`` samples through
+    ``ppo_epochs`` passes of ``batch_size / (mini_batch_size * gradient_accumulation_steps)``
+    optimiser steps each.
+
+    Args:
+        exp_name: name of the experiment, for trackers.
+        seed: of Python, numpy and torch, set when the trainer is made, and of the shuffles.
+        log_with: "wandb", "tensorboard" or "trackio".
+        task_name: for trackers.
+        model_name: for trackers and the model card.
+        query_dataset: for trackers.
+        reward_model: for trackers.
+        remove_unused_columns: drop dataset columns that neither the model nor the loop reads.
+        tracker_kwargs: per tracker, e.g. {"wandb": {"name": "mine"}}.
+        accelerator_kwargs: of ``accelerate.Accelerator``.
+        project_kwargs: of ``accelerate.utils.ProjectConfiguration``, e.g. logging_dir.
+        tracker_project_name: project under which trackers file the run.
+        push_to_hub_if_best_kwargs: arguments of ``push_to_hub``, with repo_id: push whenever, at
+            a multiple of ``compare_steps``, the mean score is the best so far.
+        steps: samples of the whole run; only ``total_ppo_epochs`` follows from it.
+        learning_rate: of Adam, unless you pass an optimiser.
+        adap_kl_ctrl: steer the KL towards ``target``; False keeps ``init_kl_coef``.
+        init_kl_coef: coefficient of the KL penalty at the start.
+        kl_penalty: "kl" (log p - log q), "abs", "mse" (half its square) or "full" (over the
+            whole vocabulary).
+        target: wanted KL, nats per response.
+        horizon: responses over which an error of 100% would double the coefficient.
+        gamma: discount per token.
+        lam: lambda of GAE.
+        cliprange: clip of the probability ratio.
+        cliprange_value: clip of the value around its old prediction.
+        vf_coef: weight of the value loss.
+        batch_size: samples of one call of ``step``.
+        forward_batch_size: deprecated name of ``mini_batch_size``.
+        mini_batch_size: most samples of one forward and backward pass.
+        gradient_accumulation_steps: passes per optimiser step.
+        world_size: set by the trainer: number of processes.
+        ppo_epochs: passes over each batch.
+        max_grad_norm: gradients are scaled down to it at every step; None: they are not.
+        optimize_cuda_cache: deprecated name of ``optimize_device_cache``.
+        optimize_device_cache: empty the accelerator's memory cache after each ``step``.
+        early_stopping: end the passes over a batch when the policy has moved too far.
+        target_kl: too far is 1.5 times this, nats per token.
+        early_stopping_keeps_step: take the optimiser step that is found to start too far from the
+            policy that sampled, and end after it, as TRL does; False ends without it.
+        compare_steps: calls of ``step`` between two looks at ``push_to_hub_if_best_kwargs``.
+        ratio_threshold: optimiser steps whose mean probability ratio is higher are left out.
+        use_score_scaling: divide scores by their running standard deviation.
+        use_score_norm: remove their running mean first; only with ``use_score_scaling``.
+        score_clip: largest absolute score, after scaling.
+        whiten_rewards: scale the rewards of a batch to unit variance.
+        gradient_checkpointing: recompute activations in the backward pass to save memory.
+        is_encoder_decoder: set by the trainer; if given, it must be true of the model.
+        is_peft_model: likewise.
+        backward_batch_size: set here: samples of one optimiser step.
+        global_backward_batch_size: set by the trainer: the same over all processes.
+        global_batch_size: set by the trainer: ``batch_size`` over all processes.
+        dataset_num_proc: processes that tokenise a dataset that has text and no ``input_ids``.
+
+    Raises:
+        ConfigError: a value that cannot work, or sizes that do not divide.
+    """
+
+    exp_name: str = field(default_factory=_script)
+    seed: int = 0
+    log_with: str | None = None
+    task_name: str | None = None
+    model_name: str | None = "gpt2"
+    query_dataset: str | None = "stanfordnlp/imdb"
+    reward_model: str | None = "sentiment-analysis:lvwerra/distilbert-imdb"
+    remove_unused_columns: bool = True
+    tracker_kwargs: JSON = field(default_factory=dict)
+    accelerator_kwargs: JSON = field(default_factory=dict)
+    project_kwargs: JSON = field(default_factory=dict)
+    tracker_project_name: str = "trl"
+    push_to_hub_if_best_kwargs: JSON = field(default_factory=dict)
+    steps: int = 20000
+    learning_rate: float = 1.41e-5
+    adap_kl_ctrl: bool = True
+    init_kl_coef: float = 0.2
+    kl_penalty: Literal["kl", "abs", "mse", "full"] = "kl"
+    target: float = 6.0
+    horizon: float = 10000.0
+    gamma: float = 1.0
+    lam: float = 0.95
+    cliprange: float = 0.2
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.1
+    batch_size: int = 128
+    forward_batch_size: int | None = None
+    mini_batch_size: int = 128
+    gradient_accumulation_steps: int = 1
+    world_size: int | None = None
+    ppo_epochs: int = 4
+    max_grad_norm: float | None = None
+    optimize_cuda_cache: bool | None = None
+    optimize_device_cache: bool = False
+    early_stopping: bool = False
+    target_kl: float = 1.0
+    compare_steps: int = 1
+    ratio_threshold: float = 10.0
+    use_score_scaling: bool = False
+    use_score_norm: bool = False
+    score_clip: float | None = None
+    whiten_rewards: bool = False
+    gradient_checkpointing: bool = False
+    is_encoder_decoder: bool | None = None
+    is_peft_model: bool | None = None
+    backward_batch_size: int | None = None
+    global_backward_batch_size: int | None = None
+    global_batch_size: int | None = None
+    dataset_num_proc: int | None = None
+    early_stopping_keeps_step: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _JSON_FIELDS:
+            setattr(self, name, _parsed(name, getattr(self, name)))
+        if self.forward_batch_size is not None:
+            _deprecated("forward_batch_size", "mini_batch_size")
+            self.mini_batch_size = self.forward_batch_size
+        if self.optimize_cuda_cache is not None:
+            _deprecated("optimize_cuda_cache", "optimize_device_cache")
+            self.optimize_device_cache = self.optimize_cuda_cache
+        self._check_values()
+        self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
+        if self.batch_size % self.backward_batch_size:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is no multiple of mini_batch_size="
+                f"{self.mini_batch_size} x gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} = {self.backward_batch_size}; lower one of "
+                "these to a divisor"
+            )
+        self.total_ppo_epochs = math.ceil(self.steps / self.batch_size)
+
+    def _check_values(self) -> None:
+        if self.kl_penalty not in ("kl", "abs", "mse", "full"):
+            raise ConfigError(
+                f"kl_penalty={self.kl_penalty!r} is unknown; one of kl, abs, mse, full"
+            )
+        if self.log_with is not None and self.log_with not in TRACKERS:
+            raise ConfigError(f"log_with={self.log_with!r}; one of {', '.join(TRACKERS)}, or None")
+        if self.log_with is not None and find_spec(self.log_with) is None:
+            raise ImportError(
+                f"log_with={self.log_with!r} needs the package: pip install {self.log_with}"
+            )
+        sizes = ("batch_size", "mini_batch_size", "gradient_accumulation_steps", "ppo_epochs")
+        for name in (*sizes, "steps", "compare_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1")
+        above = ("target", "horizon", "target_kl", "ratio_threshold", "cliprange", "score_clip")
+        for name in (*above, "cliprange_value", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value}; it must be above 0")
+        best = self.push_to_hub_if_best_kwargs
+        if best and "repo_id" not in best:
+            raise ConfigError("push_to_hub_if_best_kwargs needs a repo_id to push to")
+
+    def options(self, name: str) -> dict[str, Any]:
+        """One of the options that are dictionaries, which a command line gives as JSON."""
+        return dict(_parsed(name, getattr(self, name)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as one flat dictionary, nested names joined by "/"."""
+        from kedge.classic.core import flatten_dict
+
+        return flatten_dict(asdict(self) | {"total_ppo_epochs": self.total_ppo_epochs})
+
+
+def _parsed(name: str, value: JSON) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r} is no JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={value!r} is no JSON object, such as '{{\"name\": 1}}'")
+    return found
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated; use {new}, which does the same", stacklevel=4)

@@ -1,0 +1,237 @@
+"""Functions that programs import from ``trl.core``, on Kedge's formulas."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from kedge.math.masked import whiten as _whiten
+
+WANDB_PADDING = -1
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy and torch, on every device."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class LengthSampler:
+    """Draws a length, each of ``min_value`` to ``max_value - 1`` equally often (numpy's state).
+
+    Args:
+        min_value: the shortest.
+        max_value: one more than the longest.
+    """
+
+    def __init__(self, min_value: int, max_value: int) -> None:
+        if not 0 <= min_value < max_value:
+            raise ValueError(
+                f"LengthSampler({min_value}, {max_value}): no length is at least {min_value} and "
+                f"below {max_value}"
+            )
+        self.values = list(range(min_value, max_value))
+
+    def __call__(self) -> int:
+        """One length."""
+        return int(np.random.choice(self.values))
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) -> Tensor:
+    """Log-probabilities float [B, T] of ``labels``; with ``gather=False`` of all tokens [B, T, V].
+
+    Args:
+        logits: float [B, T, V].
+        labels: int64 [B, T].
+        gather: whether the labels' are picked.
+    """
+    found = logits.log_softmax(-1)
+    return found.gather(-1, labels[..., None])[..., 0] if gather else found
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy of each distribution, nats: float [..., V] -> float [...]."""
+    logp = logits.log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scale to unit variance over all elements; ``shift_mean`` removes the mean."""
+    return _whiten(values, torch.ones_like(values, dtype=torch.bool), center=shift_mean)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """The same over the elements where ``mask``; 0 elsewhere."""
+    return _whiten(values, mask.bool(), center=shift_mean)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Mean where ``mask``, over everything or along one axis; 0 where nothing is left."""
+    kept = torch.where(mask.bool(), values, 0.0)
+    if axis is None:
+        return kept.sum() / mask.sum().clamp(min=1)
+    return kept.sum(axis) / mask.sum(axis).clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance where ``mask``.
+
+    Raises:
+        ValueError: the mask is empty, or leaves one value, whose unbiased variance is unknown.
+    """
+    count = int(mask.sum())
+    if count < 1 + unbiased:
+        raise ValueError(f"the variance of {count} values is unknown; the mask leaves too few")
+    off = torch.where(mask.bool(), values - masked_mean(values, mask), 0.0)
+    return (off**2).sum() / (count - unbiased)
+
+
+def clip_by_value(x: Tensor, tensor_min: float | Tensor, tensor_max: float | Tensor) -> Tensor:
+    """``x`` between two bounds, which may be tensors."""
+    low, high = torch.as_tensor(tensor_min, device=x.device), torch.as_tensor(tensor_max).to(x)
+    return torch.maximum(torch.minimum(x, high), low.to(x))
+
+
+def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
+    """Nested dictionaries as one, the names on the way joined by ``sep``.
+
+    Raises:
+        ValueError: a name holds ``sep``.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if sep in name:
+            raise ValueError(f"the key {name!r} holds the separator {sep!r}")
+        if isinstance(value, Mapping):
+            flat |= {f"{name}{sep}{k}": v for k, v in flatten_dict(value, sep).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Per name the flattened tensors of all dictionaries, stacked and padded with -1."""
+    return {
+        name: pad_sequence(
+            [found[name].flatten() for found in stats_dicts],
+            batch_first=True,
+            padding_value=WANDB_PADDING,
+        )
+        for name in stats_dicts[0]
+    }
+
+
+def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors as numpy arrays, bfloat16 as float32, numbers as floats."""
+    out: dict[str, Any] = {}
+    for name, value in stats_dict.items():
+        x = value
+        if isinstance(x, Tensor):
+            x = x.detach().cpu()
+            x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+        out[name] = float(x) if isinstance(x, int | float | np.number) else x
+    return out
+
+
+def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors and arrays of one element as numbers; the rest unchanged."""
+    return {
+        name: x.item()
+        if isinstance(x, Tensor | np.ndarray) and (x.ndim == 0 or x.shape == (1,))
+        else x
+        for name, x in stats.items()
+    }
+
+
+def top_k_top_p_filtering(
+    logits: Tensor,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    filter_value: float = -float("inf"),
+    min_tokens_to_keep: int = 1,
+) -> Tensor:
+    """Logits float [B, V] with all but the likely tokens at ``filter_value``.
+
+    Args:
+        logits: float [B, V].
+        top_k: keep the k likeliest; 0: all.
+        top_p: keep the fewest likeliest whose probabilities sum to this; 1: all.
+        filter_value: of the others.
+        min_tokens_to_keep: at least so many are kept.
+    """
+    if top_k > 0:
+        kept = min(max(int(top_k), min_tokens_to_keep), logits.shape[-1])
+        smallest = logits.topk(kept).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, filter_value)
+    if 0 <= top_p < 1:
+        ordered, place = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        drop = before > top_p
+        drop[..., :min_tokens_to_keep] = False
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, place, drop), filter_value)
+    return logits
+
+
+@torch.no_grad()
+def respond_to_batch(
+    model: nn.Module, queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Sample ``txt_len`` tokens int64 [B, txt_len] after queries int64 [B, P] of equal length."""
+    ids = queries
+    for _ in range(txt_len):
+        logits = top_k_top_p_filtering(model(ids)[0][:, -1], top_k=top_k, top_p=top_p)
+        ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], dim=-1)
+    return ids[:, -txt_len:]
+
+
+def randn_tensor(
+    shape: Sequence[int],
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+) -> Tensor:
+    """Standard normal numbers on ``device``; with a list of generators, one per row.
+
+    Numbers of CPU generators are drawn on the CPU and then moved.
+    """
+    device = device or torch.device("cpu")
+    layout = layout or torch.strided
+    makers = generator if isinstance(generator, list) else [generator]
+    if isinstance(generator, list) and len(generator) > 1 and len(generator) != shape[0]:
+        raise ValueError(f"{len(generator)} generators for {shape[0]} rows; give one per row")
+    at = device if makers[0] is None else makers[0].device
+    rows = [tuple(shape)] if len(makers) == 1 else [(1, *shape[1:])] * len(makers)
+    drawn = [
+        torch.randn(row, generator=g, device=at, dtype=dtype, layout=layout)
+        for row, g in zip(rows, makers, strict=True)
+    ]
+    return torch.cat(drawn).to(device)
+
+
+class PPODecorators:
+    """Empties the accelerator's memory cache after a block, if switched on."""
+
+    optimize_device_cache = False
+
+    @classmethod
+    @contextmanager
+    def empty_device_cache(cls) -> Iterator[None]:
+        """As a ``with`` block or a decorator."""
+        yield
+        if cls.optimize_device_cache:
+            empty_device_cache()
+
+
+def empty_device_cache() -> None:
+    """Give memory that torch holds and does not use back to the accelerator."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,115 @@
+"""Sampling responses to single queries and to lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.errors import DataError
+
+LengthFn = Callable[[], int]
+
+
+@torch.no_grad()
+def generate_one(
+    model: Any, query: Tensor, *, length: LengthFn | None, prompt: bool, options: dict[str, Any]
+) -> Tensor:
+    """One response int64 [1, n] to a query int64 [P]; with ``prompt`` the query comes first."""
+    if query.dim() != 1:
+        raise DataError(
+            f"query_tensor has shape {tuple(query.shape)}; pass one query of shape (length,), or "
+            "a list of such"
+        )
+    ids = query[None].to(_device(model))
+    found: Tensor = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **_ready(options, length)
+    )
+    return found if prompt or _encodes(model) else found[:, len(query) :]
+
+
+@torch.no_grad()
+def generate_many(
+    model: Any,
+    queries: Sequence[Tensor],
+    *,
+    length: LengthFn | None,
+    rows: int,
+    prompt: bool,
+    eos: int | None,
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """One response int64 [n] per query int64 [P_i], without padding, ended by its first ``eos``.
+
+    Args:
+        model: generates.
+        queries: any lengths.
+        length: draws max_new_tokens, once per ``rows`` queries.
+        rows: queries that are sampled together.
+        prompt: whether each query stands before its response (never for an encoder-decoder).
+        eos: the end token, kept; one inside a query ends nothing.
+        options: of transformers' ``generate``.
+    """
+    encodes = _encodes(model)
+    pad = options.get("pad_token_id")
+    found: list[Tensor] = []
+    for batch in _chunks(list(queries), rows):
+        ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad)
+        device = _device(model)
+        out = model.generate(
+            input_ids=ids.to(device), attention_mask=mask.to(device), **_ready(options, length)
+        )
+        begin = 1 if encodes else ids.shape[1]  # a decoder's start token may be the end token
+        for query, row in zip(batch, out, strict=True):
+            new = row[begin:]
+            ends = (new == eos).nonzero()[:, 0].tolist() if eos is not None else []
+            new = new[: ends[0] + 1] if ends else new
+            if encodes:
+                found.append(torch.cat([row[:begin], new]))
+            else:
+                found.append(torch.cat([query.to(new), new]) if prompt else new)
+    return found
+
+
+def _chunks(queries: list[Tensor], rows: int) -> Iterator[list[Tensor]]:
+    return (queries[i : i + rows] for i in range(0, len(queries), rows))
+
+
+def _left_padded(rows: Sequence[Tensor], *, pad: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask int64 [b, P]."""
+    wrong = next((i for i, x in enumerate(rows) if x.dim() != 1 or not len(x)), None)
+    if wrong is not None:
+        raise DataError(
+            f"query_tensor[{wrong}] has shape {tuple(rows[wrong].shape)}; it must be (length,), "
+            "with at least one token"
+        )
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = row
+        mask[i, width - len(row) :] = 1
+    return ids, mask
+
+
+def _ready(options: dict[str, Any], length: LengthFn | None) -> dict[str, Any]:
+    """Options as transformers 5 takes them: top_k is an int, a minimum not below 0."""
+    ready = dict(options)
+    if isinstance(ready.get("top_k"), float):
+        ready["top_k"] = int(ready["top_k"])
+    if (ready.get("min_length") or 0) < 0:
+        ready["min_length"] = 0
+    if length is not None:
+        ready["max_new_tokens"] = int(length())
+    return ready
+
+
+def _encodes(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def _device(model: Any) -> torch.device:
+    device: torch.device = next(model.parameters()).device
+    return device

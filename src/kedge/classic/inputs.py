@@ -1,0 +1,82 @@
+"""Query and response as padded model inputs, and where the response is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def model_inputs(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    *,
+    pad: int,
+    start: int | None,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Right-padded ids and masks int64, as a model's forward takes them.
+
+    Args:
+        queries: int64 [P_i] each.
+        responses: int64 [R_i] each.
+        pad: fills what is empty.
+        start: an encoder-decoder's start token; None: decoder only.
+        device: where they go.
+    """
+    if start is None:
+        rows = [torch.cat([q, r.to(q)]) for q, r in zip(queries, responses, strict=True)]
+        ids, mask = _padded(rows, pad, device)
+        return {"input_ids": ids, "attention_mask": mask}
+    ids, mask = _padded(queries, pad, device)
+    begun = [_begun(r, start) for r in responses]
+    decoder, decoder_mask = _padded(begun, pad, device)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "decoder_input_ids": decoder,
+        "decoder_attention_mask": decoder_mask,
+    }
+
+
+def _begun(response: Tensor, start: int) -> Tensor:
+    has = len(response) > 0 and int(response[0]) == start
+    return response if has else torch.cat([response.new_tensor([start]), response])
+
+
+def _padded(rows: Sequence[Tensor], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids = pad_sequence([r.long() for r in rows], batch_first=True, padding_value=pad)
+    lengths = torch.tensor([len(r) for r in rows])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return ids.to(device), mask.to(device)
+
+
+def response_mask(
+    inputs: Mapping[str, Tensor],
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    masks: Sequence[Tensor] | None,
+    *,
+    start: int | None,
+) -> Tensor:
+    """Int64 [B, T]: 1 where the token at t + 1 of the (decoder's) inputs is a response's.
+
+    Args:
+        inputs: with an ``attention_mask``, padded on either side.
+        queries: int64 [P_i] each.
+        responses: int64 [R_i] each.
+        masks: [R_i] each, of the tokens that train; None: all.
+        start: see ``model_inputs``.
+    """
+    whole = inputs["attention_mask" if start is None else "decoder_attention_mask"]
+    out = torch.zeros_like(whole[:, 1:])
+    for i, (row, query, response) in enumerate(zip(whole, queries, responses, strict=True)):
+        first = int(row.argmax())  # left padding
+        skip = int(start is not None and len(response) > 0 and int(response[0]) == start)
+        begin = first + (len(query) - 1 if start is None else 0)
+        count = len(response) - skip
+        kept = torch.ones(count) if masks is None else masks[i][skip:]
+        out[i, begin : begin + count] = kept.to(out)
+    return out

@@ -1,0 +1,142 @@
+"""Saving the trained model, its card, and pushing both to the hub."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from kedge import __version__
+from kedge.backends.hub import Hub
+from kedge.classic.config import PPOConfig
+
+_CARD = """\
+---
+library_name: transformers
+tags:
+- kedge
+- ppo
+- reinforcement-learning
+---
+
+# {name}
+
+A language model trained by PPO (Schulman et al. 2017, arXiv:1707.06347) with
+[Kedge](https://pypi.org/project/kedge) {version}, transformers {transformers}.
+
+```python
+from kedge.classic import {loader}
+
+model = {loader}.from_pretrained({source!r})
+```
+
+The model alone, without its value head, loads as any transformers model does.
+
+| option | value |
+|---|---|
+{options}
+"""
+_OPTIONS = (
+    *("learning_rate", "batch_size", "mini_batch_size", "gradient_accumulation_steps"),
+    *("ppo_epochs", "init_kl_coef", "adap_kl_ctrl", "target", "kl_penalty", "gamma", "lam"),
+    *("cliprange", "cliprange_value", "vf_coef", "max_grad_norm", "seed", "reward_model"),
+)
+
+
+def push(
+    save: Callable[[str], None],
+    repo_id: str,
+    *,
+    commit_message: str = "Upload model",
+    private: bool | None = None,
+    token: str | None = None,
+    branch: str | None = None,
+    api: Any = None,
+) -> Any:
+    """Upload what ``save`` writes to a repository, made if it is missing.
+
+    Args:
+        save: writes into the folder it is given.
+        repo_id: "name" or "organization/name".
+        commit_message: of the one commit.
+        private: for a new repository.
+        token: None takes the one of ``hf auth login`` or ``HF_TOKEN``.
+        branch: None is "main".
+        api: a ``huggingface_hub.HfApi``.
+
+    Raises:
+        HubError: what the hub answered, and what to do.
+    """
+    hub = Hub(repo_id, token=token, private=private, revision=branch, api=api)
+    hub.create()
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        return hub.push(folder, message=commit_message)
+
+
+class Publishing:
+    """What a trainer writes for others."""
+
+    accelerator: Accelerator
+    config: PPOConfig
+    model: Any
+    tokenizer: Any
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        **push_kwargs: Any,
+    ) -> None:
+        """Write model, value head, tokenizer and model card.  Every process may call it.
+
+        Args:
+            save_directory: made if it is missing.
+            repo_id: where ``push_to_hub`` uploads it; None: the folder's name.
+            push_to_hub: also upload it.
+            **push_kwargs: of ``push_to_hub``.
+        """
+        if self.accelerator.is_main_process:
+            self.model.save_pretrained(str(save_directory))
+            self.tokenizer.save_pretrained(str(save_directory))
+            self.create_model_card(str(save_directory), Path(save_directory).name)
+        self.accelerator.wait_for_everyone()
+        if push_to_hub:
+            self.push_to_hub(repo_id or Path(save_directory).name, **push_kwargs)
+
+    def push_to_hub(self, repo_id: str, **push_kwargs: Any) -> Any:
+        """Upload model, value head, tokenizer and card; the arguments are those of ``push``."""
+        if not self.accelerator.is_main_process:
+            return None
+
+        def write(folder: str) -> None:
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            self.create_model_card(folder, repo_id)
+
+        return push(write, repo_id, **push_kwargs)
+
+    def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
+        """Write ``README.md``: what the model is, how to load it, and the options it had.
+
+        Args:
+            path: folder, made if it is missing.
+            model_name: its heading.
+        """
+        Path(path).mkdir(parents=True, exist_ok=True)
+        options = "\n".join(f"| `{n}` | {getattr(self.config, n)} |" for n in _OPTIONS)
+        text = _CARD.format(
+            name=model_name,
+            version=__version__,
+            transformers=metadata.version("transformers"),
+            loader=type(self.model).__name__,
+            source=model_name,
+            options=options,
+        )
+        (Path(path) / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,190 @@
+"""Lists of tensors, as ``step`` takes them, as the core's records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.classic.scores import Scores
+from kedge.errors import DataError
+from kedge.types import Judgement, PromptBatch, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """One batch as it was given, checked."""
+
+    queries: list[Tensor]  # int64 [P_i] each
+    responses: list[Tensor]  # int64 [R_i] each, without a decoder's start token
+    scores: Scores
+    masks: list[Tensor]  # bool [R_i] each; tokens that train
+
+
+def checked(
+    batch_size: int,
+    queries: Any,
+    responses: Any,
+    scores: Any,
+    masks: Any = None,
+    *,
+    start: int | None = None,
+) -> Samples:
+    """The arguments of ``step``, or an error that says which one is wrong.
+
+    Args:
+        batch_size: samples expected.
+        queries: list of int64 [P_i].
+        responses: list of int64 [R_i]; of an encoder-decoder with or without its start token.
+        scores: list of tensors: one number each, or one per response token.
+        masks: list of [R_i]; None: every response token trains.
+        start: the decoder's start token, taken off responses that begin with it.
+
+    Raises:
+        DataError: names the argument, the row and what was expected.
+    """
+    given = {"queries": queries, "responses": responses, "scores": scores}
+    if masks is not None:
+        given["response_masks"] = masks
+    for name, tensors in given.items():
+        _check_list(name, tensors, batch_size)
+    _check_rows(queries, responses)
+    every = [torch.ones_like(r, dtype=torch.bool) for r in responses] if masks is None else masks
+    whole, tokens = [], []
+    rows, kept = [], []
+    for i, (response, mask, score) in enumerate(zip(responses, every, scores, strict=True)):
+        if mask.shape != response.shape:
+            raise DataError(
+                f"response_masks[{i}] has shape {tuple(mask.shape)}, its response "
+                f"{tuple(response.shape)}; one entry per token is needed"
+            )
+        dense = score.dim() == 1 and score.numel() > 1
+        if score.dim() > 1 or (dense and len(score) != len(response)) or not score.numel():
+            raise DataError(
+                f"scores[{i}] has shape {tuple(score.shape)}; it must be one number, or one per "
+                f"token of its response ({len(response)})"
+            )
+        cut = int(start is not None and len(response) > 0 and int(response[0]) == start)
+        rows.append(response[cut:].long().cpu())
+        kept.append(mask[cut:].bool().cpu())
+        numbers = score.detach().float().cpu().reshape(-1)
+        whole.append(numbers.new_zeros(()) if dense else numbers[0])
+        tokens.append(numbers[cut:] if dense else None)
+        if not bool(numbers.isfinite().all()):
+            raise DataError(f"scores[{i}] is not finite: {score.tolist()}")
+    return Samples(
+        queries=[q.long().cpu() for q in queries],
+        responses=rows,
+        masks=kept,
+        scores=Scores(whole=torch.stack(whole), tokens=_dense(tokens, rows)),
+    )
+
+
+def _check_list(name: str, tensors: Any, size: int) -> None:
+    if not isinstance(tensors, list):
+        raise DataError(f"{name} must be a list of tensors, not a {type(tensors).__name__}")
+    wrong = next((i for i, x in enumerate(tensors) if not isinstance(x, Tensor)), None)
+    if wrong is not None:
+        raise DataError(f"{name}[{wrong}] is a {type(tensors[wrong]).__name__}, not a tensor")
+    if len(tensors) != size:
+        raise DataError(
+            f"{name} has {len(tensors)} entries, but batch_size={size}; give step as many, or "
+            "change PPOConfig.batch_size"
+        )
+
+
+def _check_rows(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+    for name, rows in (("queries", queries), ("responses", responses)):
+        for i, row in enumerate(rows):
+            if row.dim() != 1:
+                raise DataError(f"{name}[{i}] has shape {tuple(row.shape)}; it must be (length,)")
+    empty = [i for i, q in enumerate(queries) if not len(q)]
+    if empty:
+        raise DataError(f"queries {empty} have no token; give each at least one")
+
+
+def _dense(tokens: Sequence[Tensor | None], responses: Sequence[Tensor]) -> Tensor | None:
+    if all(x is None for x in tokens):
+        return None
+    out = torch.zeros(len(tokens), max(map(len, responses)))
+    for row, x in zip(out, tokens, strict=True):
+        if x is not None:
+            row[: len(x)] = x
+    return out
+
+
+def rollout_of(
+    samples: Samples, *, pad: int, eos: int | None, first_row: int, version: int
+) -> Rollout:
+    """The samples as the core's record.
+
+    Args:
+        samples: B rows.
+        pad: fills what is empty; masks never depend on it.
+        eos: a response that ends with it is finished.
+        first_row: number of the first row in the batch of all ranks.
+        version: of the policy that sampled; -1: unknown.
+
+    Raises:
+        DataError: no response has a token.
+    """
+    queries, responses = samples.queries, samples.responses
+    width, length = max(map(len, queries)), max(map(len, responses))
+    if not length:
+        raise DataError("all responses of this batch are empty; there is nothing to train on")
+    size = len(queries)
+    prompt_ids, ids = torch.full((size, width), pad), torch.full((size, length), pad)
+    mask, present = torch.zeros(2, size, length, dtype=torch.bool)
+    for i, (q, r, m) in enumerate(zip(queries, responses, samples.masks, strict=True)):
+        prompt_ids[i, width - len(q) :] = q
+        ids[i, : len(r)] = r
+        mask[i, : len(r)] = m
+        present[i, : len(r)] = True
+    sizes = torch.tensor([len(q) for q in queries])
+    row = torch.arange(first_row, first_row + size)
+    prompts = PromptBatch(
+        ids=prompt_ids,
+        mask=torch.arange(width) >= width - sizes[:, None],
+        group=row,
+        row=row,
+    )
+    ended = [len(r) > 0 and eos is not None and int(r[-1]) == eos for r in responses]
+    return Rollout(
+        prompts=prompts,
+        ids=ids,
+        mask=mask,
+        present=present,
+        finished=torch.tensor(ended),
+        version=torch.full((size,), version),
+    )
+
+
+def judgement_of(scores: Scores) -> Judgement:
+    """Scores as the core's record."""
+    return Judgement(
+        scores=scores.whole,
+        valid=torch.ones_like(scores.whole, dtype=torch.bool),
+        token_rewards=scores.tokens,
+    )
+
+
+def on_grid(x: Tensor, present: Tensor, queries: Sequence[Tensor] | None) -> Tensor:
+    """Per-token numbers float [B, R] on the grid of statistics.
+
+    For a causal model the grid is [B, S - 1], where S is the longest query with its response:
+    entry t is of the token at t + 1, so a response begins at the length of its query minus one.
+    For an encoder-decoder (``queries`` is None) it is the response itself.  Entries of no
+    response token are 0.
+    """
+    if queries is None:
+        return x
+    starts = [len(q) - 1 for q in queries]
+    lengths = present.sum(1).tolist()
+    width = max(s + n for s, n in zip(starts, lengths, strict=True))
+    out = x.new_zeros(len(x), width)
+    for row, numbers, s, n in zip(out, x, starts, lengths, strict=True):
+        row[s : s + n] = numbers[:n]
+    return out

@@ -1,0 +1,127 @@
+"""Running mean and deviation of scores, scaling and clipping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Total = Callable[[Tensor], Tensor]
+
+
+def _here(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(slots=True)
+class RunningMoments:
+    """Mean and unbiased standard deviation of everything seen so far.
+
+        M = M_1 + M_2 + d^2 n_1 n_2 / (n_1 + n_2)        d = mean_2 - mean_1
+
+    where M is the sum of squared distances from the mean.  Chan et al. 1979, eq. 2.1.
+
+    Args:
+        total: sums a tensor over ranks, so that all ranks hold the same moments.
+    """
+
+    total: Total = _here
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
+    count: float = 0.0
+
+    @property
+    def var(self) -> float:
+        """Unbiased variance; 1 before two values were seen."""
+        return self.squares / (self.count - 1) if self.count > 1 else 1.0
+
+    @property
+    def std(self) -> float:
+        """Its root."""
+        return self.var**0.5
+
+    def update(self, values: Tensor) -> tuple[float, float]:
+        """Take in values float [n] of every rank; returns their own mean and deviation."""
+        x = values.double()
+        total, count = self.total(torch.stack([x.sum(), x.new_tensor(float(len(x)))])).tolist()
+        if not count:
+            return 0.0, 0.0
+        mean = total / count
+        squares = float(self.total(((x - mean) ** 2).sum()))
+        both, gap = self.count + count, mean - self.mean
+        self.squares += squares + gap**2 * self.count * count / both
+        self.mean += gap * count / both
+        self.count = both
+        return mean, (squares / (count - 1)) ** 0.5 if count > 1 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The three numbers."""
+        return {"mean": self.mean, "squares": self.squares, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.mean, self.squares = float(state["mean"]), float(state["squares"])
+        self.count = float(state["count"])
+
+    def save_to_json(self, json_path: str | Path) -> None:
+        """Write the numbers to a file."""
+        Path(json_path).write_text(json.dumps(self.state_dict()), encoding="utf-8")
+
+    @classmethod
+    def load_from_json(cls, json_path: str | Path, total: Total = _here) -> RunningMoments:
+        """Read what ``save_to_json`` wrote."""
+        moments = cls(total)
+        moments.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
+        return moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What was said of each response: one number, or one per token, or both.
+
+    Args:
+        whole: float32 [B].
+        tokens: float32 [B, R], 0 where a response got no number of its own; None: nowhere.
+    """
+
+    whole: Tensor
+    tokens: Tensor | None = None
+
+    @property
+    def sums(self) -> Tensor:
+        """Float32 [B]: each response's score."""
+        return self.whole if self.tokens is None else self.whole + self.tokens.sum(1)
+
+
+def shaped(
+    scores: Scores, running: RunningMoments, *, scale: bool, norm: bool, clip: float | None
+) -> Scores:
+    """Scores divided by the running deviation of their sums, then clipped, as asked for.
+
+        s / (std + eps)    or, with ``norm``, (s - mean) / (std + eps)        then to [-clip, clip]
+
+    The moments take in this batch first.  The mean of a response scored per token is taken off at
+    its end; the clip bounds each number that was given.
+
+    Args:
+        scores: of this batch.
+        running: moments of all batches.
+        scale: whether to divide.
+        norm: whether the mean is removed too; only with ``scale``.
+        clip: largest absolute value; None: none.
+    """
+    whole, tokens = scores.whole, scores.tokens
+    if scale:
+        running.update(scores.sums)
+        factor = running.std + torch.finfo(whole.dtype).eps
+        whole = (whole - running.mean) / factor if norm else whole / factor
+        tokens = None if tokens is None else tokens / factor
+    if clip is not None:
+        whole = whole.clamp(-clip, clip)
+        tokens = None if tokens is None else tokens.clamp(-clip, clip)
+    return Scores(whole=whole, tokens=tokens)

@@ -1,0 +1,113 @@
+"""The statistics that ``step`` returns.  Every key is here; see docs/classic.md for meanings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.classic.core import masked_mean, stats_to_np
+
+OBJECTIVE = ("kl", "kl_dist", "logprobs", "ref_logprobs", "kl_coef", "entropy")
+TRAIN = (
+    *("loss/policy", "loss/value", "loss/total", "policy/entropy", "policy/approxkl"),
+    *("policy/policykl", "policy/clipfrac", "policy/advantages", "policy/advantages_mean"),
+    *("policy/ratio", "returns/mean", "returns/var", "val/vpred", "val/error"),
+    *("val/clipfrac", "val/mean", "val/var"),
+)
+TOKENS = tuple(
+    f"{x}_{y}" for x in ("queries", "responses") for y in ("len_mean", "len_std", "dist")
+)
+TIMES = (
+    *("forward_pass", "compute_rewards", "compute_advantages"),
+    *("optimize_step", "calc_stats", "total"),
+)
+KEYS = (
+    *(f"objective/{x}" for x in OBJECTIVE),
+    *("ppo/mean_non_score_reward", "ppo/mean_scores", "ppo/std_scores", "ppo/learning_rate"),
+    *(f"ppo/{x}" for x in TRAIN),
+    "ppo/val/var_explained",
+    *(f"tokens/{x}" for x in TOKENS),
+    *(f"time/ppo/{x}" for x in TIMES),
+)
+_LISTS = ("policy/advantages", "policy/ratio")
+
+
+def over_steps(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Statistics of optimiser steps as one: means, and per-token numbers one after the other."""
+    return {
+        name: torch.cat([x[name].flatten() for x in found])
+        if name in _LISTS
+        else torch.stack([x[name].float().mean() for x in found]).mean()
+        for name in found[0]
+    }
+
+
+def update_statistics(
+    kl_coef: float,
+    *,
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    non_score_reward: Tensor,
+    train_stats: Mapping[str, Tensor],
+    masks: Tensor,
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    kls: Tensor,
+    mean: Callable[[Tensor], Tensor] = lambda x: x,
+) -> dict[str, Any]:
+    """The statistics of one update, without learning rate and times.
+
+    Args:
+        kl_coef: used in it.
+        scores: float32 [B].
+        logprobs: float32 [B, T] before the update, 0 or anything off the mask.
+        ref_logprobs: float32 [B, T].
+        non_score_reward: float32 [B, T].
+        train_stats: of the optimiser steps.
+        masks: bool [B, T], tokens that train.
+        queries: int64 [P_i] each.
+        responses: int64 [R_i] each.
+        kls: float32 [B, T].
+        mean: averages a tensor over ranks.
+    """
+    mask = masks.bool()
+    per_response = torch.where(mask, kls, 0.0).sum(-1)
+    minus_logprob = torch.where(mask, -logprobs, 0.0).sum(-1)
+    whole = scores.double()
+    spread = whole.std() if len(whole) > 1 else whole.new_zeros(())
+    non_score = masked_mean(non_score_reward, mask)
+    local = [per_response.mean(), minus_logprob.mean(), non_score, whole.mean(), spread]
+    kl, entropy, penalty, score, std = mean(torch.stack([x.double() for x in local])).tolist()
+    if kl < -1.0:
+        warnings.warn(
+            f"the KL to the reference is {kl:.2f} nats per response: sampling is not from the "
+            "policy alone (top-k, top-p, a repetition penalty, a minimum length?), or the "
+            "log-probabilities of padding are counted",
+            stacklevel=3,
+        )
+    stats: dict[str, Any] = {
+        "objective/kl": kl,
+        "objective/kl_dist": per_response,
+        "objective/logprobs": logprobs,
+        "objective/ref_logprobs": ref_logprobs,
+        "objective/kl_coef": float(kl_coef),
+        "objective/entropy": entropy,
+        "ppo/mean_non_score_reward": penalty,
+        "ppo/mean_scores": score,
+        "ppo/std_scores": std,
+    }
+    for name, rows in (("queries", queries), ("responses", responses)):
+        lengths = torch.tensor([float(len(x)) for x in rows])
+        stats[f"tokens/{name}_len_mean"] = float(lengths.mean())
+        stats[f"tokens/{name}_len_std"] = float(lengths.std()) if len(lengths) > 1 else 0.0
+        stats[f"tokens/{name}_dist"] = lengths
+    for name, x in train_stats.items():
+        stats[f"ppo/{name}"] = x if name in _LISTS else float(x.float().mean())
+    error, variance = stats["ppo/val/error"], stats["ppo/returns/var"]
+    stats["ppo/val/var_explained"] = 1 - error / variance if variance else 0.0
+    return stats_to_np(stats)

@@ -1,0 +1,133 @@
+"""Statistics and tables to trackers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from kedge.backends.trackers.tables import markdown
+from kedge.classic.config import PPOConfig
+from kedge.errors import DataError
+
+TABLE = "game_log"
+
+
+def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
+    """Open what ``log_with`` names, with the options as the run's settings."""
+    if config.log_with is None:
+        return
+    flat = {name: _plain(x) for name, x in config.to_dict().items()}
+    accelerator.init_trackers(
+        config.tracker_project_name, config=flat, init_kwargs=config.options("tracker_kwargs")
+    )
+
+
+def _plain(x: Any) -> Any:
+    return x if isinstance(x, bool | int | float | str) else str(x)
+
+
+def log_batch(
+    accelerator: Accelerator,
+    log_with: str | None,
+    stats: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    rewards: list[Tensor] | Tensor,
+    columns: list[str],
+    *,
+    step: int,
+) -> None:
+    """See ``PPOTrainer.log_stats``.  Every process calls it, the first one sends.
+
+    Raises:
+        DataError: a column is not in the batch, or rows and rewards differ in number.
+    """
+    mine = torch.stack([torch.as_tensor(x).detach().float().sum().cpu() for x in rewards])
+    missing = [name for name in columns if name not in batch]
+    rows: list[dict[str, object]] = []
+    if log_with is not None and missing and set(columns) != {"query", "response"}:
+        raise DataError(
+            f"columns_to_log names {', '.join(missing)}, but the batch has {', '.join(batch)}"
+        )
+    if missing:
+        warnings.warn(
+            f"no table of responses is logged, for the batch lacks {', '.join(missing)}",
+            stacklevel=3,
+        )
+    else:
+        rows = _rows(batch, mine, columns)
+    if accelerator.num_processes > 1:
+        rows = gather_object(rows)
+        mine = accelerator.gather(mine.to(accelerator.device)).cpu()
+    if not accelerator.is_main_process or log_with is None:
+        return
+    logs = dict(stats) | {
+        "env/reward_mean": float(mine.mean()),
+        "env/reward_std": float(mine.std()) if len(mine) > 1 else 0.0,
+        "env/reward_dist": mine.numpy(),
+    }
+    _SENDERS[log_with](accelerator, logs, rows, step)
+
+
+def _rows(batch: Mapping[str, Any], rewards: Tensor, columns: list[str]) -> list[dict[str, object]]:
+    held = [batch[name] for name in columns]
+    if any(len(x) != len(rewards) for x in held):
+        sizes = ", ".join(f"{name}: {len(batch[name])}" for name in columns)
+        raise DataError(f"{len(rewards)} rewards for columns of other lengths ({sizes})")
+    return [
+        dict(zip([*columns, "reward"], [*row, reward], strict=True))
+        for *row, reward in zip(*held, rewards.tolist(), strict=True)
+    ]
+
+
+def _split(logs: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    numbers = {k: float(x) for k, x in logs.items() if np.ndim(x) == 0}
+    return numbers, {k: np.asarray(x) for k, x in logs.items() if np.ndim(x) > 0}
+
+
+def _to_tensorboard(
+    accelerator: Accelerator, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
+) -> None:
+    numbers, arrays = _split(logs)
+    accelerator.log(numbers, step=step)
+    writer: Any = accelerator.get_tracker("tensorboard", unwrap=True)
+    for name, x in arrays.items():
+        writer.add_histogram(name, x, step)
+    if rows:
+        writer.add_text(TABLE, markdown(rows), step)
+    writer.flush()
+
+
+def _to_wandb(
+    accelerator: Accelerator, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
+) -> None:
+    import wandb
+
+    numbers, arrays = _split(logs)
+    sent: dict[str, Any] = numbers | {k: wandb.Histogram(x) for k, x in arrays.items()}
+    if rows:
+        sent[TABLE] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+    accelerator.log(sent, step=step)
+
+
+def _to_trackio(
+    accelerator: Accelerator, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
+) -> None:
+    import importlib
+
+    import trackio
+
+    sent: dict[str, Any] = dict(_split(logs)[0])
+    if rows:
+        frame = importlib.import_module("pandas").DataFrame(rows)
+        sent[TABLE] = trackio.Table(dataframe=frame)
+    accelerator.log(sent, step=step)
+
+
+_SENDERS = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}
