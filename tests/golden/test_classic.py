@@ -102,7 +102,8 @@ def test_advantages_of_each_token(case: str, shared: Path) -> None:
     record, found, trainer = train(shared / "golden" / "classic" / case)
     step, own = record["steps"][-1], found[-1]
     mask, evidence, credit = response_grid(step), trainer._watch.evidence, trainer._watch.credit
-    assert evidence is not None and credit is not None
+    assert evidence is not None
+    assert credit is not None
     rows = [a[m].numpy() for a, m in zip(credit.advantages, evidence.rollout.mask, strict=True)]
     epochs = record["config"].get("ppo_epochs", 4)
     theirs = np.asarray(step["stats"]["ppo/policy/advantages"]).reshape(epochs, *mask.shape)
