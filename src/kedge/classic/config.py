@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kedge.errors import ConfigError
 
-JSON = str | dict[str, Any]
+JSON = dict[str, Any] | str | None  # a dictionary, or JSON from a command line
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -201,8 +201,8 @@ class PPOConfig:
 
 
 def _parsed(name: str, value: JSON) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
+    if value is None or isinstance(value, dict):
+        return value or {}
     try:
         found = json.loads(value)
     except ValueError as error:

@@ -218,7 +218,7 @@ class Pieces:
         ratio = float(self.learner.total(found.metrics["val/ratio"].detach()))
         if ratio <= self.config.ratio_threshold:
             self.learner.scaler.scale(found.total).backward()
-            self.learner.apply_gradients()
+            self.learner._take_step()
         self.learner.optimizer.zero_grad(set_to_none=True)
         return stats
 

@@ -252,7 +252,7 @@ class HFLearner:
         metrics = dict(zip(sums, total.tolist(), strict=True))
         if not admit(metrics):
             return metrics | self._standing()
-        return metrics | self.apply_gradients()
+        return metrics | self._take_step()
 
     def _standing(self) -> dict[str, float]:
         return {"lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": self.skipped}
@@ -298,7 +298,7 @@ class HFLearner:
         if averaged:
             torch._foreach_mul_(averaged, float(self.ranks))
 
-    def apply_gradients(self) -> dict[str, float]:
+    def _take_step(self) -> dict[str, float]:
         """Clip the gradients that are there, summed over ranks, and take the optimiser step."""
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)

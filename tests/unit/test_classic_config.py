@@ -1,0 +1,124 @@
+"""The options of the classic trainer."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from kedge.classic import PPOConfig
+
+# As the documentation of TRL 0.11 gives them; None where the trainer fills it in.
+DEFAULTS: dict[str, Any] = {
+    "seed": 0,
+    "log_with": None,
+    "task_name": None,
+    "model_name": "gpt2",
+    "query_dataset": "stanfordnlp/imdb",
+    "reward_model": "sentiment-analysis:lvwerra/distilbert-imdb",
+    "remove_unused_columns": True,
+    "tracker_kwargs": {},
+    "accelerator_kwargs": {},
+    "project_kwargs": {},
+    "tracker_project_name": "trl",
+    "push_to_hub_if_best_kwargs": {},
+    "steps": 20000,
+    "learning_rate": 1.41e-05,
+    "adap_kl_ctrl": True,
+    "init_kl_coef": 0.2,
+    "kl_penalty": "kl",
+    "target": 6.0,
+    "horizon": 10000.0,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "cliprange": 0.2,
+    "cliprange_value": 0.2,
+    "vf_coef": 0.1,
+    "batch_size": 128,
+    "forward_batch_size": None,
+    "mini_batch_size": 128,
+    "gradient_accumulation_steps": 1,
+    "world_size": None,
+    "ppo_epochs": 4,
+    "max_grad_norm": None,
+    "optimize_cuda_cache": None,
+    "optimize_device_cache": False,
+    "early_stopping": False,
+    "target_kl": 1.0,
+    "compare_steps": 1,
+    "ratio_threshold": 10.0,
+    "use_score_scaling": False,
+    "use_score_norm": False,
+    "score_clip": None,
+    "whiten_rewards": False,
+    "gradient_checkpointing": False,
+    "is_encoder_decoder": None,
+    "is_peft_model": None,
+    "backward_batch_size": 128,
+    "global_backward_batch_size": None,
+    "global_batch_size": None,
+    "dataset_num_proc": None,
+}
+
+
+def test_fields_and_defaults_are_those_of_the_seed() -> None:
+    config = PPOConfig()
+    own = {f.name: getattr(config, f.name) for f in fields(config)}
+    assert own.pop("exp_name")
+    assert own.pop("early_stopping_keeps_step") is False
+    assert own == DEFAULTS
+
+
+def test_order_of_the_fields_is_that_of_the_seed() -> None:
+    names = [f.name for f in fields(PPOConfig)]
+    assert names[0] == "exp_name"
+    assert names[1:-1] == list(DEFAULTS)
+
+
+def test_sizes() -> None:
+    config = PPOConfig(batch_size=12, mini_batch_size=2, gradient_accumulation_steps=3, steps=100)
+    assert config.backward_batch_size == 6
+    assert config.total_ppo_epochs == 9  # ceil(100 / 12)
+    with pytest.raises(ValueError, match=r"batch_size=8 is no multiple of mini_batch_size=3 x"):
+        PPOConfig(batch_size=8, mini_batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kl_penalty": "k3"}, "kl_penalty='k3' is unknown; one of kl, abs, mse, full"),
+        ({"log_with": "neptune"}, "log_with='neptune'; one of wandb, tensorboard, trackio"),
+        ({"ppo_epochs": 0}, "ppo_epochs=0; it must be at least 1"),
+        ({"target": 0.0}, "target=0.0; it must be above 0"),
+        ({"score_clip": -1.0}, "score_clip=-1.0; it must be above 0"),
+        ({"push_to_hub_if_best_kwargs": {"private": True}}, "needs a repo_id"),
+        ({"tracker_kwargs": "[1]"}, "is no JSON object"),
+        ({"tracker_kwargs": "{"}, "is no JSON object"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_work(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**change)
+
+
+def test_deprecated_names_do_what_they_did() -> None:
+    with pytest.warns(UserWarning, match="forward_batch_size is deprecated"):
+        assert PPOConfig(forward_batch_size=4, batch_size=8).mini_batch_size == 4
+    with pytest.warns(UserWarning, match="optimize_cuda_cache is deprecated"):
+        assert PPOConfig(optimize_cuda_cache=True).optimize_device_cache
+
+
+def test_on_a_command_line() -> None:
+    from transformers import HfArgumentParser
+
+    (config,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(
+        [
+            *("--batch_size", "8", "--mini_batch_size", "4", "--kl_penalty", "abs"),
+            *("--tracker_kwargs", '{"wandb": {"name": "mine"}}', "--early_stopping"),
+        ]
+    )
+    assert (config.batch_size, config.kl_penalty, config.early_stopping) == (8, "abs", True)
+    assert config.options("tracker_kwargs") == {"wandb": {"name": "mine"}}
+    assert config.to_dict()["tracker_kwargs/wandb/name"] == "mine"
