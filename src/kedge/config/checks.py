@@ -94,6 +94,7 @@ RANGES: dict[str, Range] = {
     "overlong_buffer": _WHOLE,
     "sampler_correction_high": _POSITIVE,
     "sampler_correction_low": _NOT_NEGATIVE,
+    "vllm_tolerance": Range(0, above=True, optional=True),
     "value_learning_rate": Range(0, optional=True),
     "value_warmup_steps": _WHOLE,
     "max_prompt_length": _COUNT_OR_NONE,

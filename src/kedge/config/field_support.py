@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kedge.config.removed import REMOVED
+from kedge.config.rollout import ROLLOUT_SUPPORT
 from kedge.config.support import Honoured, Refused, Support
 
 _LOADER = Refused(
@@ -284,4 +285,4 @@ OWN: dict[str, Support] = {
     "base_model": Honoured(_SCRIPT + ": the tokenizer's folder or name"),
 }
 
-FIELD_SUPPORT: dict[str, Support] = {**INHERITED, **REMOVED, **OWN}
+FIELD_SUPPORT: dict[str, Support] = {**INHERITED, **REMOVED, **ROLLOUT_SUPPORT, **OWN}

@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 from kedge.config.checks import check_values
 from kedge.config.field_support import FIELD_SUPPORT
 from kedge.config.removed import RemovedArguments
+from kedge.config.rollout import RolloutArguments, rollout_options
 from kedge.config.support import Support, apply_support
 from kedge.errors import ConfigError
 
@@ -28,7 +29,7 @@ def option(default: Any, text: str) -> Any:
 
 
 @dataclass(repr=False)
-class OnPolicyConfig(RemovedArguments, TrainingArguments):
+class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     """The options of ``transformers.TrainingArguments``, and those that every algorithm has.
 
     Every field is listed with where it acts, or why it is refused, in ``SUPPORT``.  ``max_steps``,
@@ -164,6 +165,7 @@ class OnPolicyConfig(RemovedArguments, TrainingArguments):
         self._settle_precision()
         self._settle_defaults()
         check_values(self)
+        rollout_options(self)
         given, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
             self.use_cpu = True  # or the processes would not find one another
@@ -207,6 +209,7 @@ class OnPolicyConfig(RemovedArguments, TrainingArguments):
         """
         apply_support(self, self.SUPPORT)
         check_values(self)
+        rollout_options(self)
 
     def _settle_precision(self) -> None:
         gpu = is_torch_bf16_gpu_available() and not self.use_cpu

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
+from kedge.config.rollout import RolloutOptions, rollout_options
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 
@@ -133,6 +134,7 @@ class RunSettings:
     data: DataOptions
     value: ValueOptions
     learner: LearnerOptions
+    rollout: RolloutOptions
     seed: int
     max_lag: int
     preflight: bool
@@ -220,6 +222,7 @@ def shared_parts(
         ),
         "value": ValueOptions(source="policy", learning_rate=config.learning_rate, warmup_steps=0),
         "learner": _learner(config, chunk),
+        "rollout": rollout_options(config),
         "seed": config.seed,
         "max_lag": config.max_lag,
         "preflight": config.preflight,

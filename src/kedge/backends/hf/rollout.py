@@ -90,7 +90,7 @@ class EmbeddedEngine:
         """
         config: Any = base_of(self.model).config
         check(sampling, config.get_text_config().vocab_size)
-        _check_prompts(prompts, sampling, config)
+        check_prompts(prompts, sampling, config)
         device = next(self.model.parameters()).device
         order, copies = _order(prompts)
         pieces = []
@@ -288,7 +288,12 @@ def _order(prompts: PromptBatch) -> tuple[Tensor, Tensor]:
     return order, number[order]
 
 
-def _check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None:
+def check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None:
+    """Refuse prompts that an engine cannot answer.
+
+    Raises:
+        RolloutError: a prompt is empty, not left-padded, or too long for the model.
+    """
     lengths = prompts.mask.sum(-1)
     if len(lengths) == 0 or int(lengths.min()) == 0:
         what = f"the prompt of row {int(lengths.argmin())}" if len(lengths) else "the batch"

@@ -1,0 +1,157 @@
+"""What a rollout engine has to know of a policy, apart from the weights of the moment."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from kedge.errors import ConfigError, SyncError
+
+_WEIGHTS = "model.safetensors"
+_PROBE_ROWS, _PROBE_TOKENS = 4, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A policy without the weights that train.  It can be pickled and sent elsewhere.
+
+    Args:
+        skeleton: the policy; what trains is on the meta device, the rest is shared with it.
+        tied: the names of the output head and of the embedding it shares its weight with.
+        tokenizer: the policy's, or None; needed for stop strings only.
+    """
+
+    skeleton: nn.Module
+    tied: tuple[str, str] | None
+    tokenizer: Any = None
+
+    @classmethod
+    def of(cls, policy: nn.Module, tokenizer: Any = None) -> Blueprint:
+        """The blueprint of a transformers causal language model.
+
+        Raises:
+            ConfigError: an encoder-decoder model.
+        """
+        config: Any = policy.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(
+                f"{type(policy).__name__} is an encoder-decoder model, which vLLM engines are not"
+                " given here; use rollout_engine='embedded'"
+            )
+        return cls(_skeleton(policy), _tied(policy), tokenizer)
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration, as vLLM shall read it.
+
+        A tied head is a weight of its own there, since vLLM does not follow a tied one when weights
+        are exchanged; and there is no end-of-text token, since vLLM would ban it in
+        ``min_new_tokens`` even where it is no stop token.
+        """
+        config = copy.deepcopy(self.skeleton.config)
+        config.architectures = [type(self.skeleton).__name__]
+        config.eos_token_id = None
+        if self.tied is not None:
+            config.tie_word_embeddings = False
+        return config
+
+    def named(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """All weights, under the names of a checkpoint without tied weights.
+
+        Raises:
+            SyncError: a weight is missing or unknown, or has another shape.
+        """
+        own = dict(self.skeleton.named_parameters())
+        if not weights:
+            raise SyncError("no weights were given to an engine that holds a copy of the policy")
+        for name, new in weights.items():
+            if name not in own:
+                raise SyncError(f"weights hold {name!r}, which the engine's model does not have")
+            if own[name].shape != new.shape:
+                raise SyncError(
+                    f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in"
+                    " the engine's model; both must come from the same checkpoint"
+                )
+        for name, old in own.items():
+            if name not in weights and old.is_meta:
+                raise SyncError(f"the weights lack {name!r}, which trains; send all that train")
+            new = weights.get(name, old).detach()
+            yield name, new
+            if self.tied is not None and name == self.tied[1]:
+                yield self.tied[0], new
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """A folder that vLLM can load: configuration, weights, tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(folder)
+        if self.tokenizer is not None:
+            _without_eos(self.tokenizer).save_pretrained(folder)
+        write_weights(folder, self.named(weights))
+
+    def probe(self) -> Tensor:
+        """The token ids that receipts are about: int64 [rows, tokens], the same every time."""
+        config = self.skeleton.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
+        size = (_PROBE_ROWS, min(_PROBE_TOKENS, most - 1))
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, config.vocab_size, size, generator=generator)
+
+    @torch.no_grad()
+    def logprobs(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """What the learner's own code computes for the probe: float32 [rows, tokens - 1], nats."""
+        device = next(iter(weights.values())).device
+        ids = self.probe().to(device)
+        held = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
+        given = {n: p.to(device) for n, p in held.items()} | dict(weights)
+        logits = functional_call(self.skeleton, given, kwargs={"input_ids": ids}).logits
+        picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
+        return picked[..., 0].cpu()
+
+
+def write_weights(folder: Path, named: Iterator[tuple[str, Tensor]]) -> None:
+    """One safetensors file; it appears under its name when it is whole."""
+    part = folder / f"{_WEIGHTS}.part"
+    tensors = {name: x.contiguous().cpu() for name, x in named}
+    seen: set[int] = set()
+    for name, x in tensors.items():
+        if x.data_ptr() in seen:
+            tensors[name] = x.clone()
+        seen.add(x.data_ptr())
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.replace(folder / _WEIGHTS)
+
+
+def _skeleton(policy: nn.Module) -> nn.Module:
+    """A copy that shares frozen weights and has none where the policy trains."""
+    trained = [p for p in policy.parameters() if p.requires_grad] or list(policy.parameters())
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), requires_grad=False) for p in policy.parameters()
+    }
+    for p in trained:
+        empty = torch.empty_like(p, device="meta")
+        memo[id(p)] = nn.Parameter(empty, requires_grad=False)
+    return copy.deepcopy(policy, memo).eval()
+
+
+def _tied(policy: nn.Module) -> tuple[str, str] | None:
+    """Names of the head's weight and of the embedding's, where they are one tensor."""
+    model: Any = policy
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return None
+    names = {id(module): name for name, module in policy.named_modules()}
+    return f"{names[id(head)]}.weight", f"{names[id(embedding)]}.weight"
+
+
+def _without_eos(tokenizer: Any) -> Any:
+    mine = copy.deepcopy(tokenizer)
+    mine.eos_token = None
+    return mine

