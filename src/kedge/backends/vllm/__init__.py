@@ -1,8 +1,8 @@
 """vLLM as a rollout engine: in this process, as a server of our own, or as one that runs already.
 
-    Blueprint   what an engine has to know of a policy; can be pickled
-    Service     one vLLM, wherever it runs: InProcess, Remote
-    VLLMEngine  the rollout engine over a service: records in and out, and the receipts
+Blueprint   what an engine has to know of a policy; can be pickled
+Service     one vLLM, wherever it runs: InProcess, Remote
+VLLMEngine  the rollout engine over a service: records in and out, and the receipts
 """
 
 from kedge.backends.vllm.blueprint import Blueprint

@@ -56,7 +56,7 @@ class Blueprint:
         are exchanged; and there is no end-of-text token, since vLLM would ban it in
         ``min_new_tokens`` even where it is no stop token.
         """
-        config = copy.deepcopy(self.skeleton.config)
+        config: Any = copy.deepcopy(self.skeleton.config)
         config.architectures = [type(self.skeleton).__name__]
         config.eos_token_id = None
         if self.tied is not None:
@@ -98,7 +98,8 @@ class Blueprint:
 
     def probe(self) -> Tensor:
         """The token ids that receipts are about: int64 [rows, tokens], the same every time."""
-        config = self.skeleton.config.get_text_config()
+        whole: Any = self.skeleton.config
+        config = whole.get_text_config()
         most = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
         size = (_PROBE_ROWS, min(_PROBE_TOKENS, most - 1))
         generator = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ def vllm_engine(
         ConfigError: vLLM refuses the model or the arguments.
     """
     blueprint = Blueprint.of(policy, tokenizer)
-    name = {None: "float32"}.get(dtype, str(dtype).removeprefix("torch."))
+    name = str(dtype or torch.float32).removeprefix("torch.")
     arguments = {"dtype": name, **({"enable_sleep_mode": True} if options.sleep else {})}
     arguments |= options.engine_args
     service = InProcess(blueprint, policy_weights(policy), arguments)

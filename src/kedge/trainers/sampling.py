@@ -1,0 +1,80 @@
+"""The rollout engine of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from kedge.algorithms import Algorithm
+from kedge.backends.hf.learner import HFLearner
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.backends.hf.sharding import shards_asked
+from kedge.config.resolve import RunSettings
+from kedge.errors import ConfigError
+from kedge.protocols import RolloutEngine
+from kedge.trainers.given import Given
+
+DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_sampler(given: Given, settings: RunSettings, accelerator: Accelerator) -> None:
+    """Refuse an engine that cannot work, before any weight is loaded.
+
+    Raises:
+        ConfigError: naming the option, its value and the way out.
+    """
+    kind = settings.rollout.kind
+    if kind == "embedded":
+        return
+    if given.rollout_engine is not None:
+        raise ConfigError(
+            f"rollout_engine={kind!r} is set in the config, and an engine was given to the trainer,"
+            " too; leave one of them out"
+        )
+    from kedge.backends.vllm.build import check_vllm
+
+    check_vllm(
+        settings.rollout,
+        settings.sampling,
+        ranks=accelerator.num_processes,
+        sharded=shards_asked(accelerator) != "none",
+    )
+
+
+def sampler_of(
+    given: Given,
+    learner: HFLearner,
+    settings: RunSettings,
+    algorithm: Algorithm,
+    *,
+    tokenizer: Any,
+    pad_id: int,
+) -> RolloutEngine:
+    """The engine that the user gave, or the one that the options describe."""
+    if given.rollout_engine is not None:
+        return given.rollout_engine
+    dtype = DTYPES[settings.learner.precision]
+    if settings.rollout.kind != "embedded":
+        from kedge.backends.vllm.build import vllm_engine
+
+        return vllm_engine(
+            learner.policy,
+            settings.rollout,
+            pad_id=pad_id,
+            tokenizer=tokenizer if settings.sampling.stop_strings else None,
+            dtype=dtype,
+            spare_slot=algorithm.spare_slot,
+        )
+    return learner.sampler(
+        EmbeddedEngine(
+            learner.policy,
+            pad_id=pad_id,
+            tokenizer=tokenizer,
+            live=settings.max_lag == 0,
+            chunk_rows=settings.learner.chunk,
+            autocast=dtype,
+            spare_slot=algorithm.spare_slot,
+        )
+    )

@@ -1,0 +1,77 @@
+"""The rollout engines that the contract is checked on, each started once."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.testing import ScriptedRollouts, tiny_policy
+
+PAD = 0
+has_vllm = importlib.util.find_spec("vllm") is not None
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not has_vllm, reason="vLLM is not installed (make vllm)"),
+]
+
+
+def scripted():
+    generator = torch.Generator().manual_seed(1)
+    step = torch.randint(0, 64, (64, 12), generator=generator).tolist()
+    return ScriptedRollouts([step] * 8)
+
+
+def embedded():
+    return EmbeddedEngine(tiny_policy("llama", initializer_range=0.3), pad_id=PAD, chunk_rows=4)
+
+
+def embedded_copy():
+    model = tiny_policy("gpt2", initializer_range=0.3)
+    return EmbeddedEngine(model, pad_id=PAD, live=False)
+
+
+def policy(family="llama", **config):
+    """A policy of head size 32, which vLLM runs on CPUs."""
+    return tiny_policy(family, **{"initializer_range": 0.3, "heads": 1, **config})
+
+
+def trained(model):
+    """A copy of all weights."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@functools.cache
+def vllm_of(family="llama", **config):
+    """An engine in this process; one for each kind of policy."""
+    from kedge.backends.vllm import Blueprint, InProcess, VLLMEngine
+
+    model = policy(family, **config)
+    blueprint = Blueprint.of(model)
+    return VLLMEngine(InProcess(blueprint, trained(model)), blueprint, pad_id=PAD)
+
+
+def vllm():
+    engine = vllm_of()
+    engine.load_weights(trained(policy()), 0)
+    return engine
+
+
+ENGINES = [
+    scripted,
+    embedded,
+    embedded_copy,
+    pytest.param(vllm, marks=needs_vllm),
+]
+
+
+def weights_of(engine):
+    """What to send to an engine so that it samples from what it samples from now."""
+    if engine.live:
+        return {}
+    if isinstance(engine, EmbeddedEngine):
+        return dict(engine.model.named_parameters())
+    return trained(policy())

@@ -1,0 +1,103 @@
+"""PPO on a real model with real vLLM engines: they agree with the learner, or it is an error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kedge import PPOConfig, PPOTrainer
+from kedge.errors import SyncError
+from tests.contract.engines import needs_vllm
+
+pytestmark = needs_vllm
+UPDATES = 20
+
+
+def letters(completions, **_):
+    return [text.count("e") / 10 for text in completions]
+
+
+def trainer(shared, folder, *, updates=UPDATES, prompts=64, **options):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = shared / "data" / "stories-head32"
+    rows = (shared / "data" / "story-prompts").rglob("*.jsonl")
+    lines = next(rows).read_text().splitlines()[:prompts]
+    return PPOTrainer(
+        args=PPOConfig(
+            output_dir=str(folder),
+            **{
+                "total_episodes": 16 * updates,
+                "per_device_train_batch_size": 16,
+                "response_length": 16,
+                "num_ppo_epochs": 1,
+                "learning_rate": 3e-4,
+                "stop_token": "eos",
+                "num_sample_generations": 0,
+                "logging_steps": 1,
+                "rollout_engine": "vllm",
+                **options,
+            },
+        ),
+        processing_class=AutoTokenizer.from_pretrained(place, padding_side="left"),
+        model=AutoModelForCausalLM.from_pretrained(place),
+        reward_funcs=[letters],
+        train_dataset=[{"prompt": json.loads(line)["prompt"]} for line in lines],
+    )
+
+
+def agreement(made):
+    """Mean gap (nats per token) and KL(engine || learner), estimated by k3, of fresh samples."""
+    engine = made.engine
+    prompts = engine.source.batch(0)
+    rollout = engine.rollouts.generate(prompts, sampling=engine.sampling, seed=99)
+    asked = {"values": False, "reference": False, "full_kl": False}
+    note = engine.learner.annotate(replace(rollout, behavior_logprobs=None), **asked)
+    ours, theirs = (x[rollout.mask].double() for x in (note.logprobs, rollout.behavior_logprobs))
+    ratio = ours - theirs
+    return float(ratio.abs().mean()), float((ratio.exp() - 1 - ratio).mean())
+
+
+@pytest.fixture
+def close():
+    made = []
+    yield made.append
+    for each in made:
+        each.engine.rollouts.close()
+
+
+def test_the_engine_agrees_with_the_learner_after_20_updates(shared, tmp_path, close):
+    made = trainer(shared, tmp_path)
+    close(made)
+    start = made.engine.learner.weights()
+    made.train()
+    assert made.engine.step == UPDATES
+    moved = max(float((p - start[n]).abs().max()) for n, p in made.engine.learner.weights().items())
+    assert moved > 1e-3
+    gap, kl = agreement(made)
+    assert gap <= 1e-4
+    assert kl <= 1e-4
+    scores = [
+        row["objective/scores"] for row in made.state.log_history if "objective/scores" in row
+    ]
+    assert sum(scores[-5:]) > sum(scores[:5])
+
+
+def test_a_sync_that_is_skipped_is_caught(shared, tmp_path, close, monkeypatch):
+    made = trainer(shared, tmp_path, updates=4)
+    close(made)
+    service = made.engine.rollouts.service
+    load = service.load
+
+    def skip_the_third(weights, version):
+        if version == 2:
+            service._llm.llm_engine.set_weight_version("2")  # the engine believes it, too
+        else:
+            load(weights, version)
+
+    monkeypatch.setattr(service, "load", skip_the_third)
+    with pytest.raises(SyncError, match="loading version 2 changed nothing"):
+        made.train()
+    assert made.engine.step == 2

@@ -1,0 +1,237 @@
+"""What can be said of the vLLM engine without vLLM: requests, blueprints, receipts, options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kedge import PPOConfig
+from kedge.backends.hf.fingerprint import fingerprint
+from kedge.backends.vllm.blueprint import Blueprint
+from kedge.backends.vllm.engine import VLLMEngine
+from kedge.backends.vllm.requests import asks_of, params_of, rollout_of, row_seed
+from kedge.backends.vllm.service import Answer
+from kedge.config import rollout
+from kedge.errors import ConfigError, RolloutError, SyncError
+from kedge.testing import tiny_policy
+from kedge.types import Sampling
+from tests.contract.engines import policy, trained
+from tests.contract.test_rollout_engine import prompts
+
+
+class Ours:
+    """A service that computes with the learner's own code; ``broken`` says how it goes wrong."""
+
+    def __init__(self, blueprint, weights, broken=""):
+        self.blueprint, self.broken = blueprint, broken
+        self.weights, self.said = weights, 0
+
+    def score(self, rows):
+        assert rows == self.blueprint.probe().tolist()
+        return self.blueprint.logprobs(self.weights).tolist()
+
+    def load(self, named, version):
+        sent = {name: x for name, x in named if name in self.weights}
+        self.said = version - (self.broken == "version")
+        if self.broken == "one weight" and self.said > 1:
+            sent["model.norm.weight"] = self.weights["model.norm.weight"]
+        if self.broken != "skips" or self.said < 2:
+            self.weights = sent
+
+    def version(self):
+        return self.said
+
+
+def moved(weights, by):
+    generator = torch.Generator().manual_seed(1)
+    noise = {n: torch.randn(p.shape, generator=generator) for n, p in weights.items()}
+    return {n: p + by * noise[n] for n, p in weights.items()}
+
+
+def receipts(broken, by=1e-2):
+    model = policy()
+    blueprint = Blueprint.of(model)
+    first = trained(model)
+    engine = VLLMEngine(Ours(blueprint, first, broken), blueprint, pad_id=0)
+    second = moved(first, by)
+    assert engine.load_weights(first, 1).fingerprint == fingerprint(first)
+    return engine.load_weights(second, 2), fingerprint(second)
+
+
+def test_a_receipt_is_for_what_the_engine_computes():
+    receipt, want = receipts("")
+    assert (receipt.version, receipt.fingerprint) == (2, want)
+
+
+def test_another_version_is_an_error():
+    model = policy()
+    blueprint = Blueprint.of(model)
+    engine = VLLMEngine(Ours(blueprint, trained(model), "version"), blueprint, pad_id=0)
+    with pytest.raises(SyncError, match="says it holds version 0 after being sent 1"):
+        engine.load_weights(trained(model), 1)
+
+
+@pytest.mark.parametrize("by", [1e-2, 1e-5])
+def test_a_sync_that_changed_nothing_is_an_error_however_small_the_update(by):
+    with pytest.raises(SyncError, match="changed nothing"):
+        receipts("skips", by)
+
+
+def test_one_weight_left_behind_is_an_error():
+    with pytest.raises(SyncError, match="differ by"):
+        receipts("one weight", 0.1)
+
+
+def test_the_probe_says_what_the_model_says():
+    for model in (policy(), tiny_policy("gpt2"), policy("qwen2", tie_word_embeddings=True)):
+        blueprint = Blueprint.of(model)
+        probe = blueprint.probe()
+        logits = model.eval()(probe).logits[:, :-1].log_softmax(-1)
+        want = logits.gather(-1, probe[:, 1:, None])[..., 0]
+        torch.testing.assert_close(blueprint.logprobs(trained(model)), want.detach())
+
+
+def test_a_skeleton_holds_no_weights_and_takes_none():
+    model = policy("qwen2", tie_word_embeddings=True)
+    blueprint = Blueprint.of(model)
+    assert all(p.is_meta for p in blueprint.skeleton.parameters())
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_tied_head_is_sent_as_a_weight_of_its_own():
+    model = policy("qwen2", tie_word_embeddings=True)
+    blueprint = Blueprint.of(model)
+    named = dict(blueprint.named(trained(model)))
+    assert torch.equal(named["lm_head.weight"], named["model.embed_tokens.weight"])
+    assert set(named) == set(model.state_dict())
+    assert blueprint.config.tie_word_embeddings is False
+    assert model.config.tie_word_embeddings is True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {}, "no weights were given"),
+        (lambda w: w | {"more": torch.zeros(1)}, "'more', which the engine's model does not have"),
+        (lambda w: w | {"lm_head.weight": torch.zeros(3, 3)}, r"lm_head.weight is \(3, 3\)"),
+        (lambda w: {k: v for k, v in w.items() if "norm" not in k}, "lack 'model.layers.0.inp"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change, message):
+    model = policy()
+    with pytest.raises(SyncError, match=message):
+        list(Blueprint.of(model).named(change(trained(model))))
+
+
+def test_a_folder_is_a_checkpoint_without_end_of_text(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = policy("qwen2", tie_word_embeddings=True)
+    Blueprint.of(model).write(tmp_path, trained(model))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+    assert again.config.eos_token_id is None
+    assert again.config.architectures == ["Qwen2ForCausalLM"]
+
+
+def test_every_row_has_a_seed_of_its_own():
+    seeds = {row_seed(seed, row) for seed in range(-20, 20) for row in range(100)}
+    assert len(seeds) == 4000
+    assert all(0 <= s < 2**56 for s in seeds)
+    asks = asks_of(prompts(), Sampling(max_new_tokens=3), 5)
+    assert [a.params["seed"] for a in asks] == [row_seed(5, row) for row in range(6)]
+    assert asks[1].prompt == prompts().ids[1, 4:].tolist()
+
+
+def test_requests_ask_for_the_distribution_that_trains():
+    sampling = Sampling(max_new_tokens=9, min_new_tokens=2, temperature=0.7, stop_ids=(5, 6))
+    params = params_of(sampling)
+    assert params["temperature"] == 0.7
+    assert params["stop_token_ids"] == [5, 6]
+    assert (params["max_tokens"], params["min_tokens"]) == (9, 2)
+    assert params["ignore_eos"] is True
+
+
+def test_temperatures_that_vllm_would_change_are_refused():
+    with pytest.raises(ConfigError, match=r"temperature=0.001; vLLM samples at 0.01 or above"):
+        params_of(Sampling(max_new_tokens=1, temperature=0.001))
+
+
+def record(answers, sampling, **options):
+    made = {"pad_id": 9, "tokenizer": None, "spare_slot": False} | options
+    batch = prompts(rows=len(answers))
+    return rollout_of(answers, batch, sampling, **made)
+
+
+def answer(tokens, stopped=False, version=3):
+    return Answer(tokens=tokens, logprobs=[-0.5] * len(tokens), stopped=stopped, version=version)
+
+
+def test_answers_become_a_record():
+    found = record([answer([5, 6]), answer([7], stopped=True)], Sampling(max_new_tokens=2))
+    assert found.ids.tolist() == [[5, 6], [7, 9]]
+    assert found.present.tolist() == [[True, True], [True, False]]
+    assert found.finished.tolist() == [False, True]
+    assert found.version.tolist() == [3, 3]
+    assert found.behavior_logprobs.tolist() == [[-0.5, -0.5], [-0.5, 0.0]]
+
+
+def test_a_spare_slot_is_left_where_there_is_room():
+    short = [answer([5], stopped=True)]
+    sizes = [
+        record(short, Sampling(max_new_tokens=n), spare_slot=True).ids.shape[1] for n in (1, 2, 9)
+    ]
+    assert sizes == [1, 2, 2]
+
+
+def test_a_stop_string_ends_a_response_where_it_is_complete():
+    class Letters:
+        def decode(self, ids, **_):
+            return "".join(chr(97 + i) for i in ids)
+
+    stops = Sampling(max_new_tokens=5, stop_strings=("cd",))
+    late = answer([0, 2, 3, 1], stopped=True)  # vLLM noticed one token late
+    found = record([late, answer([2, 2, 2, 2, 2])], stops, tokenizer=Letters())
+    assert found.present.sum(1).tolist() == [3, 5]
+    assert found.finished.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2, 3]])
+def test_too_little_or_too_much_is_an_error(tokens):
+    with pytest.raises(RolloutError, match=f"answered {len(tokens)} to {len(tokens)} tokens"):
+        record([answer(tokens)], Sampling(max_new_tokens=2))
+
+
+def test_nan_is_an_error_that_names_row_and_version():
+    bad = Answer(tokens=[1], logprobs=[float("nan")], stopped=False, version=4)
+    with pytest.raises(RolloutError, match="NaN for row 1, sampled by version 4"):
+        record([answer([1]), bad], Sampling(max_new_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_engine": "sglang"}, "rollout_engine='sglang' must be one of 'embedded', 'vllm'"),
+        ({"vllm_sleep": True}, "vllm_sleep=True is about vLLM, but rollout_engine='embedded'"),
+        (
+            {"rollout_engine": "vllm", "vllm_engine_args": {"seed": 1}},
+            "vllm_engine_args sets seed, which Kedge decides",
+        ),
+        (
+            {"rollout_engine": "vllm", "vllm_engine_args": "no json"},
+            "vllm_engine_args='no json' is no JSON object",
+        ),
+        ({"rollout_engine": "vllm", "vllm_tolerance": 0.0}, "vllm_tolerance=0.0 must be a number"),
+    ],
+)
+def test_options_that_cannot_work(tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr(rollout, "installed", lambda name: True)
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(output_dir=str(tmp_path), **options)
+
+
+def test_vllm_that_is_not_installed_is_an_error_before_anything_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout, "installed", lambda name: False)
+    with pytest.raises(ConfigError, match="needs vLLM in this environment: pip install"):
+        PPOConfig(output_dir=str(tmp_path), rollout_engine="vllm")
