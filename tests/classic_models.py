@@ -67,3 +67,61 @@ def lora(**changes: Any) -> Any:
         **{"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
         | changes
     )
+
+
+def samples(seed: int = 0, size: int = 8) -> tuple[list[Any], list[Any], list[Any]]:
+    """Queries of 3 to 5 tokens, responses of 4 to 7, and scores."""
+    import torch
+
+    g = torch.Generator().manual_seed(seed)
+
+    def row(n: int) -> Any:
+        return torch.randint(2, 28, (n,), generator=g)
+
+    queries, responses = ([row(low + i % 3) for i in range(size)] for low in (3, 4))
+    responses = [r if i % 2 else torch.cat([r, torch.tensor([0])]) for i, r in enumerate(responses)]
+    return queries, responses, list(torch.randn(size, generator=g))
+
+
+def trainer(
+    base: Any,
+    *,
+    sgd: float | None = None,
+    decay: float | None = None,
+    reference: Any = None,
+    peft_config: Any = None,
+    num_shared_layers: int | None = None,
+    dataset: Any = None,
+    **options: Any,
+) -> Any:
+    """A classic trainer of a tiny model, 8 samples a step."""
+    import torch
+
+    from kedge.classic import (
+        AutoModelForCausalLMWithValueHead,
+        AutoModelForSeq2SeqLMWithValueHead,
+        PPOConfig,
+        PPOTrainer,
+    )
+
+    encodes = base.config.is_encoder_decoder
+    kind = AutoModelForSeq2SeqLMWithValueHead if encodes else AutoModelForCausalLMWithValueHead
+    model = kind.from_pretrained(base, peft_config=peft_config)
+    optimizer = None if sgd is None else torch.optim.SGD(model.parameters(), lr=sgd)
+    scheduler = None
+    if decay is not None:
+        assert optimizer is not None
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "gradient_accumulation_steps": 2}
+    if "mini_batch_size" in options:
+        sizes.pop("gradient_accumulation_steps")
+    return PPOTrainer(
+        PPOConfig(**{**sizes, "learning_rate": 1e-3, **options}),
+        model,
+        None if reference is None else reference(model),
+        letters(28),
+        dataset,
+        optimizer,
+        num_shared_layers=num_shared_layers,
+        lr_scheduler=scheduler,
+    )

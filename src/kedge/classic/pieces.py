@@ -216,6 +216,7 @@ class Pieces:
             old_logprobs, values, logits, vpreds, logprobs, mask.bool(), advantages, returns
         )
         ratio = float(self.learner.total(found.metrics["val/ratio"].detach()))
+        self.learner.optimizer.zero_grad(set_to_none=True)
         if ratio <= self.config.ratio_threshold:
             self.learner.scaler.scale(found.total).backward()
             self.learner._take_step()

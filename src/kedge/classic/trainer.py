@@ -33,7 +33,7 @@ from kedge.classic.pieces import Pieces, _pad_id
 from kedge.classic.publishing import Publishing
 from kedge.classic.samples import Samples, checked, judgement_of, on_grid, rollout_of
 from kedge.classic.scores import RunningMoments, Scores, shaped
-from kedge.classic.statistics import over_steps
+from kedge.classic.statistics import KEYS, over_steps
 from kedge.classic.tracking import log_batch, start_trackers
 from kedge.classic.watch import Watch
 from kedge.engine.updater import Updater
@@ -278,7 +278,7 @@ class PPOTrainer(Pieces, Publishing):
         stats |= self._times(prepared, trained)
         if self.config.optimize_device_cache:
             empty_device_cache()
-        return stats
+        return {name: stats[name] for name in KEYS}
 
     def _statistics(self, samples: Samples, scores: Scores, kl_coef: float) -> dict[str, Any]:
         evidence = given(self._watch.evidence, "evidence")

@@ -28,6 +28,7 @@ from kedge.backends.hf.model import (
     set_training,
 )
 from kedge.backends.hf.optim import (
+    advance,
     build_optimizer,
     build_schedule,
     load_schedule,
@@ -330,7 +331,7 @@ class HFLearner:
 
     def end_batch(self) -> None:
         """A training step is over: the version and the schedule move on by one."""
-        self.scheduler.step()
+        advance(self.scheduler)
         self.version += 1
         self._stepped = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -127,6 +128,14 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
         num_training_steps=updates,
         scheduler_specific_kwargs=dict(options) if options else None,  # type: ignore[arg-type]
     )
+
+
+def advance(scheduler: LRScheduler) -> None:
+    """Move a schedule on by one training step."""
+    with warnings.catch_warnings():
+        # Torch takes it for a mistake when the first optimiser steps were all left out.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        scheduler.step()
 
 
 def load_schedule(scheduler: LRScheduler, state: dict[str, Any]) -> None:
