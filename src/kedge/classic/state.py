@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kedge.backends.hf.fingerprint import fingerprint
 from kedge.engine import checkpoint
 from kedge.errors import CheckpointError
 
@@ -25,6 +26,7 @@ def save(trainer: PPOTrainer, output_dir: str | Path) -> Path:
         "learner": state["learner"],
         "kl": state["kl"],
         "running": trainer.running.state_dict(),
+        "reference": {"fingerprint": _reference(trainer)},
         "best": {"score": trainer.highest_reward, "calls": trainer._since_best},
     }
     return checkpoint.save(
@@ -48,12 +50,29 @@ def load(trainer: PPOTrainer, folder: str | Path) -> None:
         found = newest
     held = checkpoint.load(found, rank=trainer.learner.rank, world_size=trainer.learner.ranks)
     parts = held.parts
+    _check(trainer, str(parts["reference"]["fingerprint"]), found)
     trainer._updater.load_state_dict({k: parts[k] for k in ("step", "learner", "kl")})
     trainer.running.load_state_dict(parts["running"])
     trainer.highest_reward = parts["best"]["score"]
     trainer._since_best = int(parts["best"]["calls"])
     if held.local is not None:
         set_random_state(held.local["random"])
+
+
+def _reference(trainer: PPOTrainer) -> str:
+    """A short hash of what the policy is held to: the reference, or the base of an adapter."""
+    held = trainer.model if trainer.ref_model is None else trainer.ref_model
+    inner = getattr(held, "pretrained_model", held)
+    frozen = {n: p for n, p in inner.named_parameters() if not p.requires_grad}
+    return fingerprint(frozen)
+
+
+def _check(trainer: PPOTrainer, saved: str, folder: Path) -> None:
+    if _reference(trainer) != saved:
+        raise CheckpointError(
+            f"the reference is not that of the saved run ({folder}): make the trainer with the "
+            "model that the run began with, or pass that as ref_model, and load the state then"
+        )
 
 
 def random_state() -> dict[str, Any]:
