@@ -26,16 +26,15 @@ class Prompting:
 
 
 def text_tokenizer(processing_class: Any, model: Any) -> Any:
-    """The tokenizer: given, inside a processor, or beside the model's files.
+    """The tokenizer: given, by its name or folder, inside a processor, or beside the model's files.
 
     Raises:
         ConfigError: there is none.
     """
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
-    if processing_class is None and isinstance(name, str) and name:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(name, padding_side="left")
+    name = processing_class if isinstance(processing_class, str) else name
+    if isinstance(name, str) and name and isinstance(processing_class, str | None):
+        return _load_tokenizer(name)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
@@ -43,6 +42,15 @@ def text_tokenizer(processing_class: Any, model: Any) -> Any:
             " AutoTokenizer.from_pretrained(...), which turns prompts into tokens and back"
         )
     return tokenizer
+
+
+def _load_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, padding_side="left")
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise ConfigError(f"the tokenizer in {name!r} cannot be loaded: {error}") from error
 
 
 def prompting(
