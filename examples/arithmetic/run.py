@@ -46,8 +46,8 @@ console = Console()
 class Sizes:
     """How much of everything."""
 
-    supervised_rows: int = 60_000
-    updates: int = 320
+    supervised_rows: int = 120_000
+    updates: int = 300
 
 
 QUICK = Sizes(supervised_rows=512, updates=3)

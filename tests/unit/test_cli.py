@@ -443,6 +443,26 @@ def test_sizes_that_do_not_divide_are_found_by_the_plan(tiny, capsys):
     assert "num_mini_batches=3 does not divide" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "roles"),
+    [("rloo", ["policy", "reference", "reward"]), ("grpo", ["policy", "reward"])],
+)
+def test_runs_without_a_value_model_are_planned(tiny, kind, roles):
+    from kedge.cli.plan import CONFIGS
+
+    made = parse(
+        [
+            *("--model_name_or_path", str(tiny), "--per_device_train_batch_size", "8"),
+            *("--num_generations", "4", "--max_steps", "2", "--reward_model_path", str(tiny)),
+        ],
+        prog="kedge plan",
+        config=CONFIGS[kind],
+    )
+    _, batches, _, needs = plan(made)
+    assert batches.group == 4
+    assert [n.role for n in needs] == roles
+
+
 def test_the_plan_is_printed(tiny, capsys):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8"]
     assert main(["plan", "ppo", "--num_processes", "4", *flags]) == 0

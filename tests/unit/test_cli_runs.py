@@ -264,3 +264,68 @@ def test_launch_files_of_deepspeed_give_the_numbers_of_one_process(folders, tmp_
     one = train(tmp_path / "one", 8)
     assert two == [pytest.approx(row, rel=1e-3, abs=1e-5) for row in one]
     assert abs(one[-1][0]) > 0.01
+
+
+@pytest.mark.parametrize("script", ["rloo", "rloo_tldr"])
+def test_the_printed_commands_of_rloo(folders, tmp_path, script):
+    """As printed, with local folders and fewer episodes."""
+    printed = f"""
+        --dataset_name {folders / "data"} --dataset_train_split descriptiveness
+        --learning_rate 3e-6 --output_dir {tmp_path}
+        --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --total_episodes 32
+        --model_name_or_path {folders / "policy"} --reward_model_path {folders / "reward"}
+        --missing_eos_penalty 1.0 --num_ppo_epochs 2 --num_mini_batches 2 --stop_token eos
+        --kl_coef 0.03 --local_rollout_forward_batch_size 16 --response_length 5
+        --logging_steps 1
+    """
+    out = run(ROOT / "examples" / "scripts" / "rloo" / f"{script}.py", *printed.split())
+    assert "the trained model is in" in out
+    rows = logged(tmp_path)
+    assert [row["episode"] for row in rows] == [16, 32]  # batches of 8 x 2
+    assert rows[0]["objective/kl_coef"] == 0.03
+
+
+SPELLINGS = {
+    "older": "--rloo_k 4 --num_ppo_epochs 2 --response_length 5",
+    "newer": "--num_generations 4 --num_iterations 2 --max_completion_length 5",
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rloo_in_both_spellings(folders, tmp_path, spelling):
+    code = main(
+        [
+            *("rloo", "--model_name_or_path", str(folders / "policy")),
+            *("--dataset_name", str(folders / "data"), "--output_dir", str(tmp_path)),
+            *("--per_device_train_batch_size", "8", "--max_steps", "2", "--logging_steps", "1"),
+            *("--reward_model_path", str(folders / "reward"), "--num_sample_generations", "0"),
+            *("--reward_funcs", f"{folders}/rewards.py:long", *SPELLINGS[spelling].split()),
+        ]
+    )
+    assert code == 0
+    rows = logged(tmp_path)
+    assert len(rows) == 2
+    assert {"rewards/reward", "rewards/long", "objective/uniform_groups"} <= set(rows[0])
+
+
+def test_grpo_from_the_command_line(folders, tmp_path, capfd):
+    flags_of = [
+        *("grpo", "--model_name_or_path", str(folders / "policy")),
+        *("--dataset_name", str(folders / "data"), "--output_dir", str(tmp_path)),
+        *("--per_device_train_batch_size", "8", "--max_completion_length", "5", "--beta", "0.04"),
+        *("--num_generations", "4", "--max_steps", "2", "--logging_steps", "1"),
+        *("--reward_funcs", f"{folders}/rewards.py:long", "--num_sample_generations", "0"),
+    ]
+    assert main(flags_of) == 0
+    assert [row["episode"] for row in logged(tmp_path)] == [8, 16]
+    assert main([*flags_of, "--value_model_path", str(folders / "reward")]) == 2
+    assert "has no value model" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "remax"])
+def test_learning_rules_by_name(folders, tmp_path, name):
+    more = ["--reward_model_path", str(folders / "reward"), "--algorithm", name]
+    group = ["--num_generations", "2"] if name.endswith("baseline") else []
+    made = flags(folders, tmp_path, "--max_steps", "2", *more, *group)
+    assert main(["ppo", *made]) == 0
+    assert "loss/value_avg" not in logged(tmp_path)[0]  # none of them has a value model

@@ -8,7 +8,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,9 +16,9 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from kedge.config.field_support import FIELD_SUPPORT
-from kedge.config.on_policy import option
+from kedge.config.on_policy import OnPolicyConfig, option
 from kedge.config.ppo import PPOv2Config
-from kedge.config.support import Honoured
+from kedge.config.support import Honoured, Moved, Support
 from kedge.errors import ConfigError
 
 
@@ -43,7 +43,9 @@ class ScriptArguments:
     )
     value_model_path: str | None = option(None, "Folder or name of the value model.")
     algorithm: str | None = option(
-        None, "A learning rule of your own: file.py:name or module:name of a kedge.Algorithm."
+        None,
+        "Another learning rule: reinforce_pp, reinforce_pp_baseline, remax, or file.py:name or "
+        "module:name of a kedge.Algorithm.",
     )
     dataset_streaming: bool = option(False, "Not supported: a step must be able to name its rows.")
     ignore_bias_buffers: bool = option(False, "Not supported (older DDP).")
@@ -78,6 +80,13 @@ class ModelArguments:
     use_bnb_nested_quant: bool = option(False, "Quantise the constants of 4-bit weights too.")
 
 
+@dataclass
+class ModelArgumentsBeside(ModelArguments):
+    """The same beside a config that has ``trust_remote_code`` itself."""
+
+    trust_remote_code: bool = field(default=False, init=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Everything a command was told.
@@ -90,7 +99,7 @@ class Options:
     """
 
     script: ScriptArguments
-    config: PPOv2Config
+    config: OnPolicyConfig
     model: ModelArguments
     given: frozenset[str]
 
@@ -98,7 +107,7 @@ class Options:
 class Parser(HfArgumentParser):
     """HfArgumentParser with errors that name the nearest flag, and no abbreviations."""
 
-    def __init__(self, kinds: Any, **options: Any) -> None:
+    def __init__(self, kinds: Any, support: Mapping[str, Support], **options: Any) -> None:
         super().__init__(
             kinds,
             allow_abbrev=False,
@@ -108,9 +117,9 @@ class Parser(HfArgumentParser):
         for action in self._actions:
             if action.type is string_to_bool and action.nargs is None:
                 action.nargs, action.const = "?", True  # --bf16 alone means True
-            if action.dest in FIELD_SUPPORT and not isinstance(
-                FIELD_SUPPORT[action.dest], Honoured
-            ):
+            said = support.get(action.dest, Honoured(""))
+            alias = isinstance(said, Moved) and action.dest not in FIELD_SUPPORT
+            if not (alias or isinstance(said, Honoured)):
                 action.help = argparse.SUPPRESS
 
     def error(self, message: str) -> NoReturn:
@@ -118,30 +127,39 @@ class Parser(HfArgumentParser):
         raise ConfigError(message)
 
 
-def parser(prog: str) -> Parser:
-    """The parser of ``kedge ppo`` and of the scripts."""
+def parser(prog: str, config: type[OnPolicyConfig] = PPOv2Config) -> Parser:
+    """The parser of a command that trains, and of the scripts."""
+    has_trust = "trust_remote_code" in {f.name for f in fields(config)}
     return Parser(
-        (ScriptArguments, PPOv2Config, ModelArguments),
+        (ScriptArguments, config, ModelArgumentsBeside if has_trust else ModelArguments),
+        config.SUPPORT,
         prog=prog,
         usage=f"{prog} [--config FILE.yaml] [--flag value ...]",
-        description="Train a language model with PPO.  --config FILE.yaml reads flags from a file; "
-        "the command line wins.",
+        description="Train a language model.  --config FILE.yaml reads flags from a file; the "
+        "command line wins.",
     )
 
 
-def parse(argv: Sequence[str], *, prog: str, defaults: Mapping[str, Any] | None = None) -> Options:
+def parse(
+    argv: Sequence[str],
+    *,
+    prog: str,
+    defaults: Mapping[str, Any] | None = None,
+    config: type[OnPolicyConfig] = PPOv2Config,
+) -> Options:
     """Read flags, and the file that ``--config`` names.
 
     Args:
         argv: the flags.
         prog: the command, for help and errors.
         defaults: values that count where neither flags nor file say anything.
+        config: the options of the trainer.
 
     Raises:
         ConfigError: an unknown flag or key (with the nearest known one), or a value that is no
             such thing.
     """
-    made = parser(prog)
+    made = parser(prog, config)
     known = {action.dest for action in made._actions if action.dest != "help"}
     files, argv = _take_config(list(argv))
     tokens: list[str] = []
@@ -154,9 +172,11 @@ def parse(argv: Sequence[str], *, prog: str, defaults: Mapping[str, Any] | None 
     _, extra = made.parse_known_args(tokens)
     if extra:
         raise ConfigError(_unknown(extra[0], known))
-    script, config, model = made.parse_args_into_dataclasses(tokens, look_for_args_file=False)
+    script, settings, model = made.parse_args_into_dataclasses(tokens, look_for_args_file=False)
+    if isinstance(model, ModelArgumentsBeside):
+        model.trust_remote_code = settings.trust_remote_code
     _check(script, model)
-    return Options(script=script, config=config, model=model, given=given)
+    return Options(script=script, config=settings, model=model, given=given)
 
 
 def _take_config(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -186,6 +186,6 @@ def _shaped(rows: Any, options: Options) -> Any:
         rows = rows if column == "prompt" else rows.rename_column(column, "prompt")
     elif rows.column_names == ["text"]:
         rows = rows.rename_column("text", "prompt")
-    if options.config.sanity_check:
+    if getattr(options.config, "sanity_check", False):
         rows = rows.select(range(min(SANITY_ROWS, len(rows))))
     return rows

@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "ppo": "train a language model with PPO",
+    "rloo": "train one with RLOO: several responses per prompt, no value model",
+    "grpo": "train one with GRPO or one of its family",
     "plan": "show the sizes and the memory of a run, before any weight is loaded",
     "serve-reward": "serve reward functions over HTTP, for trainers that run elsewhere",
 }
 
 _WHERE = {
     "ppo": "kedge.cli.ppo",
+    "rloo": "kedge.cli.rloo",
+    "grpo": "kedge.cli.grpo",
     "plan": "kedge.cli.plan",
     "serve-reward": "kedge.cli.serve_reward",
 }

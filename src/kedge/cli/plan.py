@@ -12,27 +12,36 @@ from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.ppo import Names, load_algorithm, load_tokenizer, lora, model_names
 from kedge.config.cadence import warmup_updates
-from kedge.config.resolve import PPOSettings, resolve
+from kedge.config.grpo import GRPOConfig, GRPOSettings, resolve_grpo
+from kedge.config.on_policy import OnPolicyConfig
+from kedge.config.ppo import PPOConfig, PPOv2Config
+from kedge.config.resolve import PPOSettings, RunSettings, resolve
+from kedge.config.rloo import RLOOConfig, resolve_rloo
 from kedge.engine.plan import BatchPlan, plan_batches
 from kedge.errors import ConfigError
 
+CONFIGS: dict[str, type[OnPolicyConfig]] = {
+    "ppo": PPOv2Config,
+    "rloo": RLOOConfig,
+    "grpo": GRPOConfig,
+}
 PROMPT_GUESS = 512  # tokens, where there is no dataset to look at
 
 
 def main(argv: Sequence[str]) -> None:
-    """``kedge plan ppo [flags]``."""
+    """``kedge plan ppo [flags]``, or of another command that trains."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: kedge plan ppo [--num_processes N] [the flags of kedge ppo]")
+        print(f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [the flags of the same]")
         return
     name, *rest = argv
-    if name != "ppo":
-        raise ConfigError(f"kedge plan {name}: only runs of ppo can be planned")
+    if name not in CONFIGS:
+        raise ConfigError(f"kedge plan {name}: only runs of {', '.join(CONFIGS)} can be planned")
+    prog, config = f"kedge plan {name}", CONFIGS[name]
     if {"-h", "--help"} & set(rest):
-        parser("kedge plan ppo").print_help()
+        parser(prog, config).print_help()
         return
     processes, rest = _processes(rest)
-    options = parse(rest, prog="kedge plan ppo")
-    show(*plan(options, processes))
+    show(*plan(parse(rest, prog=prog, config=config), processes))
 
 
 def plan(
@@ -49,16 +58,22 @@ def plan(
     """
     names = model_names(options)
     tokenizer = load_tokenizer(names.tokenizer, options.model)
-    settings = resolve(
-        options.config,
-        world_size=processes,
-        eos_token_id=getattr(tokenizer, "eos_token_id", None),
-    )
+    settings = _settings(options.config, processes, getattr(tokenizer, "eos_token_id", None))
     rule = load_algorithm(options.script.algorithm)
-    min_group = rule.min_group if rule is not None else 1
+    usual = 1 if isinstance(settings, PPOSettings) else 2
+    min_group = usual if rule is None else rule.min_group
     batches, facts = _batches(options, settings, tokenizer, min_group)
     needs = needs_of(options, settings, batches, names, longest(facts))
     return options, batches, facts, needs
+
+
+def _settings(config: OnPolicyConfig, processes: int | None, eos: int | None) -> RunSettings:
+    if isinstance(config, RLOOConfig):
+        return resolve_rloo(config, world_size=processes, eos_token_id=eos)
+    if isinstance(config, GRPOConfig):
+        return resolve_grpo(config, world_size=processes, eos_token_id=eos)
+    assert isinstance(config, PPOConfig)
+    return resolve(config, world_size=processes, eos_token_id=eos)
 
 
 def longest(facts: dict[str, int]) -> int:
@@ -82,7 +97,7 @@ def _processes(argv: list[str]) -> tuple[int | None, list[str]]:
 
 
 def _batches(
-    options: Options, settings: PPOSettings, tokenizer: Any, min_group: int
+    options: Options, settings: RunSettings, tokenizer: Any, min_group: int
 ) -> tuple[BatchPlan, dict[str, int]]:
     if options.script.dataset_name is None and not options.script.dataset_mixer_list:
         guess = settings.data.max_prompt_length or PROMPT_GUESS
@@ -104,7 +119,7 @@ def _batches(
 
 def needs_of(
     options: Options,
-    settings: PPOSettings,
+    settings: RunSettings,
     batches: BatchPlan,
     names: Names,
     prompt: int,
@@ -144,21 +159,22 @@ def needs_of(
             generation=rows * (length * shape.layers * shape.cache * width + shape.vocab * 8.0),
         )
     ]
-    if settings.kl.coef > 0 and adapter is None:
+    in_loss = settings.grpo.beta if isinstance(settings, GRPOSettings) else 0.0
+    if settings.kl.coef + in_loss > 0 and adapter is None:
         needs.append(memory.frozen("reference", counts[0], base))
     needs += _value_and_reward(options, settings, names, training, state)
     return needs
 
 
 def _value_and_reward(
-    options: Options, settings: PPOSettings, names: Names, training: Any, state: Any
+    options: Options, settings: RunSettings, names: Names, training: Any, state: Any
 ) -> list[memory.Need]:
     trust = options.model.trust_remote_code
     reward, value = names.reward, options.script.value_model_path
     if value is None and settings.value.source != "policy":
         value = reward
     needs = []
-    if value is not None:
+    if value is not None and isinstance(settings, PPOSettings):
         config = memory.read_config(value, trust_remote_code=trust)
         counts = memory.count_parameters(config, head="score")
         needs.append(

@@ -5,22 +5,32 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kedge.cli.arguments import ModelArguments, Options, parse, parser
 from kedge.cli.data import load_prompts, note
+from kedge.config.grpo import GRPOConfig
+from kedge.config.on_policy import OnPolicyConfig
+from kedge.config.ppo import PPOv2Config
+from kedge.config.rloo import RLOOConfig
 from kedge.errors import ConfigError
 
 
-def main(argv: Sequence[str], *, prog: str = "kedge ppo") -> None:
+def main(
+    argv: Sequence[str],
+    *,
+    prog: str = "kedge ppo",
+    config: type[OnPolicyConfig] = PPOv2Config,
+) -> None:
     """Train as the flags say."""
     if {"-h", "--help"} & set(argv):
-        parser(prog).print_help()
+        parser(prog, config).print_help()
         return
-    train(parse(argv, prog=prog))
+    train(parse(argv, prog=prog, config=config))
 
 
 def train(options: Options, *, train_dataset: Any = None) -> Any:
@@ -52,27 +62,38 @@ def train(options: Options, *, train_dataset: Any = None) -> Any:
 
 
 def build(options: Options, *, train_dataset: Any = None) -> Any:
-    """The trainer that the flags describe, with everything loaded."""
-    from kedge import PPOTrainer
+    """The trainer that the flags describe, with everything loaded.
 
-    names = model_names(options)
+    Raises:
+        ConfigError: a value model for a rule that has none, and whatever the trainer refuses.
+    """
+    from kedge import GRPOTrainer, PPOTrainer, RLOOTrainer
+
+    names, script = model_names(options), options.script
     eval_dataset = None
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
     reward, reads = reward_model(names.reward, model)
+    shared: dict[str, Any] = {
+        "args": options.config,
+        "processing_class": load_tokenizer(names.tokenizer, model),
+        "model": load_policy(names.policy, model),
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "peft_config": lora(model) if model.use_peft else None,
+        "algorithm": load_algorithm(script.algorithm),
+    }
+    if isinstance(options.config, RLOOConfig | GRPOConfig):
+        kind = RLOOTrainer if isinstance(options.config, RLOOConfig) else GRPOTrainer
+        sources = [*([] if reward is None else [reward]), *(script.reward_funcs or [])]
+        return kind(reward_funcs=sources, reward_processing_classes=reads, **shared)
     return PPOTrainer(
-        args=options.config,
-        processing_class=load_tokenizer(names.tokenizer, model),
-        model=load_policy(names.policy, model),
         reward_model=reward,
         reward_processing_class=reads,
-        value_model=options.script.value_model_path,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=lora(model) if model.use_peft else None,
-        reward_funcs=options.script.reward_funcs,
-        algorithm=load_algorithm(options.script.algorithm),
+        value_model=script.value_model_path,
+        reward_funcs=script.reward_funcs,
+        **shared,
     )
 
 
@@ -95,10 +116,20 @@ def model_names(options: Options) -> Names:
         ConfigError: there is no model.
     """
     given, config, main_name = options.given, options.config, options.model.model_name_or_path
+    groups = isinstance(config, RLOOConfig | GRPOConfig)
+    if groups and options.script.algorithm == "ppo":
+        raise ConfigError("--algorithm ppo: this command has no value model; use kedge ppo")
+    if groups and options.script.value_model_path:
+        raise ConfigError(
+            f"--value_model_path {options.script.value_model_path}: this rule compares responses "
+            "to one prompt and has no value model; leave it out, or use kedge ppo"
+        )
     policy = config.sft_model_path if "sft_model_path" in given else main_name
     if policy is None:
         raise ConfigError("--model_name_or_path is missing: a folder or a hub name")
-    tokenizer = config.base_model if "base_model" in given else main_name or policy
+    tokenizer = main_name or policy
+    if "base_model" in given:
+        tokenizer = getattr(config, "base_model", tokenizer)
     reward = config.reward_model_path if "reward_model_path" in given else None
     if reward is None and not options.script.reward_funcs:
         reward = policy
@@ -213,15 +244,23 @@ def lora(options: ModelArguments) -> Any:
 
 
 def load_algorithm(spec: str | None) -> Any:
-    """The algorithm that ``file.py:name`` or ``module:name`` names; None is PPO.
+    """The algorithm of a name, of ``file.py:name`` or ``module:name``; None is the command's own.
 
     Raises:
         ConfigError: there is none, or it is something else.
     """
     from kedge import Algorithm
+    from kedge.algorithms import reinforce_pp, remax
 
     if spec in (None, "ppo"):
         return None
+    named: dict[str, Callable[[], Algorithm]] = {
+        "reinforce_pp": reinforce_pp,
+        "reinforce_pp_baseline": partial(reinforce_pp, baseline=True),
+        "remax": remax,
+    }
+    if spec in named:
+        return named[spec]()
     where, _, name = str(spec).rpartition(":")
     try:
         module = _module(where)

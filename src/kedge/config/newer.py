@@ -35,7 +35,7 @@ class NewerArguments:
     )
 
     model_init_kwargs: str | None = _refused(None)
-    trust_remote_code: bool = _refused(False)
+    trust_remote_code: bool = option(False, "Run code that comes with a model given by name.")
     router_aux_loss_coef: float | None = _refused(None)
     num_generations_eval: int | None = _refused(None)
     pad_to_multiple_of: str | None = _refused("auto")
@@ -93,7 +93,7 @@ NEWER: dict[str, Support] = {
     ),
     "log_completions": Honoured("cadence: False shows no tables"),
     "model_init_kwargs": _LOADING,
-    "trust_remote_code": _LOADING,
+    "trust_remote_code": Honoured("loading of models and tokenizers given by name"),
     "router_aux_loss_coef": Refused(
         "mixtures of experts get no balancing loss", "leave it at its default"
     ),

@@ -14,6 +14,7 @@ from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hub import logged_in
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
+from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
@@ -137,6 +138,7 @@ def judge_of(
         tokenizers=given.reward_processing_class,
         models=ModelOptions(
             chunk_rows=options.chunk,
+            trust_remote_code=trusts(given.args),
             autocast=DTYPES[settings.learner.precision],
             device=accelerator.device,
         ),
@@ -152,12 +154,21 @@ def judge_of(
     )
 
 
+def trusts(config: OnPolicyConfig) -> bool:
+    """Whether code that comes with models given by name may run."""
+    return isinstance(config, NewerArguments) and config.trust_remote_code
+
+
 def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Models:
     """Policy, reference and value model."""
-    args = given.args
-    policy = policy_of(given.model, given.peft_config, args.model_adapter_name)
+    args, trust = given.args, trusts(given.args)
+    policy = policy_of(given.model, given.peft_config, args.model_adapter_name, trust=trust)
     reference, fresh = reference_of(
-        policy, given.ref_model, args.ref_adapter_name, wanted=algorithm.needs_reference
+        policy,
+        given.ref_model,
+        args.ref_adapter_name,
+        wanted=algorithm.needs_reference,
+        trust=trust,
     )
     value = None
     if algorithm.needs_values:

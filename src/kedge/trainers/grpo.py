@@ -19,7 +19,7 @@ from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
 from kedge.trainers.process import settle_process
-from kedge.trainers.prompts import text_tokenizer
+from kedge.trainers.prompts import own_or, text_tokenizer
 
 
 class GRPOTrainer(TrainerShell):
@@ -70,10 +70,10 @@ class GRPOTrainer(TrainerShell):
         algorithm: Algorithm | None = None,
     ) -> None:
         options = checked(args)
-        tokenizer = text_tokenizer(processing_class, model)
+        tokenizer = text_tokenizer(processing_class, model, trust=options.trust_remote_code)
         given = Given(
             args=options,
-            processing_class=processing_class or tokenizer,
+            processing_class=own_or(processing_class, tokenizer),
             model=model,
             ref_model=ref_model,
             train_dataset=train_dataset,

@@ -32,7 +32,9 @@ class Models:
     value: ScalarModel | ScalarHead | None
 
 
-def policy_of(model: str | nn.Module | None, peft_config: Any, adapter: str | None) -> nn.Module:
+def policy_of(
+    model: str | nn.Module | None, peft_config: Any, adapter: str | None, *, trust: bool = False
+) -> nn.Module:
     """The policy, loaded and with its adapter.
 
     Raises:
@@ -40,7 +42,7 @@ def policy_of(model: str | nn.Module | None, peft_config: Any, adapter: str | No
     """
     if model is None:
         raise ConfigError("model=None: give the policy as a model, a folder or a hub name")
-    policy = load_policy(model)
+    policy = load_policy(model, trust_remote_code=trust)
     if peft_config is None and adapter is None and not hasattr(policy, "peft_config"):
         return policy
     from kedge.backends.hf.peft import with_adapter
@@ -49,7 +51,12 @@ def policy_of(model: str | nn.Module | None, peft_config: Any, adapter: str | No
 
 
 def reference_of(
-    policy: nn.Module, ref_model: str | nn.Module | None, adapter: str | None, *, wanted: bool
+    policy: nn.Module,
+    ref_model: str | nn.Module | None,
+    adapter: str | None,
+    *,
+    wanted: bool,
+    trust: bool = False,
 ) -> tuple[Reference | None, bool]:
     """The reference, and whether it was made from the policy.
 
@@ -69,7 +76,7 @@ def reference_of(
     if not wanted:
         return None, False
     if ref_model is not None:
-        return FrozenModel(load_policy(ref_model)), False
+        return FrozenModel(load_policy(ref_model, trust_remote_code=trust)), False
     if hasattr(policy, "peft_config"):
         return OtherAdapter(policy, adapter), adapter is None
     return copy_of(policy), True

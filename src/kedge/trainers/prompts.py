@@ -25,7 +25,7 @@ class Prompting:
     plan: BatchPlan
 
 
-def text_tokenizer(processing_class: Any, model: Any) -> Any:
+def text_tokenizer(processing_class: Any, model: Any, *, trust: bool = False) -> Any:
     """The tokenizer: given, by its name or folder, inside a processor, or beside the model's files.
 
     Raises:
@@ -34,7 +34,7 @@ def text_tokenizer(processing_class: Any, model: Any) -> Any:
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
-        return _load_tokenizer(name)
+        return _load_tokenizer(name, trust)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
@@ -44,11 +44,16 @@ def text_tokenizer(processing_class: Any, model: Any) -> Any:
     return tokenizer
 
 
-def _load_tokenizer(name: str) -> Any:
+def own_or(processing_class: Any, tokenizer: Any) -> Any:
+    """What the user gave, a processor perhaps, unless it was nothing or a name."""
+    return tokenizer if isinstance(processing_class, str | None) else processing_class
+
+
+def _load_tokenizer(name: str, trust: bool) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, padding_side="left")
+        return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust)
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise ConfigError(f"the tokenizer in {name!r} cannot be loaded: {error}") from error
 

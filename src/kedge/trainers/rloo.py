@@ -18,7 +18,7 @@ from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
 from kedge.trainers.process import settle_process
-from kedge.trainers.prompts import text_tokenizer
+from kedge.trainers.prompts import own_or, text_tokenizer
 
 # TRL up to 0.21: TRL 0.22 and later.
 _PAIRS = {
@@ -93,13 +93,15 @@ class RLOOTrainer(TrainerShell):
         }
         named = one_spelling(newer, older)
         options = checked(named["args"])
-        tokenizer = text_tokenizer(named["processing_class"], named["model"])
+        tokenizer = text_tokenizer(
+            named["processing_class"], named["model"], trust=options.trust_remote_code
+        )
         rewards = named["reward_funcs"]
         if older.get("reward_model") is not None:
             rewards = of_texts(rewards, tokenizer)
         given = Given(
             args=options,
-            processing_class=named["processing_class"] or tokenizer,
+            processing_class=own_or(named["processing_class"], tokenizer),
             model=named["model"],
             ref_model=named["ref_model"],
             train_dataset=train_dataset,

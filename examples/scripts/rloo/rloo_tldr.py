@@ -1,0 +1,37 @@
+"""RLOO for TL;DR summaries: posts of at most 512 tokens, responses of 53 (arXiv:2403.17031).
+
+    accelerate launch --config_file examples/accelerate_configs/deepspeed_zero2.yaml \
+        examples/scripts/rloo/rloo_tldr.py \
+        --model_name_or_path MODEL --sft_model_path SFT --reward_model_path REWARD \
+        --dataset_name PROMPTS --dataset_test_split validation --num_ppo_epochs 2 \
+        --num_mini_batches 2 --learning_rate 3e-6 --per_device_train_batch_size 16 \
+        --gradient_accumulation_steps 16 --total_episodes 1000000 \
+        --local_rollout_forward_batch_size 16 --missing_eos_penalty 1.0 --stop_token eos \
+        --kl_coef 0.03 --output_dir models/minimal/rloo_tldr
+
+The flags are those of `kedge rloo`.
+"""
+
+import sys
+
+from kedge import RLOOConfig
+from kedge.cli.arguments import parse
+from kedge.cli.main import guarded
+from kedge.cli.ppo import train
+
+DEFAULTS = {
+    "overwrite_output_dir": True,
+    "dataset_name": "trl-lib/tldr",
+    "dataset_test_split": "validation",
+    "max_prompt_length": 512,  # longer posts are dropped
+    "response_length": 53,
+}
+
+
+def main(argv: list[str]) -> None:
+    train(parse(argv, prog="rloo_tldr.py", defaults=DEFAULTS, config=RLOOConfig))
+
+
+if __name__ == "__main__":
+    if code := guarded(main, sys.argv[1:], name="rloo_tldr.py"):
+        sys.exit(code)  # not after a success, so that `python -i` goes on
