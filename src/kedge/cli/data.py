@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.arguments import Options
+from kedge.config.ppo import PPOv2Config
 from kedge.errors import DataError
 
 KINDS = {
@@ -186,6 +187,7 @@ def _shaped(rows: Any, options: Options) -> Any:
         rows = rows if column == "prompt" else rows.rename_column(column, "prompt")
     elif rows.column_names == ["text"]:
         rows = rows.rename_column("text", "prompt")
-    if getattr(options.config, "sanity_check", False):
+    config = options.config
+    if isinstance(config, PPOv2Config) and config.sanity_check:
         rows = rows.select(range(min(SANITY_ROWS, len(rows))))
     return rows

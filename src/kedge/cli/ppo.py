@@ -128,8 +128,8 @@ def model_names(options: Options) -> Names:
     if policy is None:
         raise ConfigError("--model_name_or_path is missing: a folder or a hub name")
     tokenizer = main_name or policy
-    if "base_model" in given:
-        tokenizer = getattr(config, "base_model", tokenizer)
+    if "base_model" in given and isinstance(config, PPOv2Config):
+        tokenizer = config.base_model
     reward = config.reward_model_path if "reward_model_path" in given else None
     if reward is None and not options.script.reward_funcs:
         reward = policy
