@@ -54,6 +54,23 @@ def vllm_of(family="llama", **config):
     return VLLMEngine(InProcess(blueprint, trained(model)), blueprint, pad_id=PAD)
 
 
+@functools.cache
+def server_of(**options):
+    """A server of our own, ended with the tests."""
+    from kedge.backends.vllm import Blueprint, VLLMEngine
+    from kedge.backends.vllm.server import Server
+
+    model = policy()
+    blueprint = Blueprint.of(model)
+    return VLLMEngine(Server(blueprint, trained(model), **options), blueprint, pad_id=PAD)
+
+
+def vllm_server():
+    engine = server_of()
+    engine.load_weights(trained(policy()), 0)
+    return engine
+
+
 def vllm():
     engine = vllm_of()
     engine.load_weights(trained(policy()), 0)
@@ -65,6 +82,7 @@ ENGINES = [
     embedded,
     embedded_copy,
     pytest.param(vllm, marks=needs_vllm),
+    pytest.param(vllm_server, marks=needs_vllm),
 ]
 
 

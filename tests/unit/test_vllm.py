@@ -213,7 +213,7 @@ def test_nan_is_an_error_that_names_row_and_version():
     ("options", "message"),
     [
         ({"rollout_engine": "sglang"}, "rollout_engine='sglang' must be one of 'embedded', 'vllm'"),
-        ({"vllm_sleep": True}, "vllm_sleep=True is about vLLM, but rollout_engine='embedded'"),
+        ({"vllm_sleep": True}, "vllm_sleep=True is not read with rollout_engine='embedded'"),
         (
             {"rollout_engine": "vllm", "vllm_engine_args": {"seed": 1}},
             "vllm_engine_args sets seed, which Kedge decides",

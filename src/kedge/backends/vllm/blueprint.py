@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ class Blueprint:
         return picked[..., 0].cpu()
 
 
-def write_weights(folder: Path, named: Iterator[tuple[str, Tensor]]) -> None:
+def write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
     """One safetensors file; it appears under its name when it is whole."""
     part = folder / f"{_WEIGHTS}.part"
     tensors = {name: x.contiguous().cpu() for name, x in named}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kedge.backends.hf.fingerprint import policy_weights
 from kedge.backends.vllm.blueprint import Blueprint
 from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
 from kedge.backends.vllm.inprocess import InProcess
+from kedge.backends.vllm.remote import Remote
+from kedge.backends.vllm.server import Server
+from kedge.backends.vllm.service import Service
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
 from kedge.types import Sampling
@@ -32,6 +36,12 @@ def check_vllm(options: RolloutOptions, sampling: Sampling, *, ranks: int, shard
             f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the"
             " distribution, and vLLM does not say which tokens were left; sample from all of them,"
             " or use rollout_engine='embedded'"
+        )
+    if options.kind == "url" and sampling.min_new_tokens:
+        raise ConfigError(
+            f"min_new_tokens={sampling.min_new_tokens} with the server at {options.url}: vLLM bans"
+            " its model's own end-of-text token then, even where it is no stop token; set it to 0,"
+            " or use rollout_engine='vllm_server'"
         )
     if options.sleep and not torch.cuda.is_available():
         raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
@@ -63,7 +73,7 @@ def vllm_engine(
     name = str(dtype or torch.float32).removeprefix("torch.")
     arguments = {"dtype": name, **({"enable_sleep_mode": True} if options.sleep else {})}
     arguments |= options.engine_args
-    service = InProcess(blueprint, policy_weights(policy), arguments)
+    service = _service(blueprint, policy_weights(policy), options, arguments)
     low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
     default = LOW_PRECISION if low else FULL_PRECISION
     return VLLMEngine(
@@ -74,3 +84,34 @@ def vllm_engine(
         spare_slot=spare_slot,
         sleeps=options.sleep,
     )
+
+
+def _service(
+    blueprint: Blueprint,
+    weights: Mapping[str, Tensor],
+    options: RolloutOptions,
+    arguments: Mapping[str, Any],
+) -> Service:
+    if options.kind == "vllm":
+        return InProcess(blueprint, weights, arguments)
+    if options.kind == "vllm_server":
+        return Server(
+            blueprint,
+            weights,
+            arguments,
+            python=options.python,
+            folder=options.sync_folder,
+            start_timeout=options.start_timeout,
+            heartbeat=options.heartbeat,
+            patience=options.patience,
+        )
+    remote = Remote(
+        options.url,
+        folder=options.sync_folder,
+        heartbeat=options.heartbeat,
+        patience=options.patience,
+        slow=options.start_timeout,
+    )
+    remote.check(tied=blueprint.tied is not None, precision=str(arguments["dtype"]))
+    remote.load(blueprint.named(weights), 0)
+    return remote

@@ -1,0 +1,277 @@
+"""A vLLM server over HTTP: tokens in, tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from torch import Tensor
+
+from kedge.backends.vllm.blueprint import write_weights
+from kedge.backends.vllm.service import Answer, Ask, version_of
+from kedge.errors import ConfigError, RolloutError, SyncError
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class LostError(RolloutError):
+    """The server does not answer any more; the rows that it did answer are in ``answers``."""
+
+    def __init__(self, message: str, answers: Sequence[Answer | None] = ()) -> None:
+        super().__init__(message)
+        self.answers = answers
+
+
+class Remote:
+    """A vLLM server that somebody else runs.
+
+    It has to be started with ``VLLM_SERVER_DEV_MODE=1`` in its environment (weights are exchanged
+    through endpoints that vLLM offers then) and with ``--enable-scale-out`` (tokens in and out)
+    and ``--logprobs-mode processed_logprobs``.
+
+    Args:
+        url: where it is, e.g. ``http://host:8000``.
+        uds: a Unix socket that it listens on instead of the address.
+        folder: weights travel through a folder below it, which the server has to see under the same
+            name; None is this machine's shared memory, or its temporary folder.
+        heartbeat: seconds between two signs of life asked of it while it generates.
+        patience: seconds without one after which it counts as lost.
+        slow: most seconds that exchanging weights may take.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        uds: str | None = None,
+        folder: str | None = None,
+        heartbeat: float = 5.0,
+        patience: float = 60.0,
+        slow: float = 600.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._uds = uds
+        self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
+        self._folder = Path(tempfile.mkdtemp(prefix="kedge-weights-", dir=folder or _memory()))
+        self._loads = 0
+        transport = httpx.HTTPTransport(uds=uds)
+        self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
+
+    # -- what a service does --------------------------------------------------------------------
+
+    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+        """The answers, in the order of the asks.
+
+        Raises:
+            LostError: the server went away or hangs; it holds what was answered before.
+            RolloutError: the server refuses the request.
+        """
+        answers: list[Answer | None] = [None] * len(asks)
+
+        async def one(client: httpx.AsyncClient, i: int) -> None:
+            body = {"token_ids": asks[i].prompt, "sampling_params": asks[i].params}
+            found = await client.post("/inference/v1/generate", json=body)
+            answers[i] = _answer(_json(found)["choices"][0])
+
+        try:
+            asyncio.run(self._watched(lambda c: [one(c, i) for i in range(len(asks))]))
+        except LostError as error:
+            error.answers = answers
+            raise
+        return [a for a in answers if a is not None]
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probability of each token of each row but its first."""
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
+        found = []
+        for row in rows:
+            body = {"token_ids": row, "sampling_params": params}
+            said = self._post("/inference/v1/generate", json=body)["prompt_logprobs"]
+            found.append([at[str(t)]["logprob"] for at, t in zip(said[1:], row[1:], strict=True)])
+        return found
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Exchange the weights in place and drop the cache of prefixes.
+
+        Raises:
+            SyncError: vLLM refused.
+        """
+        self._loads += 1
+        folder = self._folder / str(self._loads)
+        folder.mkdir()
+        write_weights(folder, weights)
+        self.reload(version)
+        shutil.rmtree(self._folder / str(self._loads - 1), ignore_errors=True)
+
+    def reload(self, version: int) -> None:
+        """Load the newest weights that were written, as after a restart.
+
+        Raises:
+            SyncError: vLLM refused.
+        """
+        place = {"weights_path": str(self._folder / str(self._loads))}
+        body = {"method": "reload_weights", "kwargs": place}
+        try:
+            self._post("/collective_rpc", json=body, timeout=self._slow)
+            if not self._post("/reset_prefix_cache")["success"]:
+                raise SyncError("vLLM did not drop its cache of prefixes: requests are running")
+            self.name_version(version)
+        except LostError:
+            raise
+        except RolloutError as error:
+            raise SyncError(f"vLLM refused the weights of version {version}: {error}") from error
+
+    def version(self) -> int:
+        """The version of the weights, as vLLM says."""
+        return version_of(self._get("/weight_info")["weight_version"])
+
+    def sleep(self) -> None:
+        """Free the cache; the weights wait in the host's memory."""
+        self._post("/sleep?level=1")
+
+    def wake(self) -> None:
+        """Undo ``sleep``."""
+        self._post("/wake_up")
+
+    def close(self) -> None:
+        """Close connections and remove the folder of weights; the server runs on."""
+        self._client.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def name_version(self, version: int) -> None:
+        """Tell vLLM the name of the weights it holds."""
+        self._post("/update_weight_version", json={"new_version": str(version)})
+
+    # -- what else is known of a server ----------------------------------------------------------
+
+    def healthy(self) -> bool:
+        """Whether it answers at all."""
+        try:
+            return self._client.get("/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def check(self, *, tied: bool, precision: str) -> None:
+        """Refuse a server that would sample from something else than the policy.
+
+        Args:
+            tied: the policy's output head is its embedding.
+            precision: what the learner computes in, e.g. "float32".
+
+        Raises:
+            ConfigError: naming what to start it with.
+        """
+        if not self.healthy():
+            raise ConfigError(f"no vLLM server answers at {self.url}; start one, or check the URL")
+        missing = []
+        info = self._client.get("/server_info", params={"config_format": "json"})
+        if info.status_code == 404:
+            raise ConfigError(
+                f"the vLLM server at {self.url} was started without VLLM_SERVER_DEV_MODE=1 in its"
+                " environment, so its weights cannot be exchanged; start it again with that"
+            )
+        model = _json(info)["vllm_config"]["model_config"]
+        if model["logprobs_mode"] != "processed_logprobs":
+            missing.append("--logprobs-mode processed_logprobs")
+        if precision not in str(model["dtype"]):
+            missing.append(f"--dtype {precision}")
+        held = model.get("hf_config") or {}
+        if tied and (not isinstance(held, dict) or held.get("tie_word_embeddings", True)):
+            missing.append("""--hf-overrides '{"tie_word_embeddings": false}'""")
+        if self._client.post("/inference/v1/generate", json={}).status_code == 404:
+            missing.append("--enable-scale-out")
+        if missing:
+            raise ConfigError(
+                f"the vLLM server at {self.url} must be started with {' '.join(missing)}, or it"
+                " would sample from something else than the policy"
+            )
+
+    # -- below ----------------------------------------------------------------------------------
+
+    async def _watched(self, work: Any) -> None:
+        """Run ``work(client)``'s coroutines until done, or until the server shows no life."""
+        transport = httpx.AsyncHTTPTransport(
+            uds=self._uds, limits=httpx.Limits(max_connections=None)
+        )
+        client = httpx.AsyncClient(base_url=self.url, transport=transport, timeout=None)
+        async with client:
+            pulse = asyncio.create_task(self._pulse(client))
+            jobs: list[asyncio.Task[None]] = [asyncio.create_task(each) for each in work(client)]
+            try:
+                await _first_error([pulse], jobs)
+            except httpx.TransportError as error:
+                raise LostError(f"the vLLM server at {self.url} is gone: {error!r}") from error
+            finally:
+                for task in (pulse, *jobs):
+                    task.cancel()
+                await asyncio.gather(pulse, *jobs, return_exceptions=True)
+
+    async def _pulse(self, client: httpx.AsyncClient) -> None:
+        """Ask for a sign of life from the engine's own loop, again and again."""
+        while True:
+            await asyncio.sleep(self._heartbeat)
+            try:
+                _json(await client.get("/weight_info", timeout=self._patience))
+            except httpx.TimeoutException:
+                raise LostError(
+                    f"the vLLM server at {self.url} gave no sign of life for {self._patience:g} s"
+                ) from None
+
+    def _get(self, path: str) -> Any:
+        return self._asked(lambda: self._client.get(path))
+
+    def _post(self, path: str, **about: Any) -> Any:
+        return self._asked(lambda: self._client.post(path, **about))
+
+    def _asked(self, ask: Any) -> Any:
+        try:
+            return _json(ask())
+        except httpx.TransportError as error:
+            raise LostError(f"the vLLM server at {self.url} is gone: {error!r}") from error
+
+
+async def _first_error(watchers: list[asyncio.Task[None]], jobs: list[asyncio.Task[None]]) -> None:
+    """Wait for all jobs; the first error of a job or a watcher ends the wait."""
+    waiting = set(jobs)
+    while waiting:
+        done, _ = await asyncio.wait(waiting | set(watchers), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        waiting -= done
+
+
+def _json(response: httpx.Response) -> Any:
+    """The body of a good answer.
+
+    Raises:
+        LostError: the server failed.
+        RolloutError: it refused.
+    """
+    where, said = response.request.url.path, response.text[:500]
+    if response.status_code >= 500:
+        raise LostError(f"the vLLM server failed at {where}: {said}")
+    if response.status_code >= 400:
+        raise RolloutError(f"the vLLM server refused {where}: {said}")
+    with contextlib.suppress(ValueError):
+        return response.json()
+    return None
+
+
+def _answer(choice: dict[str, Any]) -> Answer:
+    versions = [version_of(span["version"]) for span in choice["weight_versions"] or ()]
+    return Answer(
+        tokens=choice["token_ids"],
+        logprobs=[at["logprob"] for at in choice["logprobs"]["content"]],
+        stopped=choice["finish_reason"] == "stop",
+        version=min(versions, default=-1),
+    )
+
+
+def _memory() -> str | None:
+    return str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
