@@ -55,14 +55,16 @@ def vllm_of(family="llama", **config):
 
 
 @functools.cache
-def server_of(**options):
+def server_of():
     """A server of our own, ended with the tests."""
     from kedge.backends.vllm import Blueprint, VLLMEngine
     from kedge.backends.vllm.server import Server
 
     model = policy()
     blueprint = Blueprint.of(model)
-    return VLLMEngine(Server(blueprint, trained(model), **options), blueprint, pad_id=PAD)
+    return VLLMEngine(
+        Server(blueprint, trained(model), heartbeat=0.5, patience=5.0), blueprint, pad_id=PAD
+    )
 
 
 def vllm_server():

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
+import time
 from dataclasses import replace
 
 import pytest
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.errors import SyncError
+from kedge.backends.vllm.remote import Remote
+from kedge.backends.vllm.server import Process
+from kedge.errors import ConfigError, SyncError
 from tests.contract.engines import needs_vllm
 
 pytestmark = needs_vllm
@@ -68,8 +73,9 @@ def close():
         each.engine.rollouts.close()
 
 
-def test_the_engine_agrees_with_the_learner_after_20_updates(shared, tmp_path, close):
-    made = trainer(shared, tmp_path)
+@pytest.mark.parametrize("kind", ["vllm", "vllm_server"])
+def test_the_engine_agrees_with_the_learner_after_20_updates(kind, shared, tmp_path, close):
+    made = trainer(shared, tmp_path, rollout_engine=kind)
     close(made)
     start = made.engine.learner.weights()
     made.train()
@@ -85,15 +91,19 @@ def test_the_engine_agrees_with_the_learner_after_20_updates(shared, tmp_path, c
     assert sum(scores[-5:]) > sum(scores[:5])
 
 
-def test_a_sync_that_is_skipped_is_caught(shared, tmp_path, close, monkeypatch):
-    made = trainer(shared, tmp_path, updates=4)
+@pytest.mark.parametrize("kind", ["vllm", "vllm_server"])
+def test_a_sync_that_is_skipped_is_caught(kind, shared, tmp_path, close, monkeypatch):
+    made = trainer(shared, tmp_path, updates=4, rollout_engine=kind)
     close(made)
     service = made.engine.rollouts.service
     load = service.load
 
     def skip_the_third(weights, version):
-        if version == 2:
-            service._llm.llm_engine.set_weight_version("2")  # the engine believes it, too
+        if version == 2:  # the engine believes it, too
+            if kind == "vllm":
+                service._llm.llm_engine.set_weight_version("2")
+            else:
+                service._remote.name_version(2)
         else:
             load(weights, version)
 
@@ -101,3 +111,46 @@ def test_a_sync_that_is_skipped_is_caught(shared, tmp_path, close, monkeypatch):
     with pytest.raises(SyncError, match="loading version 2 changed nothing"):
         made.train()
     assert made.engine.step == 2
+
+
+def test_a_server_that_runs_is_attached_to_and_left_running(shared, tmp_path, close):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = shared / "data" / "stories-head32"
+    flags = ["--enable-scale-out", "--logprobs-mode=processed_logprobs", "--dtype=float32"]
+    flags += ["--enforce-eager", "--generation-config=vllm", f"--kv-cache-memory-bytes={2**28}"]
+    where = ["--model", str(place), "--host", "127.0.0.1", f"--port={port}"]
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    running = Process([*module, *where, *flags], log=tmp_path / "log", eager=True)
+    running.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        outside = Remote(url)
+        until = time.monotonic() + 120
+        while not outside.healthy() and running.alive and time.monotonic() < until:
+            time.sleep(0.2)
+        made = trainer(shared, tmp_path / "run", updates=3, rollout_engine=url)
+        made.train()
+        gap, kl = agreement(made)
+        assert max(gap, kl) <= 1e-4
+        made.engine.rollouts.close()
+        assert outside.version() == 3
+        outside.close()
+    finally:
+        running.stop()
+
+
+def test_a_server_that_does_not_start_says_why(shared, tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)vLLM server ended.*no_such_dtype"):
+        trainer(
+            shared,
+            tmp_path,
+            rollout_engine="vllm_server",
+            vllm_engine_args={"dtype": "no_such_dtype"},
+        )
+
+
+def test_no_server_at_the_url_is_one_clear_error(shared, tmp_path):
+    with pytest.raises(ConfigError, match=r"no vLLM server answers at http://127.0.0.1:9;"):
+        trainer(shared, tmp_path, rollout_engine="http://127.0.0.1:9")

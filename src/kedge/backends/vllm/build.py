@@ -112,6 +112,10 @@ def _service(
         patience=options.patience,
         slow=options.start_timeout,
     )
-    remote.check(tied=blueprint.tied is not None, precision=str(arguments["dtype"]))
-    remote.load(blueprint.named(weights), 0)
+    try:
+        remote.check(tied=blueprint.tied is not None, precision=str(arguments["dtype"]))
+        remote.load(blueprint.named(weights), 0)
+    except BaseException:
+        remote.close()
+        raise
     return remote

@@ -49,7 +49,11 @@ class InProcess:
         blueprint.write(folder, weights)
         arguments = fixed_args(blueprint) | device_args() | dict(engine_args or {})
         self._eager = bool(arguments.get("enforce_eager"))
-        self._llm = _start(str(folder), arguments, self._calm)
+        try:
+            self._llm = _start(str(folder), arguments, self._calm)
+        except BaseException:
+            self._folder.cleanup()
+            raise
         _heal(blueprint.skeleton)
         self._llm.llm_engine.set_weight_version("0")
 

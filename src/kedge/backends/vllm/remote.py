@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -152,6 +153,8 @@ class Remote:
 
     def healthy(self) -> bool:
         """Whether it answers at all."""
+        if self._uds is not None and not _listened_to(self._uds):
+            return False
         try:
             return self._client.get("/health", timeout=5).status_code == 200
         except httpx.TransportError:
@@ -271,6 +274,12 @@ def _answer(choice: dict[str, Any]) -> Answer:
         stopped=choice["finish_reason"] == "stop",
         version=min(versions, default=-1),
     )
+
+
+def _listened_to(path: str) -> bool:
+    """Whether a process listens on a Unix socket; httpx leaks a socket where none does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 def _memory() -> str | None:

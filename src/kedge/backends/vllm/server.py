@@ -95,7 +95,11 @@ class Server:
         )
         self._version = 0
         self._loaded = False
-        self._up()
+        try:
+            self._up()
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, asks: Sequence[Ask]) -> list[Answer]:
         """The answers, in the order of the asks, through any death of the server.

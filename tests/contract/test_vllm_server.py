@@ -1,0 +1,105 @@
+"""A server of our own under faults: no row is lost or sampled twice, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from kedge.errors import ConfigError
+from kedge.types import Sampling
+from tests.contract.engines import needs_vllm, policy, server_of, trained
+from tests.contract.test_rollout_engine import prompts
+
+pytestmark = [*needs_vllm, pytest.mark.slow]
+LONG = Sampling(max_new_tokens=100)
+
+
+def group(pid):
+    """The processes of a process group."""
+    return [process for process in psutil.process_iter() if belongs(process, pid)]
+
+
+def belongs(process, pid):
+    try:
+        return os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
+def kill_all(pid):
+    os.killpg(pid, signal.SIGKILL)
+
+
+def kill_the_core(pid):
+    for process in group(pid):
+        if "EngineCore" in " ".join(process.cmdline()):
+            process.kill()
+
+
+def hang(pid):
+    os.killpg(pid, signal.SIGSTOP)
+
+
+# Requests that are given up leave sockets of httpx to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("fault", [kill_all, kill_the_core, hang])
+def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
+    engine = server_of()
+    service = engine.service
+    engine.load_weights(trained(policy()), 5)
+    batch = prompts(copies=20)
+    want = engine.generate(batch, sampling=LONG, seed=0)
+    restarts, struck = service.restarts, service.pid
+    timer = threading.Timer(0.3, fault, [struck])
+    timer.start()
+    begin = time.monotonic()
+    found = engine.generate(batch, sampling=LONG, seed=0)
+    timer.join()
+    assert service.restarts == restarts + 1
+    assert torch.equal(found.ids, want.ids)
+    assert found.version.tolist() == [5] * 120
+    assert time.monotonic() - begin < 120
+    assert group(struck) == []
+
+
+def test_a_server_of_another_set_up_is_refused():
+    remote = server_of().service._remote
+    remote.check(tied=False, precision="float32")
+    with pytest.raises(ConfigError, match=r"--dtype bfloat16 --hf-overrides"):
+        remote.check(tied=True, precision="bfloat16")
+
+
+def test_nothing_is_left_of_a_server_whose_owner_is_killed(tmp_path):
+    code = """
+        import sys, time
+        from pathlib import Path
+        from kedge.backends.vllm.server import Process
+        sleep = ["bash", "-c", "sleep 1000 & sleep 1000"]
+        process = Process(sleep, log=Path(sys.argv[1]), eager=True)
+        process.start()
+        print(process.pid, flush=True)
+        time.sleep(1000)
+    """
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+    )
+    pid = int(owner.stdout.readline())
+    until = time.monotonic() + 30
+    while len(group(pid)) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    while group(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert group(pid) == []
