@@ -30,8 +30,8 @@ class Ours:
         assert rows == self.blueprint.probe().tolist()
         return self.blueprint.logprobs(self.weights).tolist()
 
-    def load(self, named, version):
-        sent = {name: x for name, x in named if name in self.weights}
+    def load(self, parcel, version):
+        sent = {name: x for name, x in parcel.named if name in self.weights}
         self.said = version - (self.broken == "version")
         if self.broken == "one weight" and self.said > 1:
             sent["model.norm.weight"] = self.weights["model.norm.weight"]
@@ -101,7 +101,7 @@ def test_a_skeleton_holds_no_weights_and_takes_none():
 def test_a_tied_head_is_sent_as_a_weight_of_its_own():
     model = policy("qwen2", tie_word_embeddings=True)
     blueprint = Blueprint.of(model)
-    named = dict(blueprint.named(trained(model)))
+    named = dict(blueprint.parcel(trained(model)).named)
     assert torch.equal(named["lm_head.weight"], named["model.embed_tokens.weight"])
     assert set(named) == set(model.state_dict())
     assert blueprint.config.tie_word_embeddings is False
@@ -120,7 +120,7 @@ def test_a_tied_head_is_sent_as_a_weight_of_its_own():
 def test_weights_that_do_not_fit_are_refused(change, message):
     model = policy()
     with pytest.raises(SyncError, match=message):
-        list(Blueprint.of(model).named(change(trained(model))))
+        Blueprint.of(model).parcel(change(trained(model)))
 
 
 def test_a_folder_is_a_checkpoint_without_end_of_text(tmp_path):
@@ -235,3 +235,40 @@ def test_vllm_that_is_not_installed_is_an_error_before_anything_loads(tmp_path, 
     monkeypatch.setattr(rollout, "installed", lambda name: False)
     with pytest.raises(ConfigError, match="needs vLLM in this environment: pip install"):
         PPOConfig(output_dir=str(tmp_path), rollout_engine="vllm")
+
+
+def trainer_of(tmp_path, monkeypatch, model, **options):
+    from kedge import PPOTrainer
+    from tests.unit.text_toys import word_tokenizer
+
+    monkeypatch.setattr(rollout, "installed", lambda name: True)
+    return PPOTrainer(
+        args=PPOConfig(output_dir=str(tmp_path), total_episodes=8, **options),
+        processing_class=word_tokenizer(),
+        model=model,
+        reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+        train_dataset=[{"prompt": "a b"}] * 8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "attention heads of size 8; vLLM on CPUs runs 32, 64"),
+        ({"vllm_sleep": True, "heads": 1}, "vllm_sleep=True needs a GPU"),
+        (
+            {"top_k": 5, "keep_sampling_mask": True, "heads": 1},
+            "top_k=5, top_p=1.0, min_p=0.0 cut the distribution, and vLLM does not say",
+        ),
+        (
+            {"rollout_engine": "http://127.0.0.1:9", "min_new_tokens": 2},
+            "min_new_tokens=2 with the server at http://127.0.0.1:9",
+        ),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
+def test_what_vllm_cannot_do_is_refused_before_it_starts(tmp_path, monkeypatch, options, message):
+    options = {"rollout_engine": "vllm"} | options
+    model = tiny_policy("llama", heads=options.pop("heads", 4))
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path, monkeypatch, model, **options)

@@ -38,6 +38,7 @@ def check_sampler(given: Given, settings: RunSettings, accelerator: Accelerator)
     check_vllm(
         settings.rollout,
         settings.sampling,
+        model=given.model,
         ranks=accelerator.num_processes,
         sharded=shards_asked(accelerator) != "none",
     )

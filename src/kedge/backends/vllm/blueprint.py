@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from kedge.backends.vllm.parcel import Parcel, adapter_weights, base_weights, lora_of
 from kedge.errors import ConfigError, SyncError
 
-_WEIGHTS = "model.safetensors"
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
 
 
@@ -26,19 +25,21 @@ class Blueprint:
     Args:
         skeleton: the policy; what trains is on the meta device, the rest is shared with it.
         tied: the names of the output head and of the embedding it shares its weight with.
+        adapter: the LoRA configuration, where an adapter trains and nothing else.
         tokenizer: the policy's, or None; needed for stop strings only.
     """
 
     skeleton: nn.Module
     tied: tuple[str, str] | None
     tokenizer: Any = None
+    adapter: Any = None
 
     @classmethod
     def of(cls, policy: nn.Module, tokenizer: Any = None) -> Blueprint:
         """The blueprint of a transformers causal language model.
 
         Raises:
-            ConfigError: an encoder-decoder model.
+            ConfigError: an encoder-decoder model, or an adapter that vLLM does not take.
         """
         config: Any = policy.config
         if getattr(config, "is_encoder_decoder", False):
@@ -46,7 +47,16 @@ class Blueprint:
                 f"{type(policy).__name__} is an encoder-decoder model, which vLLM engines are not"
                 " given here; use rollout_engine='embedded'"
             )
-        return cls(_skeleton(policy), _tied(policy), tokenizer)
+        adapter = lora_of(policy)
+        model: Any = policy
+        base = policy if adapter is None else model.get_base_model()
+        return cls(_skeleton(policy), _tied(base), tokenizer, adapter)
+
+    @property
+    def base(self) -> nn.Module:
+        """The model itself, without an adapter around it."""
+        wrapped: Any = self.skeleton
+        return wrapped.get_base_model() if self.adapter is not None else self.skeleton
 
     @property
     def config(self) -> Any:
@@ -56,15 +66,15 @@ class Blueprint:
         are exchanged; and there is no end-of-text token, since vLLM would ban it in
         ``min_new_tokens`` even where it is no stop token.
         """
-        config: Any = copy.deepcopy(self.skeleton.config)
-        config.architectures = [type(self.skeleton).__name__]
+        config: Any = copy.deepcopy(self.base.config)
+        config.architectures = [type(self.base).__name__]
         config.eos_token_id = None
         if self.tied is not None:
             config.tie_word_embeddings = False
         return config
 
-    def named(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All weights, under the names of a checkpoint without tied weights.
+    def parcel(self, weights: Mapping[str, Tensor]) -> Parcel:
+        """The weights that train, ready to be sent.
 
         Raises:
             SyncError: a weight is missing or unknown, or has another shape.
@@ -80,21 +90,31 @@ class Blueprint:
                     f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in"
                     " the engine's model; both must come from the same checkpoint"
                 )
-        for name, old in own.items():
-            if name not in weights and old.is_meta:
-                raise SyncError(f"the weights lack {name!r}, which trains; send all that train")
-            new = weights.get(name, old).detach()
-            yield name, new
-            if self.tied is not None and name == self.tied[1]:
-                yield self.tied[0], new
+        lacking = [name for name, p in own.items() if p.is_meta and name not in weights]
+        if lacking:
+            raise SyncError(f"the weights lack {lacking[0]!r}, which trains; send all that train")
+        if self.adapter is not None:
+            return Parcel(adapter_weights(weights), self.adapter)
+        return Parcel(tuple(self._whole(own | dict(weights))), None)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """A folder that vLLM can load: configuration, weights, tokenizer."""
+        """A folder that vLLM can load: configuration, weights without adapter, tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
         if self.tokenizer is not None:
             _without_eos(self.tokenizer).save_pretrained(folder)
-        write_weights(folder, self.named(weights))
+        if self.adapter is None:
+            self.parcel(weights).write(folder)
+        else:
+            held = base_weights(dict(self.skeleton.named_parameters()))
+            Parcel(tuple(self._whole(held)), None).write(folder)
+
+    def _whole(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """All weights, and the head under a name of its own."""
+        for name, x in weights.items():
+            yield name, x.detach()
+            if self.tied is not None and name == self.tied[1]:
+                yield self.tied[0], x.detach()
 
     def probe(self) -> Tensor:
         """The token ids that receipts are about: int64 [rows, tokens], the same every time."""
@@ -115,19 +135,6 @@ class Blueprint:
         logits = functional_call(self.skeleton, given, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
-
-
-def write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
-    """One safetensors file; it appears under its name when it is whole."""
-    part = folder / f"{_WEIGHTS}.part"
-    tensors = {name: x.contiguous().cpu() for name, x in named}
-    seen: set[int] = set()
-    for name, x in tensors.items():
-        if x.data_ptr() in seen:
-            tensors[name] = x.clone()
-        seen.add(x.data_ptr())
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.replace(folder / _WEIGHTS)
 
 
 def _skeleton(policy: nn.Module) -> nn.Module:

@@ -19,9 +19,21 @@ from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 
+# Of vLLM 0.32's attention on CPUs; other sizes end the engine at its first token.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
-def check_vllm(options: RolloutOptions, sampling: Sampling, *, ranks: int, sharded: bool) -> None:
+
+def check_vllm(
+    options: RolloutOptions, sampling: Sampling, *, model: Any, ranks: int, sharded: bool
+) -> None:
     """Refuse what cannot work, before any weight is loaded.
+
+    Args:
+        options: the engine.
+        sampling: the distribution that it shall sample from.
+        model: the policy, or the folder or name that it will be loaded from.
+        ranks: processes that train together.
+        sharded: weights are cut over them.
 
     Raises:
         ConfigError: naming the option, its value and the way out.
@@ -43,8 +55,34 @@ def check_vllm(options: RolloutOptions, sampling: Sampling, *, ranks: int, shard
             " its model's own end-of-text token then, even where it is no stop token; set it to 0,"
             " or use rollout_engine='vllm_server'"
         )
+    if options.kind != "url" and not torch.cuda.is_available():
+        check_head_size(model.config if isinstance(model, nn.Module) else _config_of(model))
     if options.sleep and not torch.cuda.is_available():
         raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
+
+
+def check_head_size(config: Any) -> None:
+    """Refuse a model that vLLM cannot run on a CPU.
+
+    Raises:
+        ConfigError: with its head size.
+    """
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"the policy has attention heads of size {size}; vLLM on CPUs runs"
+            f" {', '.join(map(str, CPU_HEAD_SIZES))}: use rollout_engine='embedded'"
+        )
+
+
+def _config_of(name: Any) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {name!r} cannot be loaded: {error}") from error
 
 
 def vllm_engine(
@@ -113,8 +151,12 @@ def _service(
         slow=options.start_timeout,
     )
     try:
-        remote.check(tied=blueprint.tied is not None, precision=str(arguments["dtype"]))
-        remote.load(blueprint.named(weights), 0)
+        remote.check(
+            tied=blueprint.tied is not None and blueprint.adapter is None,
+            precision=str(arguments["dtype"]),
+            adapter=blueprint.adapter is not None,
+        )
+        remote.load(blueprint.parcel(weights), 0)
     except BaseException:
         remote.close()
         raise

@@ -102,10 +102,11 @@ class VLLMEngine:
         Raises:
             SyncError: they do not fit the policy, or vLLM computes something else.
         """
+        parcel = self.blueprint.parcel(weights)
         sent = _Sync(version, fingerprint(weights), self.blueprint.logprobs(weights))
         if self._sleeps:
             self.service.wake()
-        self.service.load(self.blueprint.named(weights), version)
+        self.service.load(parcel, version)
         heard = torch.tensor(self.service.score(self.blueprint.probe().tolist()))
         said = self.service.version()
         self.sync_gap = _confirm(sent, self._last, heard, said, self._tolerance)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kedge.backends.vllm.blueprint import Blueprint
+from kedge.backends.vllm.parcel import Parcel, rank_of
 from kedge.backends.vllm.service import Answer, Ask, version_of
 from kedge.errors import ConfigError, RolloutError, SyncError
 
@@ -55,7 +57,9 @@ class InProcess:
             self._folder.cleanup()
             raise
         _heal(blueprint.skeleton)
-        self._llm.llm_engine.set_weight_version("0")
+        self._adapter: Any = None  # vllm.lora.request.LoRARequest
+        self._loads = 0
+        self.load(blueprint.parcel(weights), 0)
 
     @contextlib.contextmanager
     def _calm(self) -> Iterator[None]:
@@ -74,7 +78,10 @@ class InProcess:
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability of each token of each row but its first."""
         params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
-        found = self._run([Ask(prompt=row, params=params) for row in rows])
+        asks = [Ask(prompt=row, params=params) for row in rows]
+        # vLLM on CPUs mixes up the rows of a batch that is scored with an adapter.
+        batches = [asks] if self._adapter is None else [[ask] for ask in asks]
+        found = [out for batch in batches for out in self._run(batch)]
         return [
             [at[token].logprob for at, token in zip(out.prompt_logprobs[1:], row[1:], strict=True)]
             for out, row in zip(found, rows, strict=True)
@@ -87,26 +94,45 @@ class InProcess:
         params = [SamplingParams(**ask.params) for ask in asks]
         try:
             with self._calm():
-                found: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
+                found: list[Any] = self._llm.generate(
+                    prompts, params, use_tqdm=False, lora_request=self._adapter
+                )
         except ValueError as error:
             raise RolloutError(f"vLLM refused a batch of {len(asks)} rows: {error}") from error
         return found
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Exchange the weights in place and drop the cache of prefixes.
+    def load(self, parcel: Parcel, version: int) -> None:
+        """Exchange the weights, or the adapter, and drop the cache of prefixes.
 
         Raises:
             SyncError: vLLM refused.
         """
         try:
             with self._calm():
-                arguments = {"weights_iterator": iter(list(weights))}
-                self._llm.collective_rpc("reload_weights", kwargs=arguments)
+                if parcel.adapter is not None:
+                    self._adapter = self._add_adapter(parcel)
+                else:
+                    arguments = {"weights_iterator": iter(parcel.named)}
+                    self._llm.collective_rpc("reload_weights", kwargs=arguments)
         except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
             raise SyncError(f"vLLM refused the weights of version {version}: {error!r}") from error
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not drop its cache of prefixes: requests are still running")
         self._llm.llm_engine.set_weight_version(str(version))
+
+    def _add_adapter(self, parcel: Parcel) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        self._loads += 1
+        folder = Path(self._folder.name) / f"adapter-{self._loads}"
+        parcel.write(folder)
+        asked = LoRARequest(folder.name, self._loads, str(folder))
+        if self._adapter is not None:
+            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+            shutil.rmtree(self._adapter.lora_path)
+        if not self._llm.llm_engine.add_lora(asked):
+            raise RuntimeError("the adapter was not added")
+        return asked
 
     def version(self) -> int:
         """The version of the weights, as vLLM says."""
@@ -130,7 +156,10 @@ class InProcess:
 
 def fixed_args(blueprint: Blueprint) -> dict[str, Any]:
     """What Kedge decides, because samples would be of another distribution otherwise."""
-    return {
+    room: dict[str, Any] = {}
+    if blueprint.adapter is not None:
+        room = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(blueprint.adapter)}
+    return room | {
         "runner": "generate",
         "skip_tokenizer_init": blueprint.tokenizer is None,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from

@@ -7,14 +7,13 @@ import contextlib
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-from torch import Tensor
 
-from kedge.backends.vllm.blueprint import write_weights
+from kedge.backends.vllm.parcel import Parcel
 from kedge.backends.vllm.service import Answer, Ask, version_of
 from kedge.errors import ConfigError, RolloutError, SyncError
 
@@ -61,6 +60,7 @@ class Remote:
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._folder = Path(tempfile.mkdtemp(prefix="kedge-weights-", dir=folder or _memory()))
         self._loads = 0
+        self._adapter: str | None = None  # the name under which vLLM knows the newest
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
 
@@ -76,7 +76,7 @@ class Remote:
         answers: list[Answer | None] = [None] * len(asks)
 
         async def one(client: httpx.AsyncClient, i: int) -> None:
-            body = {"token_ids": asks[i].prompt, "sampling_params": asks[i].params}
+            body = self._body(asks[i].prompt, asks[i].params)
             found = await client.post("/inference/v1/generate", json=body)
             answers[i] = _answer(_json(found)["choices"][0])
 
@@ -92,22 +92,25 @@ class Remote:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
         found = []
         for row in rows:
-            body = {"token_ids": row, "sampling_params": params}
+            body = self._body(row, params)
             said = self._post("/inference/v1/generate", json=body)["prompt_logprobs"]
             found.append([at[str(t)]["logprob"] for at, t in zip(said[1:], row[1:], strict=True)])
         return found
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Exchange the weights in place and drop the cache of prefixes.
+    def load(self, parcel: Parcel, version: int) -> None:
+        """Exchange the weights, or the adapter, and drop the cache of prefixes.
 
         Raises:
             SyncError: vLLM refused.
         """
         self._loads += 1
-        folder = self._folder / str(self._loads)
-        folder.mkdir()
-        write_weights(folder, weights)
+        parcel.write(self._folder / str(self._loads))
+        before, self._adapter = self._adapter, None
+        if parcel.adapter is not None:
+            self._adapter = f"kedge-{self._loads}"
         self.reload(version)
+        if before is not None:
+            self._post("/v1/unload_lora_adapter", json={"lora_name": before})
         shutil.rmtree(self._folder / str(self._loads - 1), ignore_errors=True)
 
     def reload(self, version: int) -> None:
@@ -116,10 +119,13 @@ class Remote:
         Raises:
             SyncError: vLLM refused.
         """
-        place = {"weights_path": str(self._folder / str(self._loads))}
-        body = {"method": "reload_weights", "kwargs": place}
+        place = str(self._folder / str(self._loads))
+        path = "/collective_rpc"
+        body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": place}}
+        if self._adapter is not None:
+            path, body = "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": place}
         try:
-            self._post("/collective_rpc", json=body, timeout=self._slow)
+            self._post(path, json=body, timeout=self._slow)
             if not self._post("/reset_prefix_cache")["success"]:
                 raise SyncError("vLLM did not drop its cache of prefixes: requests are running")
             self.name_version(version)
@@ -160,11 +166,12 @@ class Remote:
         except httpx.TransportError:
             return False
 
-    def check(self, *, tied: bool, precision: str) -> None:
+    def check(self, *, tied: bool, precision: str, adapter: bool = False) -> None:
         """Refuse a server that would sample from something else than the policy.
 
         Args:
             tied: the policy's output head is its embedding.
+            adapter: a LoRA adapter trains, and is sent as one.
             precision: what the learner computes in, e.g. "float32".
 
         Raises:
@@ -187,6 +194,8 @@ class Remote:
         held = model.get("hf_config") or {}
         if tied and (not isinstance(held, dict) or held.get("tie_word_embeddings", True)):
             missing.append("""--hf-overrides '{"tie_word_embeddings": false}'""")
+        if adapter and self._client.post("/v1/load_lora_adapter", json={}).status_code == 404:
+            missing.append("--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
         if self._client.post("/inference/v1/generate", json={}).status_code == 404:
             missing.append("--enable-scale-out")
         if missing:
@@ -196,6 +205,10 @@ class Remote:
             )
 
     # -- below ----------------------------------------------------------------------------------
+
+    def _body(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        model = {} if self._adapter is None else {"model": self._adapter}
+        return {"token_ids": prompt, "sampling_params": params} | model
 
     async def _watched(self, work: Any) -> None:
         """Run ``work(client)``'s coroutines until done, or until the server shows no life."""

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from kedge.backends.vllm import keeper
 from kedge.backends.vllm.blueprint import Blueprint
 from kedge.backends.vllm.inprocess import device_args, fixed_args
+from kedge.backends.vllm.parcel import Parcel
 from kedge.backends.vllm.remote import LostError, Remote
 from kedge.backends.vllm.service import Answer, Ask
 from kedge.errors import ConfigError, RolloutError
@@ -29,6 +30,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # endpoints that exchange weights
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -97,6 +99,7 @@ class Server:
         self._loaded = False
         try:
             self._up()
+            self.load(blueprint.parcel(weights), 0)
         except BaseException:
             self.close()
             raise
@@ -123,11 +126,11 @@ class Server:
         """Log-probability of each token of each row but its first."""
         return self._through(lambda: self._remote.score(rows))
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Exchange the weights in place and drop the cache of prefixes."""
+    def load(self, parcel: Parcel, version: int) -> None:
+        """Exchange the weights, or the adapter, and drop the cache of prefixes."""
         self._version = version
         try:
-            self._remote.load(weights, version)
+            self._remote.load(parcel, version)
             self._loaded = True
         except LostError as error:  # they are written: a new server starts with them
             self._loaded = True
@@ -193,8 +196,6 @@ class Server:
             time.sleep(0.2)
         if self._loaded:
             self._remote.reload(self._version)
-        else:
-            self._remote.name_version(0)
 
 
 class Process:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from kedge.backends.vllm.parcel import Parcel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Service(Protocol):
         """Log-probability (nats, temperature 1) of each token of each row but its first."""
         ...
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(self, parcel: Parcel, version: int) -> None:
         """Compute with these weights from now on, and forget what was cached of older ones."""
         ...
 

@@ -1,0 +1,131 @@
+"""Kinds of policies that need care with vLLM: tied heads, transformers' own code, adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kedge.errors import ConfigError, SyncError
+from kedge.types import Sampling
+from tests.contract.engines import PAD, needs_vllm, policy
+from tests.contract.test_rollout_engine import prompts
+
+pytestmark = needs_vllm
+SAMPLING = Sampling(max_new_tokens=12, min_new_tokens=3, temperature=0.7, stop_ids=(5,))
+# The initial weights are larger than usual, so that wrong ones show.
+KINDS = {
+    "own head": ("llama", {}),
+    "tied head": ("qwen2", {"tie_word_embeddings": True}),
+    "absolute positions, tied head": ("gpt2", {}),
+    "run by transformers' code": ("gpt_neox", {}),
+}
+
+
+def engine_for(model, **options):
+    from kedge.backends.vllm import Blueprint, InProcess, VLLMEngine
+
+    blueprint = Blueprint.of(model)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    service = InProcess(blueprint, weights, {"kv_cache_memory_bytes": 2**26, **options})
+    return VLLMEngine(service, blueprint, pad_id=PAD)
+
+
+def shaken(model, by=0.05):
+    """The model's weights after a step of random size, in the model, too."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(by * torch.randn(p.shape, generator=generator))
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def learner_says(model, rollout):
+    """Log-probabilities of the sampled tokens at the sampling temperature: float [B, R]."""
+    out = torch.zeros(rollout.ids.shape)
+    for i, length in enumerate(rollout.present.sum(1).tolist()):
+        prompt = rollout.prompts.ids[i][rollout.prompts.mask[i]]
+        ids = torch.cat([prompt, rollout.ids[i, :length]])
+        with torch.no_grad():
+            logits = model.eval()(ids[None]).logits[0, len(prompt) - 1 : -1].clone()
+        logits[: SAMPLING.min_new_tokens, list(SAMPLING.stop_ids)] = -torch.inf
+        logp = (logits / SAMPLING.temperature).log_softmax(-1)
+        out[i, :length] = logp.gather(-1, rollout.ids[i, :length, None])[:, 0]
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_exchanged_and_sampled_from(kind):
+    family, config = KINDS[kind]
+    model = policy(family, **{"initializer_range": 0.1} | config)
+    engine = engine_for(model)
+    for version in (1, 2):
+        receipt = engine.load_weights(shaken(model), version)
+        assert receipt.version == version
+        assert engine.sync_gap < 1e-5
+        rollout = engine.generate(prompts(), sampling=SAMPLING, seed=version)
+        assert rollout.version.tolist() == [version] * 6
+        gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
+        assert gap < 1e-4
+    engine.close()
+
+
+def test_a_tied_head_that_is_sent_as_vllm_expects_it_is_caught():
+    """Without a head of its own vLLM keeps a wrong one, and says nothing."""
+    model = policy("qwen2", initializer_range=0.1, tie_word_embeddings=True)
+    engine = engine_for(model)
+    load = engine.service.load
+
+    def without_head(parcel, version):
+        named = tuple((n, x) for n, x in parcel.named if n != "lm_head.weight")
+        load(type(parcel)(named), version)
+
+    engine.service.load = without_head
+    with pytest.raises(SyncError, match="a tied head"):
+        engine.load_weights(shaken(model, by=0.3), 1)
+    engine.close()
+
+
+def with_lora(**options):
+    from peft import LoraConfig, get_peft_model
+
+    about = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
+    return get_peft_model(policy(initializer_range=0.1), LoraConfig(**about)).eval()
+
+
+@pytest.mark.parametrize("place", ["here", "server"])
+def test_an_adapter_is_sent_as_an_adapter(place):
+    from kedge.backends.vllm import Blueprint, Server, VLLMEngine
+
+    model = with_lora()
+    if place == "here":
+        engine = engine_for(model)
+    else:
+        blueprint = Blueprint.of(model)
+        weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        engine = VLLMEngine(Server(blueprint, weights), blueprint, pad_id=PAD)
+    for version in (1, 2):
+        sent = shaken(model)
+        assert all("lora_" in name for name in sent)
+        engine.load_weights(sent, version)
+        rollout = engine.generate(prompts(), sampling=SAMPLING, seed=version)
+        assert rollout.version.tolist() == [version] * 6
+        gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
+        assert gap < 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_that_vllm_computes_otherwise_are_refused(options):
+    from kedge.backends.vllm import Blueprint
+
+    with pytest.raises(ConfigError, match=f"the policy's adapter has {next(iter(options))}"):
+        Blueprint.of(with_lora(target_modules=["q_proj"], **options))
+
+
+def test_the_head_sizes_are_those_of_vllm():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from kedge.backends.vllm.build import CPU_HEAD_SIZES
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
