@@ -37,7 +37,7 @@ from kedge.types import PromptBatch, Sampling
 
 LARGEST = 99
 HELD_OUT = 500
-CARELESS = 0.65  # share of the answers that the model first learns from
+CARELESS = 0.7  # share of the answers that the model first learns from
 LENGTH = 4  # tokens of the longest answer, the stop token with it
 console = Console()
 
@@ -46,8 +46,8 @@ console = Console()
 class Sizes:
     """How much of everything."""
 
-    supervised_rows: int = 120_000
-    updates: int = 300
+    supervised_rows: int = 50_000
+    updates: int = 200
 
 
 QUICK = Sizes(supervised_rows=512, updates=3)
@@ -92,6 +92,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
             num_hidden_layers=3,
             num_attention_heads=4,
             max_position_embeddings=32,
+            initializer_range=0.08,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -147,6 +148,27 @@ def test_an_engine_that_keeps_old_weights_is_caught() -> None:
 
     with pytest.raises(SyncError, match="sample from another policy"):
         engine(rollouts=Deaf()).run(3)
+
+
+def test_an_update_without_gradient_is_no_lost_sync_when_receipts_come_late() -> None:
+    class Pausing(ToyLearner):
+        def update(self, *given: Any, **options: Any) -> dict[str, float]:
+            before = self.weights()
+            metrics = super().update(*given, **options)
+            if self.version != 1:
+                return metrics
+            with torch.no_grad():
+                self.logits.copy_(before["logits"])
+            return metrics | {"grad_norm/policy": 0.0}
+
+    class Slow(ToyEngine):
+        def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+            time.sleep(0.05)
+            return super().load_weights(weights, version)
+
+    run = engine(learner=Pausing(), rollouts=Slow(), max_lag=1)
+    run.run(5)
+    assert run.step == 5
 
 
 def test_a_sync_that_changed_nothing_is_caught() -> None:

@@ -43,6 +43,7 @@ class Algorithm:
         min_group: responses per prompt below which the algorithm is undefined.
         spare_slot: scores are placed one slot after the last token, where engines leave room.
         needs_greedy: the greedy response to each prompt is sampled and scored too.
+        resample: rounds in which groups of equal scores are sampled anew for other prompts.
     """
 
     name: str
@@ -55,3 +56,4 @@ class Algorithm:
     min_group: int = 1
     spare_slot: bool = False
     needs_greedy: bool = False
+    resample: int = 0

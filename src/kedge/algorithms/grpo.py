@@ -42,6 +42,7 @@ def grpo(  # noqa: PLR0913
     max_length: int | None = None,
     mask_truncated_completions: bool = False,
     drop_uniform_groups: bool = False,
+    dynamic_sampling: int = 0,
     overlong_buffer: int = 0,
     correction: Correction | None = None,
     reference: bool = True,
@@ -72,6 +73,7 @@ def grpo(  # noqa: PLR0913
         mask_truncated_completions: responses cut off by the length limit count for baselines but
             are not trained on.
         drop_uniform_groups: groups of equal scores leave the loss and its weights.
+        dynamic_sampling: rounds in which such groups are sampled anew for other prompts (DAPO).
         overlong_buffer: tokens before ``max_length`` over which the score falls by up to 1.
         correction: weight tokens by learner against sampler; needs recorded log-probabilities.
         reference: whether there is a reference policy.
@@ -137,6 +139,7 @@ def grpo(  # noqa: PLR0913
         needs_reference=reference,
         weighting="row_then_token_mean" if loss_type == "grpo" else "token_mean",
         min_group=2,
+        resample=dynamic_sampling,
     )
 
 

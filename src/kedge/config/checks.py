@@ -92,6 +92,7 @@ RANGES: dict[str, Range] = {
     "delta": Range(1, above=True, optional=True),
     "beta": _NOT_NEGATIVE,
     "overlong_buffer": _WHOLE,
+    "dynamic_sampling": _WHOLE,
     "sampler_correction_high": _POSITIVE,
     "sampler_correction_low": _NOT_NEGATIVE,
     "vllm_start_timeout": _POSITIVE,

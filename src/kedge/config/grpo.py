@@ -38,6 +38,7 @@ GRPO_SUPPORT: dict[str, Support] = {
             "importance_sampling_level",
             "mask_truncated_completions",
             "drop_uniform_groups",
+            "dynamic_sampling",
             "overlong_buffer",
             "sampler_correction",
             "sampler_correction_level",
@@ -138,6 +139,9 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         False, "Do not train on responses that the length limit cut off."
     )
     drop_uniform_groups: bool = option(False, "Do not train on groups of equal scores.")
+    dynamic_sampling: int = option(
+        0, "Rounds in which groups of equal scores are sampled anew for other prompts (DAPO)."
+    )
     overlong_buffer: int = option(
         0, "Tokens before response_length over which the score falls by up to 1 (DAPO)."
     )
@@ -228,6 +232,7 @@ class GRPOOptions:
     max_length: int
     mask_truncated_completions: bool
     drop_uniform_groups: bool
+    dynamic_sampling: int
     overlong_buffer: int
 
 
@@ -271,6 +276,7 @@ def resolve_grpo(
             max_length=config.response_length,
             mask_truncated_completions=config.mask_truncated_completions,
             drop_uniform_groups=config.drop_uniform_groups,
+            dynamic_sampling=config.dynamic_sampling,
             overlong_buffer=config.overlong_buffer,
         ),
     )

@@ -11,19 +11,29 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from kedge.engine.hooks import StepReport
+from kedge.engine.resample import refill, spare_step
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import collect
 from kedge.engine.updater import Updater
 from kedge.errors import SyncError
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
-from kedge.types import Judgement, Receipt, Rollout, Sampling
+from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
 
 Sample = tuple[Rollout, Judgement, dict[str, float]]
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Sync(NamedTuple):
+    """Weights on their way to the sampler."""
+
+    receipt: Future[Receipt | None]
+    version: int
+    fingerprint: str
+    moved: bool  # the policy trained since the one before
 
 
 class InlineExecutor(Executor):
@@ -86,22 +96,19 @@ class Engine(Updater):
             return InlineExecutor()
         return ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
-    def _sync(self, worker: Executor) -> Future[tuple[Receipt | None, int, str]]:
+    def _sync(self, worker: Executor) -> Sync:
         """Send the newest weights after everything already asked of the sampler."""
         weights = {} if self.rollouts.live else self.learner.weights()
-        version, expected = self.learner.version, self.learner.fingerprint()
+        version, moved = self.learner.version, self._moved
+        self._moved = False
+        receipt = worker.submit(self.rollouts.load_weights, weights, version)
+        return Sync(receipt, version, self.learner.fingerprint(), moved)
 
-        def load() -> tuple[Receipt | None, int, str]:
-            return self.rollouts.load_weights(weights, version), version, expected
-
-        return worker.submit(load)
-
-    def _settle(
-        self, syncs: deque[Future[tuple[Receipt | None, int, str]]], *, wait: bool = False
-    ) -> None:
+    def _settle(self, syncs: deque[Sync], *, wait: bool = False) -> None:
         """Check the receipts that have come back; a lost weight update must never be silent."""
-        while syncs and (wait or syncs[0].done()):
-            receipt, version, expected = syncs.popleft().result()
+        while syncs and (wait or syncs[0].receipt.done()):
+            coming, version, expected, moved = syncs.popleft()
+            receipt = coming.result()
             if receipt is None:
                 continue
             if (receipt.version, receipt.fingerprint) != (version, expected):
@@ -110,29 +117,46 @@ class Engine(Updater):
                     f" after being sent {expected} (version {version}): it would sample from"
                     " another policy than the one that trains"
                 )
-            if self._moved and receipt.fingerprint == self._loaded:
+            if moved and receipt.fingerprint == self._loaded:
                 raise SyncError(
-                    f"training step {self.step} had a gradient and a learning rate above 0, but the"
+                    f"training step {version} had a gradient and a learning rate above 0, but the"
                     f" policy's weights did not change (fingerprint {expected}): the learning rate"
                     " is too small for their precision, or the optimiser holds other weights"
                 )
-            self._loaded, self._moved = receipt.fingerprint, False
+            self._loaded = receipt.fingerprint
 
     def _sample(self, worker: Executor, step: int) -> Future[Sample]:
         prompts = self.source.batch(step)
+        return worker.submit(lambda: self._draw(prompts, step))
 
-        def draw() -> Sample:
-            return collect(
+    def _draw(self, prompts: PromptBatch, step: int) -> Sample:
+        times: dict[str, float] = {}
+
+        def collected(prompts: PromptBatch, purpose: str) -> tuple[Rollout, Judgement]:
+            rollout, judgement, took = collect(
                 prompts,
                 self.rollouts,
                 self.judge,
                 sampling=self.sampling,
-                seed=seed_for(self.seed, "rollout", step),
+                seed=seed_for(self.seed, purpose, step),
                 clock=self.clock,
                 greedy=self.algorithm.needs_greedy,
             )
+            times.update({name: times.get(name, 0.0) + x for name, x in took.items()})
+            return rollout, judgement
 
-        return worker.submit(draw)
+        rollout, judgement = collected(prompts, "rollout")
+        rounds = self.algorithm.resample
+        if rounds:
+            rollout, judgement, count = refill(
+                rollout,
+                judgement,
+                prompts=lambda turn: self.source.batch(spare_step(step, turn, rounds)),
+                draw=lambda fresh, turn: collected(fresh, f"rollout again {turn}"),
+                rounds=rounds,
+            )
+            times["rollout/resampled_groups"] = float(count)
+        return rollout, judgement, times
 
     @property
     def in_flight(self) -> list[Sample]:

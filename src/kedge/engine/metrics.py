@@ -52,6 +52,7 @@ NAMES: dict[str, str] = {
     "rollout/lag": "updates between sampling and training, mean over responses",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
+    "rollout/resampled_groups": "groups of equal scores sampled anew for other prompts, this rank",
     "rollout/logprob_gap": "nats per token; |log-probability of the sampler - of the learner|",
     "time/rollout": "seconds of this update spent generating",
     "time/reward": "seconds spent scoring",

@@ -15,6 +15,7 @@ from torch import Tensor
 from kedge.algorithms.base import Algorithm, Evidence
 from kedge.engine.brakes import Brakes
 from kedge.engine.metrics import Tally
+from kedge.engine.resample import rows_of
 from kedge.errors import RewardError, RolloutError
 from kedge.math.advantage import group_count, group_std
 from kedge.math.weights import WEIGHTINGS, row_mean
@@ -75,20 +76,9 @@ def _with_baseline(
     first = order.new_full((int(group.max()) + 1,), len(prompts))
     first = first.scatter_reduce(0, group, order, "amin")
     argmax = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    found = judge.score(engine.generate(_rows(prompts, first), sampling=argmax, seed=seed))
+    found = judge.score(engine.generate(rows_of(prompts, first), sampling=argmax, seed=seed))
     return replace(
         judgement, baseline=found.scores[group], valid=judgement.valid & found.valid[group]
-    )
-
-
-def _rows(prompts: PromptBatch, index: Tensor) -> PromptBatch:
-    picked = index.tolist()
-    return PromptBatch(
-        ids=prompts.ids[index],
-        mask=prompts.mask[index],
-        group=prompts.group[index],
-        row=prompts.row[index],
-        columns={name: [column[i] for i in picked] for name, column in prompts.columns.items()},
     )
 
 

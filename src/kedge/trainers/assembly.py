@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -227,6 +228,11 @@ def engine_of(
             f"max_lag={settings.max_lag} needs a second, whole copy of a policy that is cut over"
             " ranks; set max_lag=0, or train with data parallelism (multi_gpu.yaml)"
         )
+    if learner.sharded and algorithm.resample:
+        raise ConfigError(
+            f"dynamic_sampling={algorithm.resample} lets ranks sample unequally often, and a policy"
+            " that is cut over ranks is gathered by all of them together; set it to 0"
+        )
     rollouts = sampler_of(
         given, learner, settings, algorithm, tokenizer=tokenizer, pad_id=pad_id(tokenizer)
     )
@@ -239,6 +245,7 @@ def engine_of(
             world_size=learner.accelerator.num_processes,
         )
         source = rollouts = judge = Replayed(replay, rows=prompts.plan.local_rows)
+        algorithm = replace(algorithm, resample=0)  # what is replayed has been through it
     return Engine(
         source=source,
         rollouts=rollouts,

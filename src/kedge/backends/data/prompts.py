@@ -135,16 +135,16 @@ class DatasetPrompts:
         return int(self._order(turn)[offset])
 
     def _order(self, turn: int) -> Tensor:
-        if turn not in self._orders:
-            count = len(self._prompts)
-            if len(self._orders) > 3:
-                self._orders.clear()
+        found = self._orders.get(turn)
+        if found is None:  # the sampling thread may be here too
+            found = torch.arange(len(self._prompts))
             if self._shuffle:
                 draw = torch.Generator().manual_seed(_derive(self._seed, turn))
-                self._orders[turn] = torch.randperm(count, generator=draw)
-            else:
-                self._orders[turn] = torch.arange(count)
-        return self._orders[turn]
+                found = torch.randperm(len(found), generator=draw)
+            if len(self._orders) > 3:
+                self._orders.clear()
+            self._orders[turn] = found
+        return found
 
     def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if self._collate is not None:
