@@ -39,8 +39,8 @@ def work(folder: str, out: str) -> None:
         distributed.destroy_process_group()
 
 
-def launch(folder: Path, world: int, **env: str) -> list[dict[str, Any]]:
-    """Run this file in ``world`` processes; the rows that the first logged."""
+def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> list[dict[str, Any]]:
+    """Run a file like this one in ``world`` processes; the rows that the first logged."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -52,7 +52,7 @@ def launch(folder: Path, world: int, **env: str) -> list[dict[str, Any]]:
         full |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         full |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         full |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-        command = [sys.executable, "-W", "error::UserWarning:torch", __file__]
+        command = [sys.executable, "-W", "error::UserWarning:torch", file]
         command += [str(folder / "run"), str(out)]
         running.append(subprocess.Popen(command, env=full, stderr=subprocess.PIPE, text=True))
     try:

@@ -99,10 +99,12 @@ def _inner(model: Any) -> Any:
 
 def make_accelerator(config: PPOConfig) -> Accelerator:
     """Device, precision, processes and trackers; also fills in the sizes over all processes."""
+    options = config.options("accelerator_kwargs")
+    options.setdefault("cpu", not torch.accelerator.is_available())
     accelerator = Accelerator(
         log_with=config.log_with,
         project_config=ProjectConfiguration(**config.options("project_kwargs")),
-        **config.options("accelerator_kwargs"),
+        **options,
     )
     world = accelerator.num_processes
     config.world_size = world

@@ -120,7 +120,7 @@ class Pieces:
         else:
             kls = KL[ESTIMATORS[kind]](logprobs, ref_logprobs)
         penalty = -self.kl_ctl.value * kls
-        return penalty + place_score(scores, masks.bool()), penalty, kls
+        return penalty + place_score(scores.to(masks.device), masks.bool()), penalty, kls
 
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -234,10 +234,7 @@ class Pieces:
         """
         found = data.pop("train_stats")
         train = over_steps(found if isinstance(found, list) else [found])
-        ranks = self.learner.ranks
-        return update_statistics(
-            kl_coef, train_stats=train, mean=lambda x: self.learner.total(x) / ranks, **data
-        )
+        return update_statistics(kl_coef, train_stats=train, total=self.learner.total, **data)
 
     def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors averaged over all processes; the rest unchanged."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.classic.core import masked_mean, stats_to_np
+from kedge.classic.core import stats_to_np
+from kedge.math.masked import masked_mean, moments
 
 OBJECTIVE = ("kl", "kl_dist", "logprobs", "ref_logprobs", "kl_coef", "entropy")
 TRAIN = (
@@ -58,9 +59,11 @@ def update_statistics(
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
     kls: Tensor,
-    mean: Callable[[Tensor], Tensor] = lambda x: x,
+    total: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> dict[str, Any]:
     """The statistics of one update, without learning rate and times.
+
+    Means and deviations are over the rows of all ranks; arrays hold those of this one.
 
     Args:
         kl_coef: used in it.
@@ -73,16 +76,13 @@ def update_statistics(
         queries: int64 [P_i] each.
         responses: int64 [R_i] each.
         kls: float32 [B, T].
-        mean: averages a tensor over ranks.
+        total: sums a tensor over ranks.
     """
-    mask = masks.bool()
-    per_response = torch.where(mask, kls, 0.0).sum(-1)
-    minus_logprob = torch.where(mask, -logprobs, 0.0).sum(-1)
-    whole = scores.double()
-    spread = whole.std() if len(whole) > 1 else whole.new_zeros(())
-    non_score = masked_mean(non_score_reward, mask)
-    local = [per_response.mean(), minus_logprob.mean(), non_score, whole.mean(), spread]
-    kl, entropy, penalty, score, std = mean(torch.stack([x.double() for x in local])).tolist()
+    mask, rows = masks.bool(), torch.ones(len(scores), dtype=torch.bool)
+    per_response = torch.where(mask, kls, 0.0).sum(-1).cpu()
+    minus_logprob = torch.where(mask, -logprobs, 0.0).sum(-1).cpu()
+    kl = float(masked_mean(per_response, rows, total=total))
+    score, spread = moments(scores.double().cpu(), rows, total=total)
     if kl < -1.0:
         warnings.warn(
             f"the KL to the reference is {kl:.2f} nats per response: sampling is not from the "
@@ -96,15 +96,16 @@ def update_statistics(
         "objective/logprobs": logprobs,
         "objective/ref_logprobs": ref_logprobs,
         "objective/kl_coef": float(kl_coef),
-        "objective/entropy": entropy,
-        "ppo/mean_non_score_reward": penalty,
-        "ppo/mean_scores": score,
-        "ppo/std_scores": std,
+        "objective/entropy": float(masked_mean(minus_logprob, rows, total=total)),
+        "ppo/mean_non_score_reward": float(masked_mean(non_score_reward, mask, total=total)),
+        "ppo/mean_scores": float(score),
+        "ppo/std_scores": float(spread),
     }
-    for name, rows in (("queries", queries), ("responses", responses)):
-        lengths = torch.tensor([float(len(x)) for x in rows])
-        stats[f"tokens/{name}_len_mean"] = float(lengths.mean())
-        stats[f"tokens/{name}_len_std"] = float(lengths.std()) if len(lengths) > 1 else 0.0
+    for name, texts in (("queries", queries), ("responses", responses)):
+        lengths = torch.tensor([float(len(x)) for x in texts])
+        center, width = moments(lengths, rows, total=total)
+        stats[f"tokens/{name}_len_mean"] = float(center)
+        stats[f"tokens/{name}_len_std"] = float(width)
         stats[f"tokens/{name}_dist"] = lengths
     for name, x in train_stats.items():
         stats[f"ppo/{name}"] = x if name in _LISTS else float(x.float().mean())

@@ -188,13 +188,13 @@ class HFLearner:
     def annotate(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> Annotation:
-        """Log-probabilities, reference and values of a rollout, without gradient."""
+        """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
         if (reference or full_kl) and self.reference is None:
             raise ConfigError("the reference was asked for, but the learner was given none")
         if values and self.value is None:
             raise ConfigError("values were asked for, but the learner was given no value model")
         check_prompts(rollout.prompts.mask)
-        rollout = to_device(rollout, self.device)
+        home, rollout = rollout.ids.device, to_device(rollout, self.device)
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
@@ -220,7 +220,7 @@ class HFLearner:
                     out[name][index] = x
         if reuse and rollout.behavior_logprobs is not None:
             out["logprobs"] = rollout.behavior_logprobs
-        return Annotation(**out)
+        return Annotation(**{name: x.to(home) for name, x in out.items()})
 
     def update(
         self,
