@@ -36,6 +36,7 @@ LEARNER = "tests/unit/test_learner.py"
 RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
 GROUPS = "tests/unit/test_algorithms_engine.py"
 GRADIENT = "tests/property/test_gradient_invariance.py"
+CLASSIC = "tests/unit/test_classic_step.py"
 MUTANTS = [
     Mutant(
         "policy loss with the wrong sign",
@@ -288,6 +289,69 @@ MUTANTS = [
         "temperature=0.0, top_k=0",
         "top_k=0",
         GROUPS,
+    ),
+    Mutant(
+        "early stopping takes the offending step",
+        "engine/brakes.py",
+        "return not steep and (self.keep_last or not self.ends(metrics))",
+        "return not steep",
+        "tests/unit/test_brakes.py",
+    ),
+    Mutant(
+        "classic scores are scaled by the deviation of nothing",
+        "classic/scores.py",
+        "        running.update(scores.sums)\n",
+        "",
+        CLASSIC,
+    ),
+    Mutant(
+        "classic moments of batches are averaged",
+        "classic/scores.py",
+        "self.squares += squares + gap**2 * self.count * count / both",
+        "self.squares += squares",
+        CLASSIC,
+    ),
+    Mutant(
+        "a mask of classic responses is forgotten",
+        "classic/samples.py",
+        "        mask[i, : len(r)] = m\n",
+        "        mask[i, : len(r)] = True\n",
+        CLASSIC,
+    ),
+    Mutant(
+        "statistics stand one token to the right",
+        "classic/samples.py",
+        "starts = [len(q) - 1 for q in queries]",
+        "starts = [len(q) for q in queries]",
+        "tests/golden/test_classic.py",
+    ),
+    Mutant(
+        "a decoder reads the token that it shall predict",
+        "backends/hf/encoder_decoder.py",
+        "ids=torch.cat([begin, target], dim=1)",
+        "ids=torch.cat([target, begin], dim=1)",
+        CLASSIC,
+    ),
+    Mutant(
+        "shared layers are copies",
+        "classic/reference.py",
+        "        memo[id(held[name])] = held[name]  # deepcopy takes these as copied already\n",
+        "",
+        "tests/unit/test_classic_models.py",
+    ),
+    Mutant(
+        "a classic state forgets where the random numbers stood",
+        "classic/state.py",
+        '        set_random_state(held.local["random"])',
+        "        pass",
+        "tests/unit/test_classic_loop.py",
+    ),
+    Mutant(
+        "an end token inside a query ends the response",
+        "classic/generation.py",
+        "ends = (new == eos).nonzero()[:, 0].tolist() if eos is not None else []",
+        "ends = (row == eos).nonzero()[:, 0].tolist() if eos is not None else []",
+        "tests/unit/test_classic_loop.py",
     ),
 ]
 

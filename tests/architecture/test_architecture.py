@@ -22,6 +22,9 @@ KEDGE_RULES = {
     "config": {"config", "errors", "types"},
     "engine": {"types", "math", "protocols", "algorithms", "engine", "errors"},
     "backends": {"types", "math", "protocols", "config", "backends", "errors"},
+    "classic": {
+        *("types", "math", "protocols", "algorithms", "engine", "backends", "errors", "classic"),
+    },
     "testing": {"types", "errors"},
     "rewards": {"rewards", "errors"},
 }

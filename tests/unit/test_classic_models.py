@@ -16,7 +16,7 @@ from kedge.classic import (
     ValueHead,
     create_reference_model,
 )
-from tests.classic_models import bart, gpt2, lora, t5
+from tests.classic_models import bart, gpt2, letters, lora, samples, t5
 
 CAUSAL, SEQ2SEQ = AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 2]])
@@ -296,3 +296,28 @@ def strange() -> Any:
     model.decoder.blocks = model.decoder.block
     del model.decoder.block
     return model
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:bitsandbytes")
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_bases_train_their_adapters(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="8- and 4-bit bases need bitsandbytes")
+    from peft import LoraConfig
+
+    from kedge.classic import PPOConfig, PPOTrainer
+    from kedge.testing import tiny_policy
+
+    tiny_policy("llama", vocab_size=28, hidden_size=64, heads=2).save_pretrained(tmp_path)
+    lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = CAUSAL.from_pretrained(
+        tmp_path, peft_config=lora_config, **{f"load_in_{bits}bit": True}
+    )
+    assert (model.is_loaded_in_8bit, model.is_loaded_in_4bit) == (bits == 8, bits == 4)
+    config = PPOConfig(batch_size=8, mini_batch_size=4, learning_rate=1e-2, ppo_epochs=2)
+    trainer = PPOTrainer(config, model, tokenizer=letters(28))
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_B" in n}
+    trainer.generate(samples()[0], max_new_tokens=2)
+    trainer.step(*samples())
+    for name, p in model.named_parameters():
+        assert name not in before or not torch.equal(p, before[name]), name

@@ -36,6 +36,7 @@ def with_adapter(
                 f"model_adapter_name={adapter!r}, but the model has no adapter; pass peft_config"
             )
         if is_quantized(policy):
+            _with_gradients(made)
             made = prepare_model_for_kbit_training(made, use_gradient_checkpointing=False)
         made = get_peft_model(made, peft_config, adapter_name=adapter or "default")
     elif peft_config is not None:
@@ -58,6 +59,13 @@ def with_adapter(
         if p.requires_grad:
             p.data = p.data.to(torch.float32)
     return made
+
+
+def _with_gradients(model: nn.Module) -> None:
+    """Keep bitsandbytes from the kernel of CPUs that it takes in evaluation mode: no gradient."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def is_quantized(model: nn.Module) -> bool:
