@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kedge.classic
 from kedge.classic import PPOConfig
 
 # As the documentation of TRL 0.11 gives them; None where the trainer fills it in.
@@ -122,3 +125,21 @@ def test_on_a_command_line() -> None:
     assert (config.batch_size, config.kl_penalty, config.early_stopping) == (8, "abs", True)
     assert config.options("tracker_kwargs") == {"wandb": {"name": "mine"}}
     assert config.to_dict()["tracker_kwargs/wandb/name"] == "mine"
+
+
+# Told to trackers and the model card; made by the config; older names of others.
+TOLD = {"exp_name", "task_name", "model_name", "query_dataset", "reward_model"}
+MADE = {"global_backward_batch_size", "global_batch_size"}
+MADE |= {"steps", "gradient_accumulation_steps"}  # total_ppo_epochs, backward_batch_size
+OLDER = {"forward_batch_size", "optimize_cuda_cache"}
+
+
+def test_every_field_is_read_somewhere() -> None:
+    folder = Path(kedge.classic.__file__).parent
+    source = "".join(p.read_text() for p in folder.glob("*.py") if p.name != "config.py")
+    told = PPOConfig().to_dict()
+    for field in fields(PPOConfig):
+        name = field.name
+        read = re.search(rf"\b(config|c)\.{name}\b|options\(\"{name}\"\)", source)
+        assert read or name in TOLD | MADE | OLDER, name
+        assert name in told or getattr(PPOConfig(), name) == {}

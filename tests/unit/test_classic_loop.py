@@ -298,7 +298,7 @@ def test_the_real_trackers(name: str, tmp_path: Path) -> None:
     env |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root), *sys.path])
     command = [sys.executable, "-c", _RUN, name]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     pattern = {"wandb": "run-*.wandb", "trackio": "*.db"}[name]
     assert [p for p in tmp_path.rglob(pattern) if p.stat().st_size > 0]

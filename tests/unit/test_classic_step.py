@@ -356,3 +356,46 @@ def test_kind_of_model_in_the_config() -> None:
     with pytest.raises(ValueError, match="is_encoder_decoder=True, but of the model it is False"):
         trainer(gpt2(), is_encoder_decoder=True)
     assert trainer(t5()).config.is_encoder_decoder is True
+
+
+def test_adapters_on_an_encoder_decoder() -> None:
+    pytest.importorskip("peft")
+    adapter = lora(target_modules=["q", "v"], fan_in_fan_out=False, task_type="SEQ_2_SEQ_LM")
+    found = trainer(t5(), peft_config=adapter, ppo_epochs=2, learning_rate=1e-2)
+    before = weights(found)
+    assert found.step(*samples())["objective/kl"] == pytest.approx(0.0, abs=1e-4)
+    moved = {n for n, p in weights(found).items() if not torch.equal(p, before[n])}
+    assert {n.split(".")[3] for n in moved if "lora" in n} == {"encoder", "decoder"}
+    assert all("lora" in n or n.startswith("v_head") for n in moved)
+    assert abs(found.step(*samples())["objective/kl"]) > 1e-3
+
+
+def test_mixed_precision() -> None:
+    from accelerate.state import AcceleratorState
+
+    options = {"sgd": 0.1, "ppo_epochs": 1}
+    a = trainer(gpt2(), **options).step(*samples())
+    AcceleratorState._reset_state()
+    try:
+        rough = trainer(gpt2(), **options, accelerator_kwargs={"mixed_precision": "bf16"})
+        b = rough.step(*samples())
+    finally:
+        AcceleratorState._reset_state()
+    assert all(p.dtype == torch.float32 for p in rough.model.parameters())
+    assert a["objective/entropy"] != b["objective/entropy"]
+    assert a["objective/entropy"] == pytest.approx(b["objective/entropy"], rel=2e-2)
+
+
+def test_low_precision_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="bf16 weight swallows an update"):
+        trainer(gpt2().to(torch.bfloat16))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = gpt2()
+    model.hf_device_map = {"transformer.h.0": 0, "transformer.h.1": 1}
+    with pytest.raises(ValueError, match="device_map spreads the model over several devices"):
+        trainer(model)
+    model.hf_device_map = {"transformer.h.0": 0, "transformer.h.1": "cpu"}
+    with pytest.raises(ValueError, match="device_map puts parts of the model on cpu"):
+        trainer(model)

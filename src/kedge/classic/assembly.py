@@ -49,10 +49,6 @@ def check(given: Given) -> None:
     Raises:
         ConfigError: names the argument and what it must be.
     """
-    if not isinstance(given.config, PPOConfig):
-        raise ConfigError(
-            f"config is a {type(given.config).__name__}; pass a kedge.classic.PPOConfig"
-        )
     if not isinstance(given.tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
             f"tokenizer is a {type(given.tokenizer).__name__}; pass a transformers tokenizer"
@@ -76,6 +72,21 @@ def check(given: Given) -> None:
         )
     if given.lr_scheduler is not None and given.optimizer is None:
         raise ConfigError("lr_scheduler was given without the optimizer that it schedules")
+    if given.model.is_sequential_parallel:
+        raise ConfigError(
+            "device_map spreads the model over several devices, but the learner keeps it on one: "
+            'load it with device_map={"": 0}, in 8 or 4 bits if it does not fit'
+        )
+    _check_kind(given)
+    if given.ref_model is not None and given.num_shared_layers is not None:
+        warnings.warn(
+            "num_shared_layers is ignored, for ref_model was given; pass one of the two",
+            stacklevel=4,
+        )
+
+
+def _check_kind(given: Given) -> None:
+    """Compare what the config says of the model with the model, and fill it in."""
     encodes = bool(getattr(given.model.config, "is_encoder_decoder", False))
     for name, truth in (
         ("is_encoder_decoder", encodes),
@@ -86,11 +97,6 @@ def check(given: Given) -> None:
                 f"{name}={getattr(given.config, name)}, but of the model it is {truth}"
             )
         setattr(given.config, name, truth)
-    if given.ref_model is not None and given.num_shared_layers is not None:
-        warnings.warn(
-            "num_shared_layers is ignored, for ref_model was given; pass one of the two",
-            stacklevel=4,
-        )
 
 
 def _inner(model: Any) -> Any:
@@ -123,10 +129,14 @@ def make_reference(given: Given) -> tuple[Any, Reference]:
     return reference, FrozenModel(_inner(reference))
 
 
-def make_learner(given: Given, reference: Reference, accelerator: Accelerator) -> HFLearner:
-    """The core's learner around the model."""
+def make_learner(
+    given: Given, reference_model: Any, reference: Reference, accelerator: Accelerator
+) -> HFLearner:
+    """The core's learner around the model; both models go to the accelerator's device."""
     config, model = given.config, given.model
-    model.to(accelerator.device)
+    for each in (model, reference_model):
+        if each is not None:
+            each.to(accelerator.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigError(

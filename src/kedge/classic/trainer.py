@@ -97,7 +97,7 @@ class PPOTrainer(Pieces, Publishing):
         self.accelerator = make_accelerator(config)
         start_trackers(self.accelerator, config)
         self.ref_model, reference = make_reference(parts)
-        self.learner = make_learner(parts, reference, self.accelerator)
+        self.learner = make_learner(parts, self.ref_model, reference, self.accelerator)
         self.algorithm = make_algorithm(config)
         self._watch = Watch()
         self._updater = Updater(
