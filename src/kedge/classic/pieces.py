@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
-from kedge.backends.hf.learner import HFLearner
 from kedge.classic.assembly import ESTIMATORS
-from kedge.classic.config import PPOConfig
 from kedge.classic.core import entropy_from_logits, logprobs_from_logits
 from kedge.classic.inputs import model_inputs, response_mask
 from kedge.classic.statistics import over_steps, update_statistics
+from kedge.classic.views import Views
 from kedge.classic.watch import OptimiserStep
-from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.math.advantage import gae
 from kedge.math.kl import ESTIMATORS as KL
 from kedge.math.kl import over_vocabulary
@@ -26,15 +24,11 @@ from kedge.math.weights import token_mean
 from kedge.types import Experience, Loss, MicroBatch, PolicyOutput
 
 
-class Pieces:
+class Pieces(Views):
     """What ``step`` is made of.  T is the longest query with its response, minus one."""
 
-    config: PPOConfig
     tokenizer: Any
-    learner: HFLearner
     algorithm: Algorithm
-    kl_ctl: AdaptiveKL | FixedKL
-    is_encoder_decoder: bool
 
     def prepare_model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]

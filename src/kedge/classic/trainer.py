@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -125,50 +124,6 @@ class PPOTrainer(Pieces, Publishing):
             return AdaptiveKLController(c.init_kl_coef, c.target, c.horizon)
         return FixedKLController(c.init_kl_coef)
 
-    @property
-    def kl_ctl(self) -> Any:
-        """The KL controller; ``kl_ctl.value`` is the coefficient."""
-        return self._updater.kl
-
-    @kl_ctl.setter
-    def kl_ctl(self, controller: Any) -> None:
-        self._updater.kl = controller
-
-    @property
-    def current_step(self) -> int:
-        """Calls of ``step`` so far."""
-        return self._updater.step
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimiser."""
-        return self.learner.optimizer
-
-    @property
-    def lr_scheduler(self) -> LRScheduler:
-        """The learning-rate schedule; constant unless you gave one."""
-        return self.learner.scheduler
-
-    @property
-    def current_device(self) -> torch.device:
-        """Where the models are."""
-        return self.learner.device
-
-    @property
-    def is_encoder_decoder(self) -> bool:  # type: ignore[override]
-        """Whether the policy is an encoder-decoder."""
-        return bool(self.config.is_encoder_decoder)
-
-    @property
-    def is_peft_model(self) -> bool:
-        """Whether the policy is an adapter on a frozen base."""
-        return bool(self.config.is_peft_model)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether several processes train together."""
-        return self.learner.ranks > 1
-
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> DataLoader[Any]:
         """Shuffled batches of ``batch_size`` rows; an incomplete last batch is left out.
 
@@ -226,7 +181,7 @@ class PPOTrainer(Pieces, Publishing):
             return response
         if self.ref_model is not None:
             return response, sample(self.ref_model)
-        with self.model.pretrained_model.disable_adapter():
+        with self.optional_peft_ctx():
             return response, sample(self.model)
 
     def step(
