@@ -1,5 +1,7 @@
 """Learning rules: each file is one algorithm, composed from ``kedge.math``."""
 
+from collections.abc import Callable
+
 from kedge.algorithms.base import Algorithm, Evidence
 from kedge.algorithms.grpo import grpo
 from kedge.algorithms.ppo import ppo
@@ -7,7 +9,7 @@ from kedge.algorithms.reinforce_pp import reinforce_pp
 from kedge.algorithms.remax import remax
 from kedge.algorithms.rloo import rloo
 
-BUILTIN = {
+BUILTIN: dict[str, Callable[..., Algorithm]] = {
     "ppo": ppo,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,

@@ -1,0 +1,154 @@
+"""PPO, RLOO, REINFORCE++ and GRPO on the same model, reward and number of responses.
+
+    python -m benchmarks.algorithms --seeds 0 1 2
+
+stories260k against a sentiment reward model: 40 updates of 64 responses of 53 tokens, 4 epochs,
+learning rate 3e-4, KL coefficient 0.05; RLOO and GRPO sample 4 responses to each of 16 prompts.
+Each run is a process of its own.  Writes every curve, the mean of the last five updates, seconds
+and peak memory, and draws the mean over seeds with the range between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
+RESULTS = Path(__file__).parent / "results"
+NAMES = {"ppo": "PPO", "rloo": "RLOO", "reinforce_pp": "REINFORCE++", "grpo": "GRPO"}
+COLOURS = {"ppo": "tab:blue", "rloo": "tab:orange", "reinforce_pp": "tab:green", "grpo": "tab:red"}
+UPDATES = 40
+
+
+def run(name: str, seed: int) -> dict[str, Any]:
+    """One run, in this process."""
+    import kedge
+    from kedge.algorithms import reinforce_pp
+
+    data = SHARED / "data"
+    prompts = (data / "story-prompts" / "train.jsonl").read_text().splitlines()
+    shared: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": 64,
+        "max_steps": UPDATES,
+        "response_length": 53,
+        "num_ppo_epochs": 4,
+        "learning_rate": 3e-4,
+        "temperature": 0.7,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "num_sample_generations": 0,
+        "seed": seed,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    given: dict[str, Any] = {
+        "model": str(data / "stories260k"),
+        "train_dataset": [json.loads(line) for line in prompts],
+    }
+    reward = str(data / "stories260k-sentiment")
+    if name == "grpo":
+        args: Any = kedge.GRPOConfig(**shared, num_generations=4, beta=0.05)
+        trainer: Any = kedge.GRPOTrainer(args=args, reward_funcs=reward, **given)
+    elif name == "rloo":
+        args = kedge.RLOOConfig(**shared, rloo_k=4, kl_coef=0.05)
+        trainer = kedge.RLOOTrainer(args=args, reward_funcs=reward, **given)
+    else:
+        args = kedge.PPOConfig(**shared, kl_coef=0.05)
+        rule = None if name == "ppo" else reinforce_pp()
+        trainer = kedge.PPOTrainer(args=args, reward_model=reward, algorithm=rule, **given)
+    done = trainer.train()
+    rows = [row for row in trainer.state.log_history if "objective/scores" in row]
+    scores = [row["objective/scores"] for row in rows]
+    return {
+        "algorithm": name,
+        "seed": seed,
+        "scores": scores,
+        "kl": [row.get("objective/kl", 0.0) for row in rows],
+        "last_five": statistics.fmean(scores[-5:]),
+        "seconds": done.metrics["train_runtime"],
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "completions": trainer.generate_completions(sampling=True)[:3],
+    }
+
+
+def draw(runs: list[dict[str, Any]], file: Path) -> None:
+    """Mean score by responses trained on, with the range over seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, title in NAMES.items():
+        curves = [each["scores"] for each in runs if each["algorithm"] == name]
+        if not curves:
+            continue
+        by_update = list(zip(*curves, strict=True))
+        x = [64 * (i + 1) for i in range(len(by_update))]
+        axes.plot(x, [statistics.fmean(v) for v in by_update], color=COLOURS[name], label=title)
+        low, high = [min(v) for v in by_update], [max(v) for v in by_update]
+        axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.15)
+    axes.set_xlabel("responses trained on")
+    axes.set_ylabel("score of the reward model")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=110)
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Means over seeds, as Markdown."""
+    lines = ["| | score, last five updates | by seed | KL, last | seconds | peak memory |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, title in NAMES.items():
+        mine = [each for each in runs if each["algorithm"] == name]
+        if not mine:
+            continue
+        scores = [each["last_five"] for each in mine]
+        lines.append(
+            f"| {title} | {statistics.fmean(scores):.2f} |"
+            f" {', '.join(f'{s:.2f}' for s in scores)} |"
+            f" {statistics.fmean(each['kl'][-1] for each in mine):.1f} |"
+            f" {statistics.fmean(each['seconds'] for each in mine):.0f} |"
+            f" {max(each['peak_mib'] for each in mine):.0f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    flags.add_argument("--algorithms", nargs="+", default=list(NAMES))
+    flags.add_argument("--one", help="run this one here and print it")
+    options = flags.parse_args()
+    if options.one:
+        print("RUN " + json.dumps(run(options.one, options.seeds[0])))
+        return
+    runs: list[dict[str, Any]] = []
+    for seed in options.seeds:
+        for name in options.algorithms:
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.algorithms"]
+            command += ["--one", name, "--seeds", str(seed)]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+            (line,) = [t for t in done.stdout.splitlines() if t.startswith("RUN ")]
+            runs.append(json.loads(line.removeprefix("RUN ")))
+            (RESULTS / "algorithms.json").write_text(json.dumps(runs, indent=1))
+            print(
+                name, seed, round(runs[-1]["last_five"], 3), round(runs[-1]["seconds"]), flush=True
+            )
+    draw(runs, RESULTS / "algorithms.png")
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()
