@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import BUILTIN, Algorithm, grpo, ppo, reinforce_pp, remax, rloo
-from kedge.math.offpolicy import Correction
 from tests.unit.evidence import advantages, evidence, micro_batch, output, prefix
 
 GROUP = [0, 0, 1, 1]
@@ -264,19 +263,6 @@ def test_truncated_responses_and_uniform_groups_are_not_trained_on() -> None:
     uniform = grpo(drop_uniform_groups=True).credit(batch, 0.0)
     assert uniform.mask is not None
     assert uniform.mask[:, 0].tolist() == [True, True, False, False]
-
-
-def test_grpo_weighs_tokens_for_what_sampled_them() -> None:
-    algorithm = grpo(correction=Correction(high=2.0))
-    for mu, weight in (
-        (-2.0 - math.log(3), 2.0),
-        (-2.0 - math.log(1.5), 1.5),
-        (-1.0, math.exp(-1)),
-    ):
-        found = loss_of(algorithm, 0.0, 1.0, mu=torch.tensor([[mu]]))
-        assert found == pytest.approx((-weight, -weight))
-    with pytest.raises(ValueError, match="records no log-probabilities"):
-        loss_of(algorithm, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ class Algorithm:
         min_group: responses per prompt below which the algorithm is undefined.
         spare_slot: scores are placed one slot after the last token, where engines leave room.
         needs_greedy: the greedy response to each prompt is sampled and scored too.
+        whole_responses: the loss has one advantage per response, which is that of its first token.
         resample: rounds in which groups of equal scores are sampled anew for other prompts.
     """
 
@@ -56,4 +57,5 @@ class Algorithm:
     min_group: int = 1
     spare_slot: bool = False
     needs_greedy: bool = False
+    whole_responses: bool = False
     resample: int = 0

@@ -14,13 +14,11 @@ from kedge.algorithms.parts import (
     dense_rewards,
     kl_of,
     policy_metrics,
-    sampler_weights,
     shaped_scores,
 )
 from kedge.math.advantage import group_normalise, group_std
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped, weighted_policy_loss
-from kedge.math.offpolicy import Correction
 from kedge.math.rewards import overlong_penalty, place_score
 from kedge.math.sequences import RatioLevel, ratios
 from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
@@ -44,7 +42,6 @@ def grpo(  # noqa: PLR0913
     drop_uniform_groups: bool = False,
     dynamic_sampling: int = 0,
     overlong_buffer: int = 0,
-    correction: Correction | None = None,
     reference: bool = True,
 ) -> Algorithm:
     """GRPO: group-normalised scores, clipped ratios, KL in the loss.
@@ -75,7 +72,6 @@ def grpo(  # noqa: PLR0913
         drop_uniform_groups: groups of equal scores leave the loss and its weights.
         dynamic_sampling: rounds in which such groups are sampled anew for other prompts (DAPO).
         overlong_buffer: tokens before ``max_length`` over which the score falls by up to 1.
-        correction: weight tokens by learner against sampler; needs recorded log-probabilities.
         reference: whether there is a reference policy.
 
     Raises:
@@ -120,7 +116,7 @@ def grpo(  # noqa: PLR0913
         else:
             per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
             stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
-        policy = (w * per_token * sampler_weights(x, correction)).sum()
+        policy = (w * per_token).sum()
         parts = {"policy": policy}
         metrics = policy_metrics(new, mb, share, log_ratio, ratio) | {
             "loss/policy_avg": policy,

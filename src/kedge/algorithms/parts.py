@@ -8,8 +8,7 @@ from torch import Tensor
 from kedge.algorithms.base import Evidence
 from kedge.math.kl import per_token_kl
 from kedge.math.masked import standardise
-from kedge.math.offpolicy import Correction, importance_weights
-from kedge.types import Experience, MicroBatch, PolicyOutput
+from kedge.types import MicroBatch, PolicyOutput
 
 Bounds = float | tuple[float, float] | None
 
@@ -54,19 +53,3 @@ def policy_metrics(
         "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
         "val/ratio": (weight * ratio).sum(),
     }
-
-
-def sampler_weights(x: Experience, correction: Correction | None) -> Tensor | float:
-    """Weight of each token for what sampled it, float32 [b, R]; 1 without a correction.
-
-    Raises:
-        ValueError: the engine did not record its log-probabilities.
-    """
-    if correction is None:
-        return 1.0
-    if x.behavior_logprobs is None:
-        raise ValueError(
-            "correction= weighs tokens by learner against sampler, and the rollout engine records"
-            " no log-probabilities; use one that does, or leave the correction out"
-        )
-    return importance_weights(x.old_logprobs, x.behavior_logprobs, x.mask, correction)

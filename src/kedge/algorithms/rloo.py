@@ -114,4 +114,5 @@ def rloo(
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
         min_group=2,
+        whole_responses=not by_token,
     )

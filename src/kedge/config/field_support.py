@@ -280,6 +280,15 @@ OWN: dict[str, Support] = {
     "replay_rollouts": Honoured(_ENGINE),
     "preflight": Honoured(_ENGINE),
     "max_lag": Honoured(_ENGINE),
+    **dict.fromkeys(
+        (
+            "sampler_correction",
+            "sampler_correction_level",
+            "sampler_correction_low",
+            "sampler_correction_high",
+        ),
+        Honoured(_ENGINE),
+    ),
     # PPOv2Config
     "sanity_check": Honoured(_SCRIPT + ": the first 100 rows of the dataset only"),
     "base_model": Honoured(_SCRIPT + ": the tokenizer's folder or name"),

@@ -40,10 +40,6 @@ GRPO_SUPPORT: dict[str, Support] = {
             "drop_uniform_groups",
             "dynamic_sampling",
             "overlong_buffer",
-            "sampler_correction",
-            "sampler_correction_level",
-            "sampler_correction_low",
-            "sampler_correction_high",
         ),
         Honoured(_GRPO),
     ),
@@ -145,15 +141,6 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     overlong_buffer: int = option(
         0, "Tokens before response_length over which the score falls by up to 1 (DAPO)."
     )
-    sampler_correction: Literal["truncate", "mask"] | None = option(
-        None, "Weigh tokens by learner against sampler; needs an engine that records."
-    )
-    sampler_correction_level: Literal["token", "sequence", "sequence_mean"] = option(
-        "token", "Weight of the token, of the response, or its geometric mean."
-    )
-    sampler_correction_high: float = option(2.0, "Weights above it are lowered or masked.")
-    sampler_correction_low: float = option(0.0, "Weights below it are masked.")
-
     cast_lm_head_to_fp32: bool = _refused(False)
     sapo_temperature_neg: float = _refused(1.05)
     sapo_temperature_pos: float = _refused(1.0)
@@ -207,16 +194,6 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionOptions:
-    """The keyword arguments of ``kedge.math.offpolicy.Correction``."""
-
-    kind: Literal["truncate", "mask"]
-    level: Literal["token", "sequence", "sequence_mean"]
-    high: float
-    low: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOOptions:
     """The keyword arguments of ``kedge.algorithms.grpo`` that the config knows."""
 
@@ -241,7 +218,6 @@ class GRPOSettings(RunSettings):
     """Everything a GRPO run is told."""
 
     grpo: GRPOOptions
-    correction: CorrectionOptions | None
 
 
 def resolve_grpo(
@@ -252,17 +228,8 @@ def resolve_grpo(
     Args, Raises: as for ``kedge.config.resolve.resolve``.
     """
     parts = shared_parts(config, world_size=world_size, eos_token_id=eos_token_id)
-    correction = None
-    if config.sampler_correction is not None:
-        correction = CorrectionOptions(
-            kind=config.sampler_correction,
-            level=config.sampler_correction_level,
-            high=config.sampler_correction_high,
-            low=config.sampler_correction_low,
-        )
     return GRPOSettings(
         **parts,
-        correction=correction,
         grpo=GRPOOptions(
             epsilon=config.epsilon,
             epsilon_high=config.epsilon_high,

@@ -159,6 +159,14 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     replay_rollouts: str | None = option(None, "Folder of save_rollouts to train from.")
     preflight: bool = option(True, "Check models, rewards and masks on one batch at the start.")
     max_lag: int = option(0, "Updates that sampling may be ahead of training; 0 is synchronous.")
+    sampler_correction: Literal["truncate", "mask"] | None = option(
+        None, "Weigh tokens by learner against sampler; needs an engine that records."
+    )
+    sampler_correction_level: Literal["token", "sequence", "sequence_mean"] = option(
+        "token", "Weight of the token, of the response, or its geometric mean."
+    )
+    sampler_correction_high: float = option(2.0, "Weights above it are lowered or masked.")
+    sampler_correction_low: float = option(0.0, "Weights below it are masked.")
 
     def __post_init__(self) -> None:
         apply_support(self, self.SUPPORT)

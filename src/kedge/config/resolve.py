@@ -124,6 +124,16 @@ class LearnerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionOptions:
+    """The keyword arguments of ``kedge.math.offpolicy.Correction``."""
+
+    kind: Literal["truncate", "mask"]
+    level: Literal["token", "sequence", "sequence_mean"]
+    high: float
+    low: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """Everything a run is told whatever its algorithm, in typed parts."""
 
@@ -137,6 +147,7 @@ class RunSettings:
     rollout: RolloutOptions
     seed: int
     max_lag: int
+    correction: CorrectionOptions | None
     preflight: bool
     save_rollouts: str | None
     replay_rollouts: str | None
@@ -225,10 +236,22 @@ def shared_parts(
         "rollout": rollout_options(config),
         "seed": config.seed,
         "max_lag": config.max_lag,
+        "correction": _correction(config),
         "preflight": config.preflight,
         "save_rollouts": config.save_rollouts,
         "replay_rollouts": config.replay_rollouts,
     }
+
+
+def _correction(config: OnPolicyConfig) -> CorrectionOptions | None:
+    if config.sampler_correction is None:
+        return None
+    return CorrectionOptions(
+        kind=config.sampler_correction,
+        level=config.sampler_correction_level,
+        high=config.sampler_correction_high,
+        low=config.sampler_correction_low,
+    )
 
 
 def _check_whitening(config: PPOConfig, batch: BatchOptions) -> None:

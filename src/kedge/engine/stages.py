@@ -18,6 +18,7 @@ from kedge.engine.metrics import Tally
 from kedge.engine.resample import rows_of
 from kedge.errors import RewardError, RolloutError
 from kedge.math.advantage import group_count, group_std
+from kedge.math.offpolicy import Correction, importance_weights
 from kedge.math.weights import WEIGHTINGS, row_mean
 from kedge.protocols import Learner, RewardSource, RolloutEngine, Total
 from kedge.types import (
@@ -83,9 +84,19 @@ def _with_baseline(
 
 
 def make_experience(
-    rollout: Rollout, judgement: Judgement, learner: Learner, algo: Algorithm, kl_coef: float
+    rollout: Rollout,
+    judgement: Judgement,
+    learner: Learner,
+    algo: Algorithm,
+    kl_coef: float,
+    correction: Correction | None = None,
 ) -> tuple[Experience, dict[str, float]]:
-    """Ask the models what they think of the rollout, and assign credit."""
+    """Ask the models what they think of the rollout, and assign credit.
+
+    The ratio's anchor is the learner, and for stale rows what sampled them.  With a ``correction``
+    it is the learner for all rows, and advantages are weighed by learner against sampler, bounded:
+    decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
+    """
     if not float(learner.total(judgement.valid.sum())):
         raise RewardError(
             f"none of the {len(rollout)} responses of this batch could be scored; see the log for"
@@ -99,16 +110,18 @@ def make_experience(
         full_kl=algo.needs_full_kl,
     )
     stale = (rollout.version >= 0) & (rollout.version < learner.version)
-    gap = None
-    if rollout.behavior_logprobs is not None and note.logprobs is not rollout.behavior_logprobs:
-        gap = (rollout.behavior_logprobs - note.logprobs).abs()
-        anchor = torch.where(stale[:, None], rollout.behavior_logprobs, note.logprobs)
-        note = replace(note, logprobs=anchor)
+    sampled, own = rollout.behavior_logprobs, note.logprobs
+    if sampled is not None and correction is None:
+        note = replace(note, logprobs=torch.where(stale[:, None], sampled, own))
     evidence = Evidence(rollout=rollout, judgement=judgement, annotation=note, total=learner.total)
     credit = algo.credit(evidence, kl_coef)
     tally = Tally()
-    if gap is not None:
+    if sampled is not None and own is not sampled:
+        gap = (sampled - own).abs()
         tally.mean("rollout/logprob_gap", gap, rollout.mask & ~stale[:, None])
+        tally.mean("rollout/stale_gap", gap, rollout.mask & stale[:, None])
+    if correction is not None:
+        credit = _corrected(credit, rollout, own, correction, tally)
     lag = (learner.version - rollout.version).clamp(min=0)
     tally.mean("rollout/lag", lag, rollout.version >= 0)
     _describe_batch(tally, evidence, credit, kl_coef)
@@ -116,6 +129,27 @@ def make_experience(
     metrics["objective/kl_coef"] = kl_coef
     _derive(metrics)
     return _experience(rollout, note, credit), metrics
+
+
+def _corrected(
+    credit: Credit, rollout: Rollout, own: Tensor, how: Correction, tally: Tally
+) -> Credit:
+    """Advantages weighed for what sampled their tokens.
+
+    Losses are proportional to positive factors of an advantage, so this is the weight of the token
+    in the loss, whatever the algorithm.
+    """
+    if rollout.behavior_logprobs is None:
+        raise RolloutError(
+            f"sampler_correction={how.kind!r} weighs tokens by learner against sampler, and the"
+            " rollout engine records no log-probabilities; use one that does, or leave it out"
+        )
+    weight = importance_weights(own, rollout.behavior_logprobs, rollout.mask, how)
+    tally.mean("rollout/correction_weight", weight, rollout.mask)
+    free = replace(how, kind="truncate", high=float("inf"))
+    bounded = weight != importance_weights(own, rollout.behavior_logprobs, rollout.mask, free)
+    tally.mean("rollout/correction_bounded", bounded, rollout.mask)
+    return replace(credit, advantages=credit.advantages * weight)
 
 
 def _experience(rollout: Rollout, note: Annotation, credit: Credit) -> Experience:

@@ -14,6 +14,7 @@ from kedge.engine.metrics import check_known
 from kedge.engine.plan import BatchPlan
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import make_experience, optimise
+from kedge.math.offpolicy import Correction
 from kedge.protocols import KLController, Learner
 from kedge.types import Judgement, Rollout
 
@@ -29,6 +30,7 @@ class Updater:
     hooks: Hooks = field(default_factory=NoHooks)
     seed: int = 0
     value_warmup_steps: int = 0  # first updates that train the value alone
+    correction: Correction | None = None  # weigh tokens by learner against sampler
     brakes: Brakes = field(default_factory=Brakes)
     clock: Callable[[], float] = time.perf_counter
     step: int = 0  # updates finished
@@ -46,7 +48,7 @@ class Updater:
         self.hooks.on_sample(self.step, rollout, judgement)
         start = self.clock()
         experience, metrics = make_experience(
-            rollout, judgement, self.learner, self.algorithm, self.kl.value
+            rollout, judgement, self.learner, self.algorithm, self.kl.value, self.correction
         )
         ready = self.clock()
         metrics |= optimise(

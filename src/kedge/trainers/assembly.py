@@ -31,7 +31,7 @@ from kedge.trainers.models import Models, policy_of, reference_of, value_of
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.publishing import pushing
 from kedge.trainers.run import Run
-from kedge.trainers.sampling import DTYPES, check_sampler, sampler_of
+from kedge.trainers.sampling import DTYPES, check_sampler, correction_of, sampler_of
 from kedge.trainers.saving import recording_of
 
 logger = logging.getLogger(__name__)
@@ -257,6 +257,7 @@ def engine_of(
         sampling=settings.sampling,
         seed=settings.seed,
         max_lag=settings.max_lag,
+        correction=correction_of(settings, algorithm, rollouts),
         value_warmup_steps=settings.value.warmup_steps if algorithm.needs_values else 0,
     )
 

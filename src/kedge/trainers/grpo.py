@@ -13,7 +13,6 @@ from kedge.algorithms import Algorithm, grpo
 from kedge.backends.hf.device import accelerator_for
 from kedge.config.grpo import GRPOConfig, resolve_grpo
 from kedge.errors import ConfigError
-from kedge.math.offpolicy import Correction
 from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
@@ -92,11 +91,9 @@ class GRPOTrainer(TrainerShell):
         settings = resolve_grpo(
             options, world_size=accelerator.num_processes, eos_token_id=tokenizer.eos_token_id
         )
-        how = settings.correction
         held = ref_model is not None or settings.kl.coef > 0 or settings.grpo.beta > 0
         rule = algorithm or grpo(
             **asdict(settings.grpo),
-            correction=None if how is None else Correction(**asdict(how)),
             reference=held,
         )
         run = assemble(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)

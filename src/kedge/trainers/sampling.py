@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.sharding import shards_asked
 from kedge.config.resolve import RunSettings
 from kedge.errors import ConfigError
+from kedge.math.offpolicy import Correction
 from kedge.protocols import RolloutEngine
 from kedge.trainers.given import Given
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,3 +84,34 @@ def sampler_of(
             spare_slot=algorithm.spare_slot,
         )
     )
+
+
+def correction_of(
+    settings: RunSettings, algorithm: Algorithm, engine: RolloutEngine
+) -> Correction | None:
+    """How tokens are weighed for what sampled them, or None.
+
+    Raises:
+        ConfigError: the engine records no log-probabilities, or the rule weighs whole responses.
+    """
+    how, recorded = settings.correction, engine.logprobs != "none"
+    if how is None:
+        if settings.max_lag > 0 and not recorded:
+            logger.warning(
+                "max_lag=%d trains on samples of older weights, and %s records no log-probabilities"
+                " to tell how far the policy has moved since: the loss will not correct for it",
+                settings.max_lag,
+                type(engine).__name__,
+            )
+        return None
+    if not recorded:
+        raise ConfigError(
+            f"sampler_correction={how.kind!r} weighs tokens by learner against sampler, and"
+            f" {type(engine).__name__} records no log-probabilities; leave it out"
+        )
+    if algorithm.whole_responses and how.level == "token":
+        raise ConfigError(
+            f"sampler_correction_level='token' weighs tokens, and {algorithm.name} has one"
+            " advantage per response; set it to 'sequence' or 'sequence_mean', or ratio_level='token'"
+        )
+    return Correction(**asdict(how))
