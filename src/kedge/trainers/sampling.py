@@ -112,6 +112,6 @@ def correction_of(
     if algorithm.whole_responses and how.level == "token":
         raise ConfigError(
             f"sampler_correction_level='token' weighs tokens, and {algorithm.name} has one"
-            " advantage per response; set it to 'sequence' or 'sequence_mean', or ratio_level='token'"
+            " advantage per response; set 'sequence' or 'sequence_mean', or ratio_level='token'"
         )
     return Correction(**asdict(how))
