@@ -1,0 +1,185 @@
+"""Ten thousand schedules of a fake engine and learner: the staleness bound is never broken.
+
+Delays, failures of the sampler, stops at any update and resumes from the last checkpoint, in any
+order; every batch is trained on once, in its turn, and is exactly as old as the lag allows.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.engine.hooks import NoHooks, StepReport
+from kedge.engine.loop import Engine, Sample
+from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
+
+ONE = torch.ones(1, 1, dtype=torch.bool)
+SCHEDULES = 10_000
+
+
+class Broken(Exception):
+    """The sampler failed."""
+
+
+class Prompts:
+    """The prompt of a step is its number."""
+
+    def batch(self, step: int) -> PromptBatch:
+        number = torch.tensor([step])
+        return PromptBatch(ids=number[:, None], mask=ONE, group=number, row=number)
+
+
+class Sampler:
+    """Answers with the version it holds; slow, and failing, as a schedule says."""
+
+    live = False
+    logprobs = "none"
+
+    def __init__(self, rng: random.Random, failures: float) -> None:
+        self.rng, self.failures, self.version = rng, failures, -1
+
+    def _dawdle(self) -> None:
+        if self.rng.random() < 0.02:
+            time.sleep(self.rng.random() * 1e-3)
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        self._dawdle()
+        if self.rng.random() < self.failures:
+            raise Broken
+        return Rollout(
+            prompts=prompts,
+            ids=prompts.ids,
+            mask=ONE,
+            present=ONE,
+            finished=ONE[0],
+            version=torch.tensor([self.version]),
+        )
+
+    def load_weights(self, weights: Mapping[str, Any], version: int) -> Receipt:
+        self._dawdle()
+        self.version = version
+        return Receipt(version=version, fingerprint=str(version))
+
+
+class Learner:
+    """Its weights are its version."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def weights(self) -> dict[str, Any]:
+        return {}
+
+    def fingerprint(self) -> str:
+        return str(self.version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.version = state["version"]
+
+
+class Judge:
+    def score(self, rollout: Rollout) -> Judgement:
+        return Judgement(scores=torch.zeros(1), valid=ONE[0])
+
+
+class Run(Engine):
+    """The loop, with an update that only writes down what it was given."""
+
+    log: list[tuple[int, int, int]]
+
+    def train_on(
+        self,
+        rollout: Rollout,
+        judgement: Judgement,
+        times: dict[str, float],
+        *,
+        begin: float | None = None,
+    ) -> dict[str, float]:
+        self.log.append((self.step, int(rollout.prompts.ids), int(rollout.version)))
+        assert isinstance(self.learner, Learner)
+        self.learner.version += 1
+        self.step += 1
+        self._moved = True
+        return {}
+
+
+class Checkpoints(NoHooks):
+    """Keeps state and what is in flight every few updates, and stops where a schedule says."""
+
+    def __init__(self, run: Run, every: int, stop: int) -> None:
+        self.run, self.every, self.stop = run, every, stop
+        self.saved: tuple[dict[str, Any], list[Sample], int] | None = None
+
+    def on_step_end(self, report: StepReport) -> bool:
+        if report.step % self.every == 0 or report.step == self.stop:
+            self.saved = (self.run.state_dict(), self.run.in_flight, len(self.run.log))
+        return report.step == self.stop
+
+
+def engine(lag: int, sampler: Sampler) -> Run:
+    run = Run(
+        source=Prompts(),
+        rollouts=sampler,  # type: ignore[arg-type]
+        judge=Judge(),
+        learner=Learner(),  # type: ignore[arg-type]
+        algorithm=SimpleNamespace(needs_greedy=False, resample=0, min_group=1, name="none"),  # type: ignore[arg-type]
+        kl=SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None),  # type: ignore[arg-type]
+        plan=SimpleNamespace(group=1),  # type: ignore[arg-type]
+        sampling=Sampling(max_new_tokens=1),
+        max_lag=lag,
+    )
+    run.log = []
+    return run
+
+
+def schedule(number: int) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """Run schedule ``number`` to its end: lag, updates, what was trained on."""
+    rng = random.Random(number)
+    lag, updates = rng.randint(0, 4), rng.randint(1, 8)
+    failures = rng.choice([0.0, 0.0, 0.1, 0.3])
+    log: list[tuple[int, int, int]] = []
+    state: dict[str, Any] | None = None
+    flight: list[Sample] = []
+    while True:
+        run = engine(lag, Sampler(rng, failures))
+        if state is not None:
+            run.load_state_dict(state)
+            run.put_back(flight)
+        hooks = Checkpoints(run, every=rng.randint(1, 3), stop=rng.randint(1, 12))
+        run.hooks = hooks
+        try:
+            run.run(updates)
+        except Broken:
+            pass
+        else:
+            if run.step >= updates:
+                return lag, updates, log + run.log
+        if hooks.saved is not None:  # what came after the last checkpoint is lost with the process
+            state, flight, kept = hooks.saved
+            log += run.log[:kept]
+
+
+@pytest.mark.slow
+def test_no_schedule_breaks_the_bound_or_loses_a_batch() -> None:
+    for number in range(SCHEDULES):
+        lag, updates, log = schedule(number)
+        expected = [(step, step, step - min(step, lag)) for step in range(updates)]
+        assert log == expected, f"schedule {number}"
+
+
+def test_the_two_printed_orders() -> None:
+    """Sampler and learner one step apart, and in turn: D_1 D_1 D_2 ... D_6, and D_1 D_2 ... D_7."""
+    for lag, versions in ((1, [0, 0, 1, 2, 3, 4, 5]), (0, [0, 1, 2, 3, 4, 5, 6])):
+        run = engine(lag, Sampler(random.Random(0), 0.0))
+        run.run(7)
+        assert [version for _, _, version in run.log] == versions
+        assert run.learner.version == 7
