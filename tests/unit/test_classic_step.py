@@ -399,3 +399,9 @@ def test_a_model_on_several_devices_is_refused() -> None:
     model.hf_device_map = {"transformer.h.0": 0, "transformer.h.1": "cpu"}
     with pytest.raises(ValueError, match="device_map puts parts of the model on cpu"):
         trainer(model)
+
+
+def test_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kedge.classic.assembly.shards_asked", lambda accelerator: "weights")
+    with pytest.raises(ValueError, match=r"asks for FSDP or DeepSpeed, but kedge.classic keeps"):
+        trainer(gpt2())

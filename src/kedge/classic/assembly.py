@@ -19,6 +19,7 @@ from kedge.backends.hf.encoder_decoder import parts_of
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.reference import FrozenModel, OtherAdapter, Reference
 from kedge.backends.hf.settings import BareArguments, LearnerSettings
+from kedge.backends.hf.sharding import shards_asked
 from kedge.classic.config import PPOConfig
 from kedge.classic.models import PreTrainedModelWrapper
 from kedge.classic.reference import create_reference_model
@@ -112,6 +113,11 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
         project_config=ProjectConfiguration(**config.options("project_kwargs")),
         **options,
     )
+    if shards_asked(accelerator) != "none":
+        raise ConfigError(
+            "the launcher asks for FSDP or DeepSpeed, but kedge.classic keeps whole models on each "
+            "process: launch it without, or use kedge.PPOTrainer, which shards"
+        )
     world = accelerator.num_processes
     config.world_size = world
     config.global_batch_size = config.batch_size * world

@@ -81,9 +81,13 @@ def _rows(batch: Mapping[str, Any], rewards: Tensor, columns: list[str]) -> list
         sizes = ", ".join(f"{name}: {len(batch[name])}" for name in columns)
         raise DataError(f"{len(rewards)} rewards for columns of other lengths ({sizes})")
     return [
-        dict(zip([*columns, "reward"], [*row, reward], strict=True))
+        dict(zip([*columns, "reward"], [*map(_cell, row), reward], strict=True))
         for *row, reward in zip(*held, rewards.tolist(), strict=True)
     ]
+
+
+def _cell(x: Any) -> Any:
+    return x.tolist() if isinstance(x, Tensor) else x
 
 
 def _split(logs: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
