@@ -11,7 +11,7 @@ from torch import Tensor
 from kedge.algorithms.base import Algorithm
 from kedge.classic.assembly import ESTIMATORS
 from kedge.classic.core import entropy_from_logits, logprobs_from_logits
-from kedge.classic.inputs import model_inputs, response_mask
+from kedge.classic.inputs import model_inputs, pad_id, response_mask
 from kedge.classic.statistics import over_steps, update_statistics
 from kedge.classic.views import Views
 from kedge.classic.watch import OptimiserStep
@@ -41,7 +41,7 @@ class Pieces(Views):
         return model_inputs(
             queries,
             responses,
-            pad=_pad_id(self.tokenizer),
+            pad=pad_id(self.tokenizer),
             start=self._start_token,
             device=self.learner.device,
         )
@@ -238,9 +238,3 @@ class Pieces(Views):
             else x
             for name, x in stats.items()
         }
-
-
-def _pad_id(tokenizer: Any) -> int:
-    """What fills empty slots; masks never depend on it."""
-    pad = tokenizer.pad_token_id
-    return int(pad if pad is not None else tokenizer.eos_token_id or 0)

@@ -28,7 +28,8 @@ from kedge.classic.controllers import AdaptiveKLController, FixedKLController
 from kedge.classic.core import empty_device_cache, set_seed
 from kedge.classic.dataloading import as_lists, make_dataloader
 from kedge.classic.generation import LengthFn, generate_many, generate_one
-from kedge.classic.pieces import Pieces, _pad_id
+from kedge.classic.inputs import pad_id
+from kedge.classic.pieces import Pieces
 from kedge.classic.publishing import Publishing
 from kedge.classic.samples import Samples, checked, judgement_of, on_grid, rollout_of
 from kedge.classic.scores import RunningMoments, Scores, shaped
@@ -166,7 +167,7 @@ class PPOTrainer(Pieces, Publishing):
                     rows=batch_size,
                     prompt=return_prompt,
                     eos=self.tokenizer.eos_token_id,
-                    options={"pad_token_id": _pad_id(self.tokenizer), **generation_kwargs},
+                    options={"pad_token_id": pad_id(self.tokenizer), **generation_kwargs},
                 )
             return generate_one(
                 model,
@@ -220,7 +221,7 @@ class PPOTrainer(Pieces, Publishing):
         self._push_if_best(scaled)
         rollout = rollout_of(
             samples,
-            pad=_pad_id(self.tokenizer),
+            pad=pad_id(self.tokenizer),
             eos=self.tokenizer.eos_token_id,
             first_row=self.learner.rank * self.config.batch_size,
             version=self.learner.version,
