@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from kedge.config.newer_vllm import NEWER_VLLM, settle_vllm
 from kedge.config.on_policy import option
 from kedge.config.support import Honoured, Moved, Refused, Support
 from kedge.errors import ConfigError
@@ -43,19 +44,19 @@ class NewerArguments:
     chat_template_kwargs: str | None = _refused(None)
     repetition_penalty: float = _refused(1.0)
     cache_implementation: str | None = _refused(None)
-    use_vllm: bool = _refused(False)
-    vllm_mode: str = _refused("colocate")
-    vllm_model_impl: str = _refused("vllm")
-    vllm_enable_sleep_mode: bool = _refused(False)
+    use_vllm: bool = option(False, "Sample with vLLM: vllm_mode says where.")
+    vllm_mode: str = option("colocate", "colocate: in this process; server: one that runs.")
+    vllm_model_impl: str = option("vllm", "model_impl of vllm_engine_args.")
+    vllm_enable_sleep_mode: bool = option(False, "Newer name of vllm_sleep.")
     vllm_structured_outputs_regex: str | None = _refused(None)
-    vllm_server_base_url: str | None = _refused(None)
-    vllm_server_host: str = _refused("0.0.0.0")
-    vllm_server_port: int = _refused(8000)
-    vllm_server_timeout: float = _refused(240.0)
+    vllm_server_base_url: str | None = option(None, "Where a vllm serve runs.")
+    vllm_server_host: str = option("0.0.0.0", "Its host, without a URL.")
+    vllm_server_port: int = option(8000, "Its port, without a URL.")
+    vllm_server_timeout: float = option(240.0, "Newer name of vllm_start_timeout.")
     vllm_group_port: int = _refused(51216)
-    vllm_gpu_memory_utilization: float = _refused(0.3)
-    vllm_max_model_length: int | None = _refused(None)
-    vllm_tensor_parallel_size: int = _refused(1)
+    vllm_gpu_memory_utilization: float = option(0.3, "gpu_memory_utilization of vllm_engine_args.")
+    vllm_max_model_length: int | None = option(None, "max_model_len of vllm_engine_args.")
+    vllm_tensor_parallel_size: int = option(1, "tensor_parallel_size of vllm_engine_args.")
     sync_ref_model: bool = _refused(False)
     ref_model_mixup_alpha: float = _refused(0.6)
     ref_model_sync_steps: int = _refused(512)
@@ -67,10 +68,6 @@ class NewerArguments:
     use_transformers_paged: bool = _refused(False)
 
 
-_VLLM = Refused(
-    "responses are sampled by the embedded engine",
-    "leave it at its default, or pass rollout_engine= to the trainer",
-)
 _LOADING = Refused(
     "the trainer takes a model as it is loaded", "load the model with it and pass the model"
 )
@@ -113,7 +110,7 @@ NEWER: dict[str, Support] = {
     "use_transformers_paged": _TORCH,
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _MOVING),
     **dict.fromkeys(("log_multimodal", "num_completions_to_print", "log_unique_prompts"), _TABLES),
-    **{name: _VLLM for name in NewerArguments.__dataclass_fields__ if "vllm" in name},
+    **NEWER_VLLM,
 }
 
 
@@ -128,6 +125,7 @@ def settle_newer(config: Any) -> None:
     if config.log_completions is False:
         config.num_sample_generations = 0
     _settle_sizes(config)
+    settle_vllm(config)
 
 
 def _settle_sizes(config: Any) -> None:
