@@ -3,9 +3,10 @@
     python -m benchmarks.generation [--shapes 14m 160m] [--batches 1 16 64 256] [--rounds 2]
 
 Needs an environment with vLLM.  Each engine runs in a process of its own, in turn; every row gets
-32 prompt tokens and exactly 32 new ones, so that all do the same work.  Seconds are the least of
-the rounds; the first batch of a process is warm-up.  Kedge's engines record log-probabilities,
-``generate`` does not.
+32 prompt tokens and exactly 32 new ones, so that all do the same work.  Tokens per second are of
+CPU time, which other programs on the machine disturb less than wall time, on one thread unless
+``--threads`` says otherwise; the least of the rounds counts, and the first batch is warm-up.
+Kedge's engines record log-probabilities, ``generate`` does not.
 """
 
 from __future__ import annotations
@@ -89,13 +90,13 @@ def side(engine: str, shape: str, family: str, batches: list[int]) -> None:
     seconds = {}
     for rows in [min(batches), *batches]:
         ids = torch.randint(2, VOCABULARY, (rows, PROMPT), generator=rng)
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.process_time()
         run(ids, rows)
-        seconds[rows] = time.perf_counter() - begin
+        seconds[rows] = time.perf_counter() - begin, time.process_time() - worked
     print("REPORT " + json.dumps(seconds))
 
 
-def one(engine: str, shape: str, family: str, flags: Any) -> dict[int, float]:
+def one(engine: str, shape: str, family: str, flags: Any) -> dict[int, list[float]]:
     """One process."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.generation", "--side", engine]
     command += ["--shapes", shape, "--family", family, "--batches", *map(str, flags.batches)]
@@ -116,15 +117,17 @@ def one(engine: str, shape: str, family: str, flags: Any) -> dict[int, float]:
 
 def compare(shape: str, family: str, flags: Any) -> list[dict[str, Any]]:
     """All engines in turn, round after round."""
-    raw: dict[str, list[dict[int, float]]] = {engine: [] for engine in ENGINES}
+    raw: dict[str, list[dict[int, list[float]]]] = {engine: [] for engine in ENGINES}
     for _ in range(flags.rounds):
         for engine in ENGINES:
             raw[engine].append(one(engine, shape, family, flags))
     rows = []
     for batch in flags.batches:
-        best = {e: min(r[batch] for r in found) for e, found in raw.items()}
+        best = {e: min(r[batch][1] for r in found) for e, found in raw.items()}
+        wall = {e: min(r[batch][0] for r in found) for e, found in raw.items()}
         rate = {f"{e}_tokens_per_second": batch * NEW / s for e, s in best.items()}
-        rows.append({"family": family, "shape": shape, "batch": batch, "seconds": best, **rate})
+        rows.append({"family": family, "shape": shape, "batch": batch, "cpu_seconds": best, **rate})
+        rows[-1]["wall_seconds"] = wall
         rows[-1]["all_seconds"] = {e: [r[batch] for r in found] for e, found in raw.items()}
     return rows
 
@@ -135,7 +138,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=["gpt_neox", "llama"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--side", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--family", default="gpt_neox", help=argparse.SUPPRESS)
     flags = parser.parse_args()

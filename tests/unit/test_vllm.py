@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from kedge import PPOConfig
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.vllm.blueprint import Blueprint
 from kedge.backends.vllm.engine import VLLMEngine
+from kedge.backends.vllm.parcel import rank_of
 from kedge.backends.vllm.requests import asks_of, params_of, rollout_of, row_seed
+from kedge.backends.vllm.server import flags
 from kedge.backends.vllm.service import Answer
 from kedge.config import rollout
 from kedge.errors import ConfigError, RolloutError, SyncError
@@ -272,3 +276,43 @@ def test_what_vllm_cannot_do_is_refused_before_it_starts(tmp_path, monkeypatch, 
     model = tiny_policy("llama", heads=options.pop("heads", 4))
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, monkeypatch, model, **options)
+
+
+def test_a_blueprint_can_be_sent_to_another_process():
+    model = policy("qwen2", tie_word_embeddings=True)
+    sent = pickle.loads(pickle.dumps(Blueprint.of(model)))
+    weights = trained(model)
+    want = Blueprint.of(model).logprobs(weights)
+    assert torch.equal(sent.logprobs(weights), want)
+    assert [n for n, _ in sent.parcel(weights).named].count("lm_head.weight") == 1
+
+
+def test_an_adapter_is_a_parcel_of_its_own(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    about = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model = get_peft_model(policy(), LoraConfig(**about)).eval()
+    blueprint = Blueprint.of(model)
+    weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    blueprint.write(tmp_path / "base", weights)
+    blueprint.parcel(weights).write(tmp_path / "adapter")
+    assert rank_of(blueprint.adapter) == 8
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids = blueprint.probe()
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+    want = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(blueprint.logprobs(weights), want.detach())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        ({"max_model_len": 256}, ["--max-model-len=256"]),
+        ({"enforce_eager": True, "enable_lora": False}, ["--enforce-eager", "--no-enable-lora"]),
+        ({"hf_overrides": {"a": [1]}, "revision": None}, ['--hf-overrides={"a": [1]}']),
+    ],
+)
+def test_engine_arguments_as_flags(arguments, want):
+    assert flags(arguments) == want

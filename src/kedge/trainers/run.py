@@ -255,6 +255,9 @@ class Run:
             if not found.parts:
                 raise ConfigError("load_best_model_at_end=True needs save_only_model=False")
             self.learner.load_state_dict(found.parts["learner"])
+            rollouts = self.engine.rollouts
+            if not rollouts.live:
+                rollouts.load_weights(self.learner.weights(), self.learner.version)
 
     def _root(self) -> Path:
         if not self.args.output_dir:
