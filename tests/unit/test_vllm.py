@@ -316,3 +316,22 @@ def test_an_adapter_is_a_parcel_of_its_own(tmp_path):
 )
 def test_engine_arguments_as_flags(arguments, want):
     assert flags(arguments) == want
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_the_command_line_takes_the_options(tmp_path, monkeypatch, file):
+    from kedge.cli.arguments import parse
+
+    monkeypatch.setattr(rollout, "installed", lambda name: True)
+    argv = ["--output_dir", str(tmp_path), "--dataset_name", "prompts.jsonl"]
+    if file:
+        (tmp_path / "run.yaml").write_text(
+            "rollout_engine: vllm_server\nvllm_engine_args: {max_model_len: 9}\nvllm_patience: 7\n"
+        )
+        argv += ["--config", str(tmp_path / "run.yaml")]
+    else:
+        argv += ["--rollout_engine", "vllm_server", "--vllm_patience", "7"]
+        argv += ["--vllm_engine_args", '{"max_model_len": 9}']
+    found = rollout.rollout_options(parse(argv, prog="kedge ppo").config)
+    assert (found.kind, found.patience) == ("vllm_server", 7.0)
+    assert found.engine_args == {"max_model_len": 9}

@@ -19,6 +19,7 @@ from kedge.backends.vllm.parcel import Parcel, rank_of
 from kedge.backends.vllm.service import Answer, Ask, version_of
 from kedge.errors import ConfigError, RolloutError, SyncError
 
+_SHARE = 0.3  # of a GPU's memory that a learner needs, too; vLLM's own default is nearly all
 _CPU_CACHE = 1 << 30  # bytes of key-value cache; vLLM's own default is most of the memory
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process, too
@@ -171,7 +172,9 @@ def fixed_args(blueprint: Blueprint) -> dict[str, Any]:
 def device_args() -> dict[str, Any]:
     """Defaults that a user may change."""
     if torch.cuda.is_available():
-        return {"disable_log_stats": True}
+        alone = torch.cuda.device_count() == 1  # the learner is on the same device
+        share = {"gpu_memory_utilization": _SHARE} if alone else {}
+        return {"disable_log_stats": True, **share}
     return {
         "disable_log_stats": True,
         "dtype": "float32",
