@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -335,3 +337,17 @@ def test_the_command_line_takes_the_options(tmp_path, monkeypatch, file):
     found = rollout.rollout_options(parse(argv, prog="kedge ppo").config)
     assert (found.kind, found.patience) == ("vllm_server", 7.0)
     assert found.engine_args == {"max_model_len": 9}
+
+
+def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_path):
+    code = "import sys; from kedge.backends.vllm import Remote; "
+    code += "r = Remote('http://x', folder=sys.argv[1])"
+    code += "; (r._folder / 'w').mkdir(); print(r._folder)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class Remote:
         self._uds = uds
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._folder = Path(tempfile.mkdtemp(prefix="kedge-weights-", dir=folder or _memory()))
+        # Also where nobody closes it: shared memory outlives a process.
+        self._clean = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._loads = 0
         self._adapter: str | None = None  # the name under which vLLM knows the newest
         transport = httpx.HTTPTransport(uds=uds)
@@ -149,7 +152,7 @@ class Remote:
     def close(self) -> None:
         """Close connections and remove the folder of weights; the server runs on."""
         self._client.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._clean()
 
     def name_version(self, version: int) -> None:
         """Tell vLLM the name of the weights it holds."""
