@@ -27,6 +27,7 @@ KEDGE_RULES = {
     },
     "testing": {"types", "errors"},
     "rewards": {"rewards", "errors"},
+    "insight": {"insight", "errors"},
 }
 THIRD_PARTY = {
     "errors": set(),
@@ -36,6 +37,7 @@ THIRD_PARTY = {
     "algorithms": {"torch"},
     "config": {"transformers"},
     "engine": {"torch", "safetensors"},
+    "insight": set(),
     "rewards": {"math_verify"},  # imported by the worker process alone
 }
 LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}

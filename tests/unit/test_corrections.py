@@ -104,7 +104,7 @@ def run_of(kind: str, folder: Any, **options: Any) -> Any:
         "rloo": (RLOOConfig, RLOOTrainer),
         "grpo": (GRPOConfig, GRPOTrainer),
     }[kind]
-    engine = options.pop("engine", None)
+    engine, model = options.pop("engine", None), options.pop("model", None)
     groups = {} if kind == "ppo" else {"num_generations": 2}
     args = config(
         output_dir=str(folder),
@@ -122,7 +122,7 @@ def run_of(kind: str, folder: Any, **options: Any) -> Any:
     return trainer(
         args=args,
         processing_class=word_tokenizer(),
-        model=tiny_policy(vocab_size=32),
+        model=model or tiny_policy(vocab_size=32),
         reward_funcs=[lambda completions, **_: [float(len(c)) for c in completions]],
         train_dataset=[{"prompt": f"w{i} w{i + 1}"} for i in range(3, 20)],
         rollout_engine=engine,
@@ -152,3 +152,22 @@ def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
         run_of("rloo", tmp_path, sampler_correction="truncate")
     with pytest.raises(ConfigError, match="records no log-probabilities"):
         run_of("ppo", tmp_path, sampler_correction="mask", engine=ScriptedRollouts([[[3, 1]] * 4]))
+
+
+def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:
+    from kedge.backends.hf.rollout import EmbeddedEngine
+    from tests.unit.text_toys import EOS
+
+    class Wrong(EmbeddedEngine):
+        def generate(self, *given: Any, **options: Any) -> Rollout:
+            made = super().generate(*given, **options)
+            assert made.behavior_logprobs is not None
+            return replace(made, behavior_logprobs=made.behavior_logprobs - 0.1)
+
+    policy = tiny_policy(vocab_size=32)
+    engine = Wrong(policy, pad_id=EOS)
+    made = run_of("ppo", tmp_path, preflight=False, engine=engine, model=policy, num_ppo_epochs=1)
+    made.train()
+    rows = [row for row in made.state.log_history if "rollout/logprob_gap" in row]
+    assert rows[0]["rollout/logprob_gap"] > 0.05
+    assert rows[0]["val/ratio"] == pytest.approx(1.0, abs=1e-4)  # anchored at the learner

@@ -165,9 +165,9 @@ def test_options_are_checked() -> None:
 )  # fmt: skip
 def test_time_is_linear_in_enormous_responses(piece: str) -> None:
     text = piece * (400_000 // len(piece))
-    began = time.perf_counter()
+    began = time.process_time()
     gsm8k([text], ground_truth=["18"])
-    assert time.perf_counter() - began < 10  # quadratic would be hours
+    assert time.process_time() - began < 10  # quadratic would be hours
 
 
 def test_values_are_exact() -> None:

@@ -13,6 +13,7 @@ COMMANDS = {
     "rloo": "train one with RLOO: several responses per prompt, no value model",
     "grpo": "train one with GRPO or one of its family",
     "plan": "show the sizes and the memory of a run, before any weight is loaded",
+    "doctor": "say what is wrong with a run, from its log, and what to try",
     "serve-reward": "serve reward functions over HTTP, for trainers that run elsewhere",
 }
 
@@ -21,6 +22,7 @@ _WHERE = {
     "rloo": "kedge.cli.rloo",
     "grpo": "kedge.cli.grpo",
     "plan": "kedge.cli.plan",
+    "doctor": "kedge.cli.doctor",
     "serve-reward": "kedge.cli.serve_reward",
 }
 
@@ -79,12 +81,13 @@ def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name
     """Run ``command(argv)``; an error that the user can mend becomes one line.
 
     Returns:
-        The exit code: 0, 2 for such an error, 130 when interrupted.
+        The exit code: what the command returns if that is a number, else 0; 2 for such an error,
+        130 when interrupted.
     """
     from kedge.errors import KedgeError
 
     try:
-        command(list(argv))
+        code = command(list(argv))
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
@@ -93,7 +96,7 @@ def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name
             raise
         print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
         return 2
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 def _one_line(error: BaseException) -> str:

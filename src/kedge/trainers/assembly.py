@@ -79,7 +79,7 @@ def assemble(
         for source in (prompts.source, *(each.source for each in sets)):
             if isinstance(source, DatasetPrompts):
                 source.keep(getattr(judge, "columns", None))
-    learner = learner_of(models, args, settings, prompts.plan, accelerator, given.optimizers)
+    learner = learner_of(models, given, settings, prompts.plan, accelerator)
     callbacks.watch(learner.optimizer, learner.scheduler)
     engine = engine_of(prompts, learner, judge, algorithm, settings, given, tokenizer=tokenizer)
     evaluator = Evaluator(
@@ -179,17 +179,16 @@ def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Mode
 
 def learner_of(
     models: Models,
-    args: OnPolicyConfig,
+    given: Given,
     settings: RunSettings,
     plan: BatchPlan,
     accelerator: Accelerator,
-    optimizers: tuple[Any, Any],
 ) -> HFLearner:
     """The models that train, and their optimiser."""
     options, sampling = settings.learner, settings.sampling
     return HFLearner(
         models.policy,
-        args,
+        given.args,
         LearnerSettings(
             total_updates=plan.updates,
             temperature=sampling.temperature,
@@ -202,13 +201,14 @@ def learner_of(
             checkpointing_options=options.gradient_checkpointing_kwargs or None,
             reuse_behavior_logprobs=options.precision == "no"
             and settings.max_lag == 0
-            and settings.rollout.kind == "embedded",
+            and settings.rollout.kind == "embedded"
+            and given.rollout_engine is None,  # what others record is checked, not believed
             allow_low_precision_weights=options.allow_low_precision_weights,
         ),
         value=models.value,
         reference=models.reference,
         accelerator=accelerator,
-        optimizers=optimizers,
+        optimizers=given.optimizers,
     )
 
 

@@ -1,0 +1,287 @@
+"""What is wrong with a run, and what to try: rules on its log.
+
+Each rule looks at one thing and says nothing when the metrics it needs were not logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+
+from kedge.insight.log import RunLog
+
+MIN_ROWS = 4  # a trend needs some rows
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Args:
+        rule: its name.
+        seen: the numbers it rests on.
+        advice: what to try.
+    """
+
+    rule: str
+    seen: str
+    advice: str
+
+
+Rule = Callable[[RunLog], Finding | None]
+
+
+def examine(log: RunLog) -> list[Finding]:
+    """What the rules find, in the order of ``RULES``: causes before their symptoms."""
+    found = [rule(log) for rule in RULES]
+    return [each for each in found if each is not None]
+
+
+def dead_reward(log: RunLog) -> Finding | None:
+    """Every response scores the same."""
+    spread = log.series("objective/scores_std")
+    spread = spread[: max(1, len(spread) // 2)]  # later, everything may be solved
+    if not spread or median(spread) > 1e-6:
+        return None
+    return Finding(
+        "dead reward",
+        f"the scores of a batch do not differ (median deviation {median(spread):.2g}; mean score"
+        f" {log.last('objective/scores') or 0:.3g})",
+        "look at completions and what the reward says of them: a verifier that never matches, a"
+        " column that is missing, a reward model without a trained head",
+    )
+
+
+def dropped_rows(log: RunLog) -> Finding | None:
+    """Many responses could not be scored."""
+    dropped, batch = log.last("rollout/dropped_rows", 1.0), _batch(log)
+    if dropped is None or batch is None or dropped / batch < 0.05:
+        return None
+    return Finding(
+        "responses without a score",
+        f"{dropped:.1f} of {batch:.0f} responses of a batch are left out",
+        "the log names the first failure; mend the reward function, or score failures with"
+        ' on_reward_error="score"',
+    )
+
+
+def sampler_disagrees(log: RunLog) -> Finding | None:
+    """Sampler and learner see different models."""
+    gap = log.series("rollout/logprob_gap")
+    if not gap or median(gap) < 0.02:
+        return None
+    return Finding(
+        "sampler and learner disagree",
+        f"{median(gap):.3f} nats a token between them at equal weights",
+        "check precision and temperature of the engine and that its weights are the newest, or set"
+        ' sampler_correction="truncate"',
+    )
+
+
+def ratio_off(log: RunLog) -> Finding | None:
+    """Updates are too large: the ratio leaves 1."""
+    ratio = log.series("val/ratio")
+    clipped = log.last("policy/clipfrac_avg", 1.0) or 0.0
+    far = [r for r in ratio if not 0.8 <= r <= 1.25]
+    if not ratio or (len(far) < 0.2 * len(ratio) and clipped < 0.4):
+        return None
+    worst = max(ratio, key=lambda r: abs(r - 1))
+    return Finding(
+        "updates are too large",
+        f"the probability ratio is outside 0.8 .. 1.25 in {len(far)} of {len(ratio)} rows (furthest"
+        f" {worst:.3g}), {clipped:.0%} of tokens clipped",
+        "lower learning_rate, num_ppo_epochs or cliprange, or enlarge the batch",
+    )
+
+
+def standing_still(log: RunLog) -> Finding | None:
+    """The policy does not move."""
+    moved = log.series("policy/approxkl_avg")
+    norms = [x for x in log.series("grad_norm/policy") if x > 0]
+    if len(moved) < MIN_ROWS or not norms or max(moved) > 1e-7:
+        return None
+    start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
+    changed = start and end is not None and abs(end / start - 1) > 2e-3  # one pass has no KL
+    if changed or (log.last("objective/kl") or 0.0) > 1e-3 or dead_reward(log):
+        return None
+    return Finding(
+        "the policy does not move",
+        f"approximate KL per update at most {max(moved):.1g}, learning rate"
+        f" {log.first('lr') or 0:.1g}",
+        "raise learning_rate; check that the weights train (an adapter, frozen layers)",
+    )
+
+
+def kl_runs_away(log: RunLog) -> Finding | None:
+    """The policy leaves the reference."""
+    kl, length = log.last("objective/kl"), log.last("completions/mean_length")
+    if kl is None or not length or kl / length < 0.5:
+        return None
+    return Finding(
+        "the policy runs away from the reference",
+        f"KL of {kl:.1f} nats a response, {kl / length:.2f} a token",
+        "raise kl_coef, or steer it (adaptive_kl=True, kl_target); read late completions: a score"
+        " bought with such a distance is usually a hole in the reward",
+    )
+
+
+def kl_negative(log: RunLog) -> Finding | None:
+    """The estimated KL is below 0: responses are not samples of the policy."""
+    kl, length = log.last("objective/kl", 0.5), log.last("completions/mean_length")
+    if kl is None or not length or kl > -0.02 * length:
+        return None
+    return Finding(
+        "the KL is negative",
+        f"{kl:.2f} nats a response over the second half",
+        "responses do not come from the distribution that trains: greedy or truncated sampling, a"
+        " penalty of the engine, or another temperature",
+    )
+
+
+def entropy_collapses(log: RunLog) -> Finding | None:
+    """The policy has become almost deterministic."""
+    start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
+    if start is None or end is None or len(log.rows) < MIN_ROWS or start < 0.05:
+        return None
+    if end > 0.1 * start:
+        return None
+    return Finding(
+        "entropy collapses",
+        f"from {start:.2f} to {end:.3f} nats a token",
+        "lower learning_rate, raise kl_coef, or clip higher above 1 (epsilon_high) so that rare"
+        " tokens can rise; look for one answer to every prompt",
+    )
+
+
+def value_explains_nothing(log: RunLog) -> Finding | None:
+    """The value model does not predict returns."""
+    known = log.series("val/explained_variance")
+    if len(known) < MIN_ROWS:
+        return None
+    late = fmean(known[len(known) // 2 :])
+    if late > 0.05:
+        return None
+    return Finding(
+        "the value explains nothing",
+        f"explained variance {late:.2f} over the second half",
+        "start it from the reward model (value_source), train it alone first"
+        " (value_warmup_steps), or change value_learning_rate",
+    )
+
+
+def equal_groups(log: RunLog) -> Finding | None:
+    """Most groups teach nothing."""
+    share = log.first("objective/uniform_groups", 0.5)  # later, they may be solved
+    if share is None or share < 0.6:
+        return None
+    return Finding(
+        "groups of equal scores",
+        f"{share:.0%} of responses are in a group that all scores the same, and have advantage 0",
+        "choose prompts that are neither always nor never solved, raise num_generations, or sample"
+        " such groups anew (dynamic_sampling)",
+    )
+
+
+def length_hacking(log: RunLog) -> Finding | None:
+    """The score rises with the length."""
+    lengths, scores = log.series("completions/mean_length"), log.series("objective/scores")
+    if len(lengths) < 2 * MIN_ROWS or len(lengths) != len(scores):
+        return None
+    start, end = log.first("completions/mean_length"), log.last("completions/mean_length")
+    if not start or not end or 2 / 3 < end / start < 1.5 or abs(end - start) < 3:
+        return None
+    together = _correlation(lengths, scores)
+    if abs(together) < 0.8 or (log.last("objective/scores") or 0) <= (
+        log.first("objective/scores") or 0
+    ):
+        return None
+    return Finding(
+        "the score follows the length",
+        f"mean length {start:.0f} to {end:.0f} tokens, correlation with the score {together:+.2f}",
+        "check that longer (or shorter) responses are better; else take length out of the reward,"
+        " or add length_close_to or missing_eos_penalty",
+    )
+
+
+def never_ends(log: RunLog) -> Finding | None:
+    """Responses are cut off."""
+    share = log.last("completions/truncated_ratio", 0.5)
+    ended = sum(log.series("val/num_eos_tokens"))
+    if share is None or share < 0.98 or not ended:
+        return None
+    return Finding(
+        "responses do not end",
+        f"{share:.0%} are cut off by the length limit",
+        "raise response_length, or subtract missing_eos_penalty",
+    )
+
+
+def gradient_spikes(log: RunLog) -> Finding | None:
+    """Single updates with huge or broken gradients."""
+    norms = log.series("grad_norm")
+    skipped = max(log.series("skipped_steps"), default=0.0)
+    usual = median(norms) if norms else 0.0
+    if not skipped and (len(norms) < MIN_ROWS or not usual or max(norms) < 50 * usual):
+        return None
+    return Finding(
+        "gradients spike",
+        f"largest norm {max(norms, default=0):.3g}, usual {usual:.3g}; {skipped:.0f} optimiser"
+        " steps skipped because it was not finite",
+        "set max_grad_norm, clip rewards, lower learning_rate; look for infinite scores",
+    )
+
+
+def score_falls(log: RunLog) -> Finding | None:
+    """Training makes it worse."""
+    start, end = log.first("objective/scores"), log.last("objective/scores")
+    spread = log.first("objective/scores_std")
+    batch = _batch(log)
+    if start is None or end is None or not spread or not batch or len(log.rows) < 2 * MIN_ROWS:
+        return None
+    noise = spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+    if end > start - 6 * noise:
+        return None
+    return Finding(
+        "the score falls",
+        f"from {start:.3g} to {end:.3g}, where chance alone gives {noise:.2g}",
+        "mend what else is found here; otherwise lower learning_rate or kl_coef, and check the sign"
+        " of the reward",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    dead_reward,
+    dropped_rows,
+    sampler_disagrees,
+    kl_negative,
+    gradient_spikes,
+    ratio_off,
+    standing_still,
+    kl_runs_away,
+    entropy_collapses,
+    value_explains_nothing,
+    equal_groups,
+    length_hacking,
+    never_ends,
+    score_falls,
+)
+
+
+def _batch(log: RunLog) -> float | None:
+    """Responses of an update."""
+    episodes = log.series("episode")
+    if not episodes:
+        return None
+    if len(episodes) == 1:
+        return episodes[0]
+    steps = [b - a for a, b in pairwise(episodes) if b > a]
+    return min(steps) if steps else None
+
+
+def _correlation(x: list[float], y: list[float]) -> float:
+    mx, my = fmean(x), fmean(y)
+    dx, dy = [a - mx for a in x], [b - my for b in y]
+    scale = (sum(a * a for a in dx) * sum(b * b for b in dy)) ** 0.5
+    return sum(a * b for a, b in zip(dx, dy, strict=True)) / scale if scale else 0.0

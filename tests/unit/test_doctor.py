@@ -1,0 +1,110 @@
+"""``kedge doctor`` on recorded runs: it names the planted cause, and says nothing of good ones.
+
+The runs were made by tests/data/doctor/record.py; good_demo_N are those of the demo, seeds 0 to 2.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kedge.cli.main import main
+from kedge.engine.metrics import NAMES
+from kedge.errors import DataError
+from kedge.insight import RunLog, examine, read_log
+from kedge.insight.doctor import RULES
+
+RUNS = Path(__file__).parents[1] / "data" / "doctor"
+GOOD = sorted(RUNS.glob("good*.jsonl"))
+BAD = sorted(file for file in RUNS.glob("*.jsonl") if file not in GOOD)
+
+
+def rules(log: RunLog) -> list[str]:
+    return [found.rule for found in examine(log)]
+
+
+def log(**series: list[float]) -> RunLog:
+    names = {name.replace("__", "/"): values for name, values in series.items()}
+    count = len(next(iter(names.values())))
+    return RunLog("made", [{name: v[i] for name, v in names.items()} for i in range(count)])
+
+
+def test_there_are_ten_bad_and_four_good_runs() -> None:
+    assert (len(BAD), len(GOOD)) == (10, 4)
+
+
+@pytest.mark.parametrize("file", BAD, ids=lambda f: f.stem)
+def test_the_planted_cause_is_found(file: Path) -> None:
+    assert file.stem.replace("_", " ") in rules(read_log(file))
+
+
+@pytest.mark.parametrize("file", GOOD, ids=lambda f: f.stem)
+def test_nothing_is_said_of_a_good_run(file: Path) -> None:
+    assert rules(read_log(file)) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "rule"),
+    [
+        (log(objective__kl=[-1.0] * 8, completions__mean_length=[10.0] * 8), "the KL is negative"),
+        (log(grad_norm=[1.0, 1.1, 0.9, 1.0, 80.0, 1.0]), "gradients spike"),
+        (log(grad_norm=[1.0, 1.0], skipped_steps=[0.0, 1.0]), "gradients spike"),
+        (
+            log(completions__truncated_ratio=[0.99] * 4, val__num_eos_tokens=[1.0] * 4),
+            "responses do not end",
+        ),
+        (
+            log(
+                objective__scores=[1.0 - 0.1 * i for i in range(10)],
+                objective__scores_std=[0.5] * 10,
+                episode=[64.0 * (i + 1) for i in range(10)],
+            ),
+            "the score falls",
+        ),
+    ],
+)
+def test_rules_without_a_recorded_run_by_hand(made: RunLog, rule: str) -> None:
+    assert rules(made) == [rule]
+
+
+def test_a_rule_without_its_metrics_says_nothing() -> None:
+    assert examine(RunLog("bare", [{"objective/scores": 1.0}])) == []
+
+
+def test_rules_read_metrics_that_exist() -> None:
+    import inspect
+    import re
+
+    text = "".join(inspect.getsource(rule) for rule in RULES)
+    asked = set(re.findall(r'(?:series|first|last)\("([^"]+)"', text))
+    assert asked
+    assert asked <= set(NAMES) | {"grad_norm", "lr"}
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text((RUNS / "dead_reward.jsonl").read_text())
+    assert main(["doctor", str(tmp_path), str(GOOD[0])]) == 1
+    out = capsys.readouterr().out
+    assert "dead reward: the scores of a batch do not differ" in out
+    assert "nothing found" in out
+    assert main(["doctor", str(GOOD[0])]) == 0
+    assert main(["doctor"]) == 2
+    assert main(["doctor", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "line 1 is no JSON"), ("[1]", "no row of metrics"), ('{"eval_x": 1}', "no row of tr")],
+)
+def test_damaged_logs_are_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text + "\n")
+    with pytest.raises(DataError, match=words):
+        read_log(tmp_path)
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    row = json.dumps({"objective/scores": 1.0, "val/ratio": float("nan"), "note": "text"})
+    (tmp_path / "metrics.jsonl").write_text(row + "\n")
+    assert read_log(tmp_path).series("val/ratio") == []
