@@ -13,6 +13,7 @@ COMMANDS = {
     "rloo": "train one with RLOO: several responses per prompt, no value model",
     "grpo": "train one with GRPO or one of its family",
     "plan": "show the sizes and the memory of a run, before any weight is loaded",
+    "compare": "draw runs over one another, with bands over seeds",
     "doctor": "say what is wrong with a run, from its log, and what to try",
     "serve-reward": "serve reward functions over HTTP, for trainers that run elsewhere",
 }
@@ -22,6 +23,7 @@ _WHERE = {
     "rloo": "kedge.cli.rloo",
     "grpo": "kedge.cli.grpo",
     "plan": "kedge.cli.plan",
+    "compare": "kedge.cli.compare",
     "doctor": "kedge.cli.doctor",
     "serve-reward": "kedge.cli.serve_reward",
 }
