@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -251,6 +248,7 @@ def load_algorithm(spec: str | None) -> Any:
     """
     from kedge import Algorithm
     from kedge.algorithms import reinforce_pp, remax
+    from kedge.backends.rewards.load import load_module
 
     if spec in (None, "ppo"):
         return None
@@ -263,7 +261,7 @@ def load_algorithm(spec: str | None) -> Any:
         return named[spec]()
     where, _, name = str(spec).rpartition(":")
     try:
-        module = _module(where)
+        module = load_module(where, "kedge_algorithm")
     except (ImportError, OSError, SyntaxError) as error:
         raise ConfigError(
             f"--algorithm {spec}: {where!r} cannot be imported ({error}); give file.py:name or "
@@ -277,21 +275,6 @@ def load_algorithm(spec: str | None) -> Any:
             "function that returns one"
         )
     return made
-
-
-def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    path = Path(where).expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    spec = importlib.util.spec_from_file_location(f"kedge_algorithm_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def resume_point(given: str | None) -> str | bool | None:

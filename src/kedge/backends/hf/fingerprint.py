@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kedge.errors import SyncError
+
 _WIDTH = 1 << 14  # words per row of the table that a tensor is laid out in
 _ROWS = 16  # rows that are multiplied together: they stay in a processor's cache
 
@@ -96,3 +98,21 @@ def _to_host(sums: list[Tensor]) -> list[int]:
     if len({x.device for x in sums}) == 1:
         return torch.stack(sums).tolist()
     return [int(x) for x in sums]
+
+
+def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Whether weights fit a model that holds ``own`` under the same names.
+
+    Raises:
+        SyncError: there are none, or one is unknown or has another shape.
+    """
+    if not weights:
+        raise SyncError("no weights were given to an engine that holds a copy of the policy")
+    for name, new in weights.items():
+        if name not in own:
+            raise SyncError(f"weights hold {name!r}, which the engine's model does not have")
+        if own[name].shape != new.shape:
+            raise SyncError(
+                f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in the"
+                " engine's model; both must come from the same checkpoint"
+            )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from kedge.backends.hf.decode import base_of, stepper_for
-from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.backends.hf.sampling import check, draw, restrict, support, uniforms
 from kedge.backends.hf.stopping import Stopper
-from kedge.errors import RolloutError, SyncError
+from kedge.errors import RolloutError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 
@@ -328,15 +328,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _copied(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy ``weights`` into the model; what the model then holds under the same names."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
-    if not weights:
-        raise SyncError("no weights were given to an engine that holds a copy of the policy")
+    check_weights(own, weights)
     for name, new in weights.items():
-        if name not in own:
-            raise SyncError(f"weights hold {name!r}, which the engine's model does not have")
-        if own[name].shape != new.shape:
-            raise SyncError(
-                f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in "
-                "the engine's model; both must come from the same checkpoint"
-            )
         own[name].data.copy_(new)
     return {name: own[name] for name in weights}

@@ -23,7 +23,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     where, _, name = spec.rpartition(":")
     try:
-        module = _module(where)
+        module = load_module(where, "kedge_rewards")
     except Exception as error:
         raise ConfigError(
             f"reward function {spec!r}: cannot import {where!r}"
@@ -41,13 +41,18 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _module(where: str) -> Any:
+def load_module(where: str, prefix: str) -> Any:
+    """A module by its dotted name, or a Python file as the module ``prefix_stem``.
+
+    Raises:
+        ImportError, OSError, SyntaxError: as importing it does.
+    """
     if not where.endswith(".py"):
         return importlib.import_module(where)
     path = Path(where).expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    name = f"kedge_rewards_{path.stem}"
+    name = f"{prefix}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")

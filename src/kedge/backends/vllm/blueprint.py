@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from kedge.backends.hf.fingerprint import check_weights
 from kedge.backends.vllm.parcel import Parcel, adapter_weights, base_weights, lora_of
 from kedge.errors import ConfigError, SyncError
 
@@ -80,16 +81,7 @@ class Blueprint:
             SyncError: a weight is missing or unknown, or has another shape.
         """
         own = dict(self.skeleton.named_parameters())
-        if not weights:
-            raise SyncError("no weights were given to an engine that holds a copy of the policy")
-        for name, new in weights.items():
-            if name not in own:
-                raise SyncError(f"weights hold {name!r}, which the engine's model does not have")
-            if own[name].shape != new.shape:
-                raise SyncError(
-                    f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in"
-                    " the engine's model; both must come from the same checkpoint"
-                )
+        check_weights(own, weights)
         lacking = [name for name, p in own.items() if p.is_meta and name not in weights]
         if lacking:
             raise SyncError(f"the weights lack {lacking[0]!r}, which trains; send all that train")
