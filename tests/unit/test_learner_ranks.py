@@ -128,6 +128,7 @@ def run(mode: str, out: str) -> None:
     if rank == 0:
         Path(out).write_text(json.dumps({"metrics": note, "weights": weights}))
     if world > 1:
+        torch.distributed.barrier()  # neither leaves while the other still talks
         torch.distributed.destroy_process_group()
 
 

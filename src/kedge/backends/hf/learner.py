@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
 from kedge.backends.hf.annotate import annotate_rows, sampled_by
 from kedge.backends.hf.attention import attending, gains
+from kedge.backends.hf.device import accelerator_for
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
 from kedge.backends.hf.model import (
     LanguageModelParts,
@@ -98,9 +99,7 @@ class HFLearner:
         parts: LanguageModelParts | None = None,
     ) -> None:
         self.settings = settings
-        self.accelerator = accelerator or Accelerator(
-            cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-        )
+        self.accelerator = accelerator or accelerator_for(args)
         self.shards = shards_asked(self.accelerator)
         self.device = self.accelerator.device
         self.module = ActorCritic(policy, parts or causal_parts(policy), value).to(self.device)
