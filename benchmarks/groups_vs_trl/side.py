@@ -1,7 +1,7 @@
 """One side: train a few updates with RLOO or GRPO and print, as JSON, when each ended.
 
-python -m benchmarks.groups_vs_trl.side kedge grpo stories260k 4 2
-python -m benchmarks.groups_vs_trl.side trl grpo stories260k 4 2
+python -m benchmarks.groups_vs_trl.side kedge grpo stories260k UPDATES PASSES THREADS
+python -m benchmarks.groups_vs_trl.side trl grpo stories260k UPDATES PASSES THREADS
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from benchmarks.ppo_vs_trl.cases import CASES, RESPONSE, models, prompts, tokeni
 from benchmarks.ppo_vs_trl.side import Clock
 
 GROUP = 4
-PASSES = 4  # over each batch of responses
 
 
 def texts(case: Any, count: int) -> list[dict[str, str]]:
@@ -29,16 +28,16 @@ def texts(case: Any, count: int) -> list[dict[str, str]]:
     return [{"prompt": decode(ids, skip_special_tokens=True)} for ids in prompts(case, count)]
 
 
-def options(case: Any, updates: int, *, peer: bool) -> dict[str, Any]:
+def options(case: Any, updates: int, passes: int, *, peer: bool) -> dict[str, Any]:
     return {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": case.batch,
         "gradient_accumulation_steps": 1,
         "num_generations": GROUP,
-        "num_iterations": PASSES,
+        "num_iterations": passes,
         "steps_per_generation": 1,
         "max_completion_length": RESPONSE,
-        "max_steps": updates * (PASSES if peer else 1),  # TRL counts optimiser steps
+        "max_steps": updates * (passes if peer else 1),  # TRL counts optimiser steps
         "learning_rate": 3e-4,
         "beta": 0.05,
         "temperature": 0.7,
@@ -47,14 +46,17 @@ def options(case: Any, updates: int, *, peer: bool) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "save_strategy": "no",
         "report_to": "none",
-        "logging_steps": PASSES if peer else 1,
+        "logging_steps": passes if peer else 1,
         "disable_tqdm": True,
     }
 
 
-def train(side: str, kind: str, case: Any, updates: int, clock: Clock) -> None:
+def train(side: str, kind: str, case: Any, updates: int, passes: int, clock: Clock) -> None:
     policy, _, reward, _ = models(case)
     made = tokenizer(case)
+    if side == "trl" and case.shape is not None:  # it loads the reference from the policy's name
+        policy.name_or_path = policy.config._name_or_path = tempfile.mkdtemp()
+        policy.save_pretrained(policy.name_or_path)
     if made.pad_token is None:
         made.pad_token = made.eos_token
     reward.config.pad_token_id = made.pad_token_id
@@ -64,7 +66,7 @@ def train(side: str, kind: str, case: Any, updates: int, clock: Clock) -> None:
         import trl as library  # type: ignore[no-redef]
     config = getattr(library, f"{kind.upper()}Config")
     trainer = getattr(library, f"{kind.upper()}Trainer")
-    given = options(case, updates, peer=side == "trl")
+    given = options(case, updates, passes, peer=side == "trl")
     if side == "kedge":
         given |= {"preflight": False, "num_sample_generations": 0}
         data: Any = texts(case, case.batch)
@@ -85,11 +87,12 @@ def train(side: str, kind: str, case: Any, updates: int, clock: Clock) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    side, kind, name, updates, threads = sys.argv[1:6]
-    torch.set_num_threads(int(threads))
+    side, kind, name = sys.argv[1:4]
+    updates, passes, threads = map(int, sys.argv[4:7])
+    torch.set_num_threads(threads)
     case, clock = CASES[name], Clock()
-    train(side, kind, case, int(updates), clock)
-    step = PASSES if side == "trl" else 1
+    train(side, kind, case, updates, passes, clock)
+    step = passes if side == "trl" else 1
     times, cpu = clock.times[::step], clock.cpu[::step]
     report = {
         "side": side,

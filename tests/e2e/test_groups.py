@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, reinforce_pp, remax
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, ppo, reinforce_pp, remax
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
@@ -172,6 +172,30 @@ def test_the_wrong_config_is_named() -> None:
         grpo(args=RLOOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True))
     with pytest.raises(ConfigError, match=r"takes a kedge\.PPOConfig"):
         small(args=RLOOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "name"),
+    [
+        (lambda: rloo(algorithm=remax(), num_generations=1, epsilon=0.3), "cliprange=0.3"),
+        (lambda: rloo(algorithm=reinforce_pp(), normalize_reward=True), "normalize_reward=True"),
+        (lambda: grpo(algorithm=reinforce_pp(), loss_type="grpo"), "loss_type='grpo'"),
+        (lambda: grpo(algorithm=reinforce_pp(), beta=0.1), "beta=0.1"),
+        (lambda: small(algorithm=reinforce_pp(), lam=0.9), "lam=0.9"),
+        (lambda: small(algorithm=ppo(), lam=0.9), "lam=0.9"),
+        (lambda: small(algorithm=remax(), value_warmup_steps=2), "value_warmup_steps=2"),
+        (lambda: small(algorithm=remax(), value_model=neox_reward(vocab=VOCAB)), "value_model is"),
+    ],
+)
+def test_options_that_another_rule_does_not_read_are_refused(
+    make_it: Callable[[], Any], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(name)):
+        make_it()
+
+
+def test_options_of_the_value_model_go_with_a_rule_that_has_one() -> None:
+    assert small(algorithm=ppo(lam=0.9), value_warmup_steps=1).value_model is not None
 
 
 @pytest.mark.parametrize("trainer", [rloo, grpo])

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli import memory
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import COMMANDS, main
 from kedge.cli.plan import human, plan, short
 from kedge.cli.ppo import load_algorithm, model_names, resume_point
+from kedge.cli.rewards import check_rewards, sources_of
 from kedge.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -373,6 +375,101 @@ def test_an_algorithm_from_a_file(tmp_path):
         load_algorithm(f"{file}:n")
     with pytest.raises(ConfigError, match="cannot be imported"):
         load_algorithm(f"{tmp_path}/none.py:rule")
+    with pytest.raises(ConfigError, match="has nothing called 'other'"):
+        load_algorithm(f"{file}:other")
+
+
+def test_options_of_an_algorithm():
+    made = load_algorithm("reinforce_pp", '{"baseline": true, "reward_clip_range": [-1, 1]}')
+    assert made.name == "reinforce_pp_baseline"
+    assert made.min_group == 2
+    assert load_algorithm("kedge.algorithms:grpo", '{"importance_sampling_level": "sequence"}').name
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "message"),
+    [
+        ("remax", '{"lam": 0.9}', "unexpected keyword argument 'lam'"),
+        ("reinforce_pp", '{"loss_kl_estimator": "k9"}', "'k9' is unknown"),
+        ("reinforce_pp", "[1]", "must be an object"),
+        ("reinforce_pp", "beta=1", "is no JSON"),
+        (None, '{"lam": 0.9}', "has its options as flags"),
+        ("tests.unit.text_toys:word_tokenizer", None, "not a kedge.Algorithm"),
+    ],
+)
+def test_bad_options_of_an_algorithm(rule, given, message):
+    with pytest.raises(ConfigError) as error:
+        load_algorithm(rule, given)
+    assert message in str(error.value)
+
+
+# -- rewards --------------------------------------------------------------------------------------
+
+FUNCS = ["--reward_funcs", "mine.py:f"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "names", "weights"),
+    [
+        ([*FUNCS], False, ["mine.py:f"], None),
+        (["--apply_verifiable_reward"], False, ["verifiable"], [10.0]),
+        (
+            "--reward_model_path m --reward_model_multiplier 0.5 --apply_verifiable_reward "
+            "--verification_reward 3 --add_r1_style_format_reward "
+            "--r1_style_format_reward 2 --reward_funcs mine.py:f",
+            True,
+            ["mine.py:f", "verifiable", "r1_style_format"],
+            [0.5, 1.0, 3.0, 2.0],
+        ),
+    ],
+)
+def test_reward_flags(flags, model, names, weights):
+    given = flags.split() if isinstance(flags, str) else flags
+    made = options(*MODEL, *given)
+    check_rewards(made)
+    found = sources_of(made, model=model)
+    assert [f if isinstance(f, str) else f.__name__ for f in found.functions] == names
+    assert found.weights == weights
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--verification_reward 3", "--verification_reward is set without --apply_verifiable"),
+        ("--r1_style_format_reward 3", "is set without --add_r1_style_format_reward"),
+        ("--reward_model_path m --reward_model_multiplier 0", "leaves nothing to score with"),
+        ("--reward_model_multiplier 2", "is set without --reward_model_path"),
+        (
+            "--apply_verifiable_reward --reward_weights 1",
+            "--reward_weights and --apply_verifiable_reward both say",
+        ),
+    ],
+)
+def test_reward_flags_that_contradict(flags, message):
+    made = options(*MODEL, *flags.split())
+
+    def read():
+        check_rewards(made)
+        sources_of(made, model=False)
+
+    with pytest.raises(ConfigError) as error:
+        read()
+    assert message in str(error.value)
+
+
+def test_a_model_without_weight_is_not_loaded(tiny):
+    flags = ["--model_name_or_path", str(tiny), "--reward_model_path", "/no/such"]
+    more = ["--reward_model_multiplier", "0", "--apply_verifiable_reward"]
+    assert model_names(options(*flags, *more)).reward is None
+
+
+@pytest.mark.parametrize("config", [PPOConfig, RLOOConfig, GRPOConfig])
+def test_non_stop_penalty_is_another_name(config, tmp_path):
+    made = config(
+        output_dir=str(tmp_path), non_stop_penalty=True, penalty_reward_value=-10.0, use_cpu=True
+    )
+    assert made.non_eos_penalty
+    assert not made.non_stop_penalty
 
 
 @pytest.mark.parametrize(

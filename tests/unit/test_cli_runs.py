@@ -322,6 +322,33 @@ def test_grpo_from_the_command_line(folders, tmp_path, capfd):
     assert "has no value model" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["ppo", "rloo", "grpo"])
+def test_the_usual_mixture_of_rewards(folders, tmp_path, command):
+    """0.5 x the model + 3 x the verifier that a row names; -7 where a response did not stop."""
+    lines = [
+        {"prompt": f"w{i} w{i + 1}", "dataset": "string_contains", "ground_truth": "w"}
+        for i in range(3, 20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    group = [] if command == "ppo" else ["--num_generations", "2"]
+    made = [
+        *(command, "--model_name_or_path", str(folders / "policy")),
+        *("--dataset_name", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")),
+        *(*SMALL, "--max_steps", "1", "--per_device_train_batch_size", "16", *group),
+        *("--reward_model_path", str(folders / "reward"), "--reward_model_multiplier", "0.5"),
+        *("--apply_verifiable_reward", "--verification_reward", "3"),
+        *("--add_r1_style_format_reward", "--non_stop_penalty", "--penalty_reward_value", "-7"),
+        *("--stop_token", "eos", "--temperature", "1", "--save_rollouts", str(tmp_path / "rows")),
+    ]
+    assert main(made) == 0
+    row = logged(tmp_path / "out")[0]
+    stopped = row["val/num_eos_tokens"] / 16
+    assert 0 < stopped < 1
+    assert {"rewards/reward", "rewards/verifiable", "rewards/r1_style_format"} <= set(row)
+    assert row["log/verifiable_correct_rate"] == row["rewards/verifiable"]
+    assert row["objective/scores"] < -7 * (1 - stopped) + 3.5 * stopped + 0.5
+
+
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "remax"])
 def test_learning_rules_by_name(folders, tmp_path, name):
     more = ["--reward_model_path", str(folders / "reward"), "--algorithm", name]

@@ -41,12 +41,24 @@ class ScriptArguments:
     reward_funcs: list[str] | None = option(
         None, "Reward functions: file.py:function or module:function, one or more."
     )
+    reward_model_multiplier: float = option(
+        1.0, "Weight of the reward model; at 0 it is not loaded."
+    )
+    apply_verifiable_reward: bool = option(
+        False, "Score rows by the verifier that their column dataset names, against ground_truth."
+    )
+    verification_reward: float = option(10.0, "Weight of the verifiers.")
+    add_r1_style_format_reward: bool = option(
+        False, "Reward responses with ...</think> <answer>...</answer>."
+    )
+    r1_style_format_reward: float = option(1.0, "How much.")
     value_model_path: str | None = option(None, "Folder or name of the value model.")
     algorithm: str | None = option(
         None,
         "Another learning rule: reinforce_pp, reinforce_pp_baseline, remax, or file.py:name or "
         "module:name of a kedge.Algorithm.",
     )
+    algorithm_kwargs: str | None = option(None, 'Its options as JSON, such as {"baseline": true}.')
     dataset_streaming: bool = option(False, "Not supported: a step must be able to name its rows.")
     ignore_bias_buffers: bool = option(False, "Not supported (older DDP).")
 

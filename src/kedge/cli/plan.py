@@ -59,7 +59,7 @@ def plan(
     names = model_names(options)
     tokenizer = load_tokenizer(names.tokenizer, options.model)
     settings = _settings(options.config, processes, getattr(tokenizer, "eos_token_id", None))
-    rule = load_algorithm(options.script.algorithm)
+    rule = load_algorithm(options.script.algorithm, options.script.algorithm_kwargs)
     usual = 1 if isinstance(settings, PPOSettings) else 2
     min_group = usual if rule is None else rule.min_group
     batches, facts = _batches(options, settings, tokenizer, min_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from kedge.cli.arguments import ModelArguments, Options, parse, parser
 from kedge.cli.data import load_prompts, note
+from kedge.cli.rewards import check_rewards, scores_without_model, sources_of
 from kedge.config.grpo import GRPOConfig
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOv2Config
@@ -72,6 +74,7 @@ def build(options: Options, *, train_dataset: Any = None) -> Any:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
     reward, reads = reward_model(names.reward, model)
+    scored = sources_of(options, model=reward is not None)
     shared: dict[str, Any] = {
         "args": options.config,
         "processing_class": load_tokenizer(names.tokenizer, model),
@@ -79,17 +82,18 @@ def build(options: Options, *, train_dataset: Any = None) -> Any:
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "peft_config": lora(model) if model.use_peft else None,
-        "algorithm": load_algorithm(script.algorithm),
+        "algorithm": load_algorithm(script.algorithm, script.algorithm_kwargs),
+        "reward_weights": scored.weights,
     }
     if isinstance(options.config, RLOOConfig | GRPOConfig):
         kind = RLOOTrainer if isinstance(options.config, RLOOConfig) else GRPOTrainer
-        sources = [*([] if reward is None else [reward]), *(script.reward_funcs or [])]
+        sources = [*([] if reward is None else [reward]), *scored.functions]
         return kind(reward_funcs=sources, reward_processing_classes=reads, **shared)
     return PPOTrainer(
         reward_model=reward,
         reward_processing_class=reads,
         value_model=script.value_model_path,
-        reward_funcs=script.reward_funcs,
+        reward_funcs=scored.functions or None,
         **shared,
     )
 
@@ -127,8 +131,11 @@ def model_names(options: Options) -> Names:
     tokenizer = main_name or policy
     if "base_model" in given and isinstance(config, PPOv2Config):
         tokenizer = config.base_model
+    check_rewards(options)
     reward = config.reward_model_path if "reward_model_path" in given else None
-    if reward is None and not options.script.reward_funcs:
+    if options.script.reward_model_multiplier == 0:
+        reward = None
+    elif reward is None and not scores_without_model(options):
         reward = policy
         note(
             "no --reward_model_path and no --reward_funcs: the reward is a dummy, a head with "
@@ -240,41 +247,76 @@ def lora(options: ModelArguments) -> Any:
     )
 
 
-def load_algorithm(spec: str | None) -> Any:
+def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     """The algorithm of a name, of ``file.py:name`` or ``module:name``; None is the command's own.
 
+    Args:
+        spec: see above.
+        options: keyword arguments of the function that makes it, as a JSON object.
+
     Raises:
-        ConfigError: there is none, or it is something else.
+        ConfigError: there is none, it is something else, or it knows no such option.
     """
     from kedge import Algorithm
+
+    given = _keywords(options)
+    if spec in (None, "ppo"):
+        if given:
+            raise ConfigError(
+                f"--algorithm_kwargs {options}: the command's own rule has its options as flags;"
+                " set those, or name a rule with --algorithm"
+            )
+        return None
+    found = _rule(str(spec))
+    try:
+        made = found(**given) if callable(found) else found
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--algorithm {spec} with {given or 'no options'}: {error}") from error
+    if given and not callable(found):
+        raise ConfigError(f"--algorithm_kwargs {options}: {spec} is made already, and takes none")
+    if not isinstance(made, Algorithm):
+        raise ConfigError(
+            f"--algorithm {spec}: {str(spec).rpartition(':')[2]!r} is {type(made).__name__}, not a kedge.Algorithm or a "
+            "function that returns one"
+        )
+    return made
+
+
+def _rule(spec: str) -> Any:
+    """What a name, ``file.py:name`` or ``module:name`` stands for."""
     from kedge.algorithms import reinforce_pp, remax
     from kedge.backends.rewards.load import load_module
 
-    if spec in (None, "ppo"):
-        return None
-    named: dict[str, Callable[[], Algorithm]] = {
+    named: dict[str, Callable[..., Any]] = {
         "reinforce_pp": reinforce_pp,
         "reinforce_pp_baseline": partial(reinforce_pp, baseline=True),
         "remax": remax,
     }
     if spec in named:
-        return named[spec]()
-    where, _, name = str(spec).rpartition(":")
+        return named[spec]
+    where, _, name = spec.rpartition(":")
     try:
         module = load_module(where, "kedge_algorithm")
     except (ImportError, OSError, SyntaxError) as error:
         raise ConfigError(
-            f"--algorithm {spec}: {where!r} cannot be imported ({error}); give file.py:name or "
-            "module:name"
+            f"--algorithm {spec}: {where!r} cannot be imported ({error}); give"
+            f" {', '.join(named)}, file.py:name or module:name"
         ) from error
-    found = getattr(module, name, None)
-    made = found() if callable(found) else found
-    if not isinstance(made, Algorithm):
+    if not hasattr(module, name):
+        raise ConfigError(f"--algorithm {spec}: {where!r} has nothing called {name!r}")
+    return getattr(module, name)
+
+
+def _keywords(options: str | None) -> dict[str, Any]:
+    try:
+        given = json.loads(options or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--algorithm_kwargs {options} is no JSON: {error}") from error
+    if not isinstance(given, dict):
         raise ConfigError(
-            f"--algorithm {spec}: {name!r} is {type(made).__name__}, not a kedge.Algorithm or a "
-            "function that returns one"
+            f'--algorithm_kwargs {options} must be an object, such as {{"beta": 0.1}}'
         )
-    return made
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
 
 
 def resume_point(given: str | None) -> str | bool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kedge.config.removed import REMOVED
 from kedge.config.rollout import ROLLOUT_SUPPORT
-from kedge.config.support import Honoured, Refused, Support
+from kedge.config.support import Honoured, Moved, Refused, Support
 
 _LOADER = Refused(
     "prompts are tokenised once and held in memory, so there is no data loader with workers",
@@ -271,6 +271,7 @@ OWN: dict[str, Support] = {
         ),
         Honoured(_REWARD),
     ),
+    "non_stop_penalty": Moved("non_eos_penalty"),
     **dict.fromkeys(("max_prompt_length", "overlong_prompts", "shuffle_dataset"), Honoured(_DATA)),
     **dict.fromkeys(
         ("value_source", "value_learning_rate", "value_warmup_steps"), Honoured(_VALUE)

@@ -41,6 +41,7 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     """
 
     SUPPORT: ClassVar[Mapping[str, Support]] = FIELD_SUPPORT
+    SETTLED: ClassVar[Mapping[str, Any]] = {}  # what unset fields become, if that is no default
 
     # TrainingArguments with other defaults.
     logging_steps: float = option(10, "Log every so many updates; below 1, a fraction of the run.")
@@ -132,6 +133,7 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     non_eos_penalty: bool = option(
         False, "Replace the score of a response without stop token by penalty_reward_value."
     )
+    non_stop_penalty: bool = option(False, "Another name of non_eos_penalty.")
     penalty_reward_value: float = option(-1.0, "The score that non_eos_penalty gives.")
     reward_weights: list[float] | None = option(
         None, "Weight of each reward source; the default is 1 each."

@@ -79,6 +79,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
     """
 
     SUPPORT: ClassVar[Mapping[str, Support]] = RLOO_SUPPORT
+    SETTLED: ClassVar[Mapping[str, Any]] = {name: older for name, (older, _) in DEFAULTS.items()}
 
     exp_name: str = option("rloo_config", "Name of the experiment.")
 

@@ -6,7 +6,7 @@ default, with the reason and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
@@ -49,6 +49,30 @@ UNKNOWN = Refused("this version of Kedge does not know what it asks for", "leave
 def default_of(field: Field[Any]) -> Any:
     """The value that a dataclass field has when it is not given."""
     return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def refuse_unread(config: Any, readers: Collection[str], rule: str) -> None:
+    """Refuse options of a trainer's own learning rule beside another rule, which has its own.
+
+    Args:
+        config: a dataclass instance with its ``SUPPORT`` table, and ``SETTLED``: the values that
+            unset fields got when it was made.
+        readers: beginnings of ``Honoured.where`` that mean: the trainer's own rule reads it.
+        rule: name of the rule that is used instead.
+
+    Raises:
+        ConfigError: such an option is away from its default.
+    """
+    for f in fields(config):
+        support, value = config.SUPPORT.get(f.name, UNKNOWN), getattr(config, f.name)
+        usual = default_of(f)
+        reads = isinstance(support, Honoured) and support.where.startswith(tuple(readers))
+        if reads and value not in (usual, config.SETTLED.get(f.name, usual)):
+            raise ConfigError(
+                f"{f.name}={value!r} is an option of this trainer's own learning rule, and"
+                f" algorithm={rule} has options of its own; give it what it knows where it is made"
+                f" (on the command line: --algorithm_kwargs), and leave {f.name} out"
+            )
 
 
 def apply_support(config: Any, table: Mapping[str, Support]) -> None:

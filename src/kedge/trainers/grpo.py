@@ -19,6 +19,7 @@ from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import own_or, text_tokenizer
+from kedge.trainers.rules import check_unread
 
 
 class GRPOTrainer(TrainerShell):
@@ -69,6 +70,8 @@ class GRPOTrainer(TrainerShell):
         algorithm: Algorithm | None = None,
     ) -> None:
         options = checked(args)
+        if algorithm is not None:
+            check_unread(options, algorithm)
         tokenizer = text_tokenizer(processing_class, model, trust=options.trust_remote_code)
         given = Given(
             args=options,

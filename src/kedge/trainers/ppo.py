@@ -20,6 +20,7 @@ from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import text_tokenizer
+from kedge.trainers.rules import check_unread
 
 _OLDER_NAMES = {
     "config": "args",
@@ -81,6 +82,8 @@ class PPOTrainer(TrainerShell):
         algorithm: Algorithm | None = None,
     ) -> None:
         args = checked(args)
+        if algorithm is not None:
+            check_unread(args, algorithm, value_model=value_model)
         given = Given(
             args=args,
             processing_class=processing_class,

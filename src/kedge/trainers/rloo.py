@@ -19,6 +19,7 @@ from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import own_or, text_tokenizer
+from kedge.trainers.rules import check_unread
 
 # TRL up to 0.21: TRL 0.22 and later.
 _PAIRS = {
@@ -93,6 +94,8 @@ class RLOOTrainer(TrainerShell):
         }
         named = one_spelling(newer, older)
         options = checked(named["args"])
+        if algorithm is not None:
+            check_unread(options, algorithm)
         tokenizer = text_tokenizer(
             named["processing_class"], named["model"], trust=options.trust_remote_code
         )

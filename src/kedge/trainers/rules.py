@@ -1,0 +1,29 @@
+"""A learning rule that a user gives in place of a trainer's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kedge.algorithms import Algorithm
+from kedge.config.on_policy import OnPolicyConfig
+from kedge.config.support import refuse_unread
+from kedge.errors import ConfigError
+
+_RULE, _VALUE = "algorithm: ", "value model"  # what reads an option, in the tables of support
+
+
+def check_unread(args: OnPolicyConfig, algorithm: Algorithm, *, value_model: Any = None) -> None:
+    """Refuse what nothing would read beside the user's own rule.
+
+    Raises:
+        ConfigError: an option of the trainer's rule is set, or one of a value model that the
+            user's rule does not have.
+    """
+    refuse_unread(args, [_RULE], algorithm.name)
+    if algorithm.needs_values:
+        return
+    if value_model is not None:
+        raise ConfigError(
+            f"value_model is given, and algorithm={algorithm.name} has no value model; leave it out"
+        )
+    refuse_unread(args, [_VALUE], algorithm.name)
