@@ -148,6 +148,7 @@ def test_a_field_of_a_newer_transformers_is_refused_when_changed(tmp_path):
         ("push_to_hub_model_id", "me/m", "hub_model_id", "me/m"),
         ("push_to_hub_token", "hf_x", "hub_token", "hf_x"),
         ("torchdynamo", "eager", "torch_compile_backend", "eager"),
+        ("non_stop_penalty", True, "non_eos_penalty", True),
     ],
 )
 def test_an_older_name_hands_its_value_over(config, old, value, new, want):
@@ -158,7 +159,7 @@ def test_an_older_name_hands_its_value_over(config, old, value, new, want):
 
 
 def test_every_moved_field_is_in_the_list_above():
-    assert sum(isinstance(s, Moved) for s in FIELD_SUPPORT.values()) == 8
+    assert sum(isinstance(s, Moved) for s in FIELD_SUPPORT.values()) == 9
 
 
 def test_both_names_of_a_value_are_refused(config):

@@ -275,8 +275,9 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     if given and not callable(found):
         raise ConfigError(f"--algorithm_kwargs {options}: {spec} is made already, and takes none")
     if not isinstance(made, Algorithm):
+        name = str(spec).rpartition(":")[2]
         raise ConfigError(
-            f"--algorithm {spec}: {str(spec).rpartition(':')[2]!r} is {type(made).__name__}, not a kedge.Algorithm or a "
+            f"--algorithm {spec}: {name!r} is {type(made).__name__}, not a kedge.Algorithm or a "
             "function that returns one"
         )
     return made
