@@ -1,16 +1,19 @@
-"""PPO, RLOO, REINFORCE++ and GRPO on the same model, reward and number of responses.
+"""All learning rules on the same model, reward and number of responses.
 
     python -m benchmarks.algorithms --seeds 0 1 2
+    python -m benchmarks.algorithms --draw          the pictures in docs/images, from the results
 
 stories260k against a sentiment reward model: 40 updates of 64 responses of 53 tokens, 4 epochs,
-learning rate 3e-4, KL coefficient 0.05; RLOO and GRPO sample 4 responses to each of 16 prompts.
-Each run is a process of its own.  Writes every curve, the mean of the last five updates, seconds
-and peak memory, and draws the mean over seeds with the range between them.
+learning rate 3e-4, KL coefficient 0.05; RLOO, GRPO and REINFORCE++-baseline sample 4 responses to
+each of 16 prompts, the others one to each of 64; ReMax samples 64 greedy ones more, which are not
+trained on.  Each run is a process of its own.  Writes every curve, the mean of the last five
+updates, seconds and peak memory; runs that are in the results already are replaced.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -22,17 +25,42 @@ from pathlib import Path
 from typing import Any
 
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
-RESULTS = Path(__file__).parent / "results"
-NAMES = {"ppo": "PPO", "rloo": "RLOO", "reinforce_pp": "REINFORCE++", "grpo": "GRPO"}
-COLOURS = {"ppo": "tab:blue", "rloo": "tab:orange", "reinforce_pp": "tab:green", "grpo": "tab:red"}
+RESULTS = Path(__file__).parent / "results" / "algorithms.json"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+NAMES = {
+    "ppo": "PPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "grpo": "GRPO",
+    "remax": "ReMax",
+    "reinforce_pp_baseline": "REINFORCE++-baseline",
+}
+COLOURS = dict(
+    zip(
+        NAMES,
+        ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:olive"),
+        strict=True,
+    )
+)
+# Picture, and what is drawn in it in colour; the rest is grey.
+PICTURES = {
+    "algorithms": ["ppo", "rloo", "reinforce_pp", "grpo", "remax"],
+    "reinforce_pp": ["reinforce_pp", "reinforce_pp_baseline"],
+    **{name: [name] for name in ("ppo", "rloo", "grpo", "remax")},
+}
 UPDATES = 40
 
 
 def run(name: str, seed: int) -> dict[str, Any]:
     """One run, in this process."""
     import kedge
-    from kedge.algorithms import reinforce_pp
+    from kedge.algorithms import reinforce_pp, remax
 
+    rules = {
+        "reinforce_pp": reinforce_pp(),
+        "reinforce_pp_baseline": reinforce_pp(baseline=True, beta=0.05),
+        "remax": remax(),
+    }
     data = SHARED / "data"
     prompts = (data / "story-prompts" / "train.jsonl").read_text().splitlines()
     shared: dict[str, Any] = {
@@ -63,8 +91,13 @@ def run(name: str, seed: int) -> dict[str, Any]:
         args = kedge.RLOOConfig(**shared, rloo_k=4, kl_coef=0.05)
         trainer = kedge.RLOOTrainer(args=args, reward_funcs=reward, **given)
     else:
-        args = kedge.PPOConfig(**shared, kl_coef=0.05)
-        rule = None if name == "ppo" else reinforce_pp()
+        rule = rules.get(name)
+        in_loss = name == "reinforce_pp_baseline"
+        args = kedge.PPOConfig(
+            **shared,
+            kl_coef=0.0 if in_loss else 0.05,
+            num_generations=4 if in_loss else 1,
+        )
         trainer = kedge.PPOTrainer(args=args, reward_model=reward, algorithm=rule, **given)
     done = trainer.train()
     rows = [row for row in trainer.state.log_history if "objective/scores" in row]
@@ -81,8 +114,8 @@ def run(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def draw(runs: list[dict[str, Any]], file: Path) -> None:
-    """Mean score by responses trained on, with the range over seeds."""
+def draw(runs: list[dict[str, Any]], coloured: list[str], file: Path) -> None:
+    """Mean score by responses trained on, with the range over seeds; the others in grey."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -95,7 +128,12 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
             continue
         by_update = list(zip(*curves, strict=True))
         x = [64 * (i + 1) for i in range(len(by_update))]
-        axes.plot(x, [statistics.fmean(v) for v in by_update], color=COLOURS[name], label=title)
+        means = [statistics.fmean(v) for v in by_update]
+        if name not in coloured:
+            if len(coloured) <= 2:  # an overview has enough lines of its own
+                axes.plot(x, means, color="0.8", linewidth=1, zorder=1)
+            continue
+        axes.plot(x, means, color=COLOURS[name], label=title)
         low, high = [min(v) for v in by_update], [max(v) for v in by_update]
         axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.15)
     axes.set_xlabel("responses trained on")
@@ -128,25 +166,25 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     flags.add_argument("--algorithms", nargs="+", default=list(NAMES))
+    flags.add_argument("--draw", action="store_true", help="draw the results, run nothing")
     flags.add_argument("--one", help="run this one here and print it")
     options = flags.parse_args()
     if options.one:
         print("RUN " + json.dumps(run(options.one, options.seeds[0])))
         return
-    runs: list[dict[str, Any]] = []
-    for seed in options.seeds:
-        for name in options.algorithms:
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.algorithms"]
-            command += ["--one", name, "--seeds", str(seed)]
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-            (line,) = [t for t in done.stdout.splitlines() if t.startswith("RUN ")]
-            runs.append(json.loads(line.removeprefix("RUN ")))
-            (RESULTS / "algorithms.json").write_text(json.dumps(runs, indent=1))
-            print(
-                name, seed, round(runs[-1]["last_five"], 3), round(runs[-1]["seconds"]), flush=True
-            )
-    draw(runs, RESULTS / "algorithms.png")
+    runs: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    for seed, name in itertools.product(options.seeds, [] if options.draw else options.algorithms):
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.algorithms"]
+        command += ["--one", name, "--seeds", str(seed)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        (line,) = [t for t in done.stdout.splitlines() if t.startswith("RUN ")]
+        new = json.loads(line.removeprefix("RUN "))
+        runs = [r for r in runs if (r["algorithm"], r["seed"]) != (name, seed)] + [new]
+        RESULTS.write_text(json.dumps(runs, indent=1))
+        print(name, seed, round(new["last_five"], 3), round(new["seconds"]), flush=True)
+    for picture, coloured in PICTURES.items():
+        draw(runs, coloured, IMAGES / f"{picture}.png")
     print(table(runs))
 
 

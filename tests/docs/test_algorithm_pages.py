@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kedge.algorithms import BUILTIN
-from kedge.algorithms.reference import described, renewed
+from kedge.algorithms import BUILTIN, reinforce_pp, remax
+from kedge.engine.metrics import OF_ALL_RULES, OF_RULE
+from kedge.engine.rules_page import described, renewed
 from kedge.testing import tiny_policy
+from tests.e2e.small import rows, small
+from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
 
 PAGES = Path(__file__).parents[2] / "docs" / "algorithms"
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_the_options_are_those_of_the_code(name: str) -> None:
+def test_the_tables_are_those_of_the_code(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    assert (
-        renewed(page, BUILTIN[name]) == page
-    )  # python -m kedge.algorithms.reference docs/algorithms
+    assert renewed(page, name) == page, "python -m kedge.engine.rules_page docs/algorithms"
     assert all(described(BUILTIN[name]).values())
 
 
@@ -37,6 +39,33 @@ def test_the_example_runs(name: str, tmp_path: Path) -> None:
     }
     exec(example, names)
     assert names["trainer"].state.global_step == 1
+    assert logged(names["trainer"]) <= {*OF_ALL_RULES, *OF_RULE[name], *OF_GROUPS}
+
+
+OF_GROUPS = {"objective/uniform_groups"}  # logged by every rule that gets several responses
+RUNS: dict[str, Callable[[], Any]] = {
+    "ppo": small,
+    "rloo": lambda: rloo(mask_truncated_completions=True),
+    "reinforce_pp": lambda: rloo(algorithm=reinforce_pp(baseline=True, beta=0.1)),
+    "grpo": lambda: grpo(
+        beta=0.1, kl_coef=0.1, dynamic_sampling=1, mask_truncated_completions=True
+    ),
+    "remax": lambda: small(algorithm=remax()),
+}
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_run_logs_every_metric_of_the_page(name: str) -> None:
+    trainer = RUNS[name]()
+    trainer.train()
+    assert logged(trainer) == {*OF_ALL_RULES, *OF_RULE[name]}
+
+
+def logged(trainer: Any) -> set[str]:
+    """Names that say something of learning, of the last update."""
+    shared = {"rollout/lag", "rollout/dropped_rows", "rollout/logprob_gap", "rollout/stale_gap"}
+    kinds = ("objective/", "policy/", "loss/", "val/", "rollout/")
+    return {name for name in rows(trainer)[-1] if name.startswith(kinds)} - shared
 
 
 def test_the_overview_names_every_page() -> None:

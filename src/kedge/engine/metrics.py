@@ -27,6 +27,7 @@ NAMES: dict[str, str] = {
     "objective/rlhf_reward": "mean over responses of score plus KL penalty: what PPO maximises",
     "objective/scores": "mean score per response, penalties for a missing stop token included",
     "objective/scores_std": "standard deviation of the scores over the batch",
+    "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
     "objective/uniform_groups": "share of responses in groups of equal scores, of those in groups",
     "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the policy that sampled; "
     "of whole responses where those are what is clipped (RLOO)",
@@ -62,6 +63,26 @@ NAMES: dict[str, str] = {
     "time/annotate": "seconds spent on log-probabilities, reference and values before the update",
     "time/update": "seconds spent on the optimiser steps",
     "time/step": "seconds of the whole update",
+}
+# Names that every learning rule logs of an update, and those that it logs beside them.
+OF_ALL_RULES = (
+    *("objective/scores", "objective/scores_std", "objective/rlhf_reward"),
+    *("objective/non_score_reward", "objective/kl", "objective/kl_coef", "objective/entropy"),
+    *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg"),
+    *("val/ratio", "val/ratio_var", "val/num_eos_tokens"),
+)
+OF_RULE = {
+    "ppo": (
+        *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
+        *("val/explained_variance", "val/value_mean", "val/return_mean"),
+    ),
+    "rloo": ("objective/uniform_groups", "rollout/untrained_rows"),
+    "reinforce_pp": ("loss/kl_avg", "objective/uniform_groups"),
+    "grpo": (
+        *("loss/kl_avg", "objective/uniform_groups"),
+        *("rollout/untrained_rows", "rollout/resampled_groups"),
+    ),
+    "remax": ("objective/greedy_scores",),
 }
 PREFIXES: dict[str, str] = {
     "rewards/": "mean of one reward source over the responses it applies to",

@@ -178,6 +178,8 @@ def _describe_batch(tally: Tally, e: Evidence, credit: Credit, kl_coef: float) -
     scores = e.judgement.scores
     tally.mean("objective/scores", scores, valid)
     tally.mean("_scores_squared", scores.double() ** 2, valid)
+    if e.judgement.baseline is not None:
+        tally.mean("objective/greedy_scores", e.judgement.baseline, valid)
     for name, part in e.judgement.parts.items():
         tally.mean(f"rewards/{name}", part, valid & ~part.isnan())
     tally.mean("objective/entropy", -(note.logprobs * mask).sum(1), valid)
