@@ -3,23 +3,31 @@
     python -m benchmarks.overlap
 
 The example of open-instruct's page on asynchronous PPO with Kedge's own loop: 7 updates, each
-second of sampling and of training replaced by a sleep, at max_lag 0 and 1.
+second of sampling and of training replaced by a sleep, at max_lag 0 and 1.  Then pieces of very
+different length on four engines, a whole batch at a time and as they are done.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+from tests.property.test_as_completed import Batches, Judge, Wide, writing
 from tests.property.test_staleness import Run, Sampler, engine
 
+from kedge.engine.joining import joined, pieces_of
+from kedge.engine.resample import rows_of
 from kedge.types import PromptBatch, Rollout, Sampling
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 UPDATES, SECONDS = 7, 1.0
+USUAL, TAIL, UPDATE = 0.02, 0.5, 0.2  # seconds of a prompt, of one in ten, of an update
 
 
 class Slow(Sampler):
@@ -44,9 +52,93 @@ def seconds(lag: int) -> float:
     return time.perf_counter() - begin
 
 
+class Engines:
+    """Four engines: one batch is handed to all of them, or each is given pieces of its own."""
+
+    live, logprobs = False, "none"
+
+    def __init__(self, seed: int) -> None:
+        self.lanes = [Uneven(random.Random(seed + n), 0.0) for n in range(4)]
+
+    def load_weights(self, weights: Any, version: int) -> Any:
+        receipts = [lane.load_weights(weights, version) for lane in self.lanes]
+        return receipts[-1]
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        shares = pieces_of(prompts, len(self.lanes))
+        with ThreadPoolExecutor(len(self.lanes)) as pool:
+            parts = pool.map(
+                lambda lane, rows: lane.generate(
+                    rows_of(prompts, rows), sampling=sampling, seed=seed
+                ),
+                self.lanes,
+                shares,
+            )
+            found = [(part, Judge().score(part), {}) for part in parts]
+        return joined(found, prompts)[0]
+
+
+class Uneven(Wide):
+    """A long response now and then holds up the rest of its piece."""
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        for _ in range(len(prompts) // 2):
+            time.sleep(TAIL if self.rng.random() < 0.1 else USUAL)
+        return super().generate(prompts, sampling=sampling, seed=seed)
+
+
+class Prompts24(Batches):
+    """Twenty-four prompts a step."""
+
+    def batch(self, step: int) -> PromptBatch:
+        row = torch.arange(48)
+        return PromptBatch(
+            ids=(step * 100 + row)[:, None],
+            mask=torch.ones(48, 1, dtype=torch.bool),
+            group=row // 2,
+            row=row,
+        )
+
+
+def uneven_seconds(pieces: int, seed: int) -> float:
+    """Twenty updates of 0.2 s with four uneven engines; ``pieces`` 0: whole batches in order."""
+    engines: Any = Engines(seed)
+    run = writing(1, engines.lanes, pieces or 1)
+    made = Training(
+        source=Prompts24(),
+        rollouts=engines,
+        judge=Judge(),
+        learner=run.learner,
+        algorithm=run.algorithm,
+        kl=run.kl,
+        plan=run.plan,
+        sampling=run.sampling,
+        max_lag=1,
+        pieces=pieces,
+    )
+    made.log = []
+    begin = time.perf_counter()
+    made.run(20)
+    return time.perf_counter() - begin
+
+
+class Training(Run):
+    def train_on(self, *given: Any, **options: Any) -> dict[str, float]:
+        time.sleep(UPDATE)
+        self.learner.version += 1
+        self.step += 1
+        self._moves += 1
+        return {}
+
+
 def main() -> None:
     found = {"synchronous": seconds(0), "one_apart": seconds(1)}
     found["ratio"] = found["one_apart"] / found["synchronous"]
+    uneven = [(uneven_seconds(0, seed), uneven_seconds(24, seed)) for seed in (0, 100, 200)]
+    found["uneven_in_order"], found["uneven_as_completed"] = map(
+        statistics.median, zip(*uneven, strict=True)
+    )
+    found["uneven_ratio"] = found["uneven_as_completed"] / found["uneven_in_order"]
     print(json.dumps(found))
     RESULTS.write_text(json.dumps(found, indent=1))
 

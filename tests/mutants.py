@@ -31,6 +31,7 @@ class Mutant:
 
 
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
+COMPLETED = "tests/property/test_as_completed.py"
 NPLUS = "tests/reference/test_nplus_ppo.py"
 LEARNER = "tests/unit/test_learner.py"
 RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
@@ -153,14 +154,14 @@ MUTANTS = [
     Mutant(
         "weights never reach the sampler",
         "engine/loop.py",
-        "                syncs.append(self._sync(worker))\n",
+        "                self.supply.send(self._shipment())\n",
         "",
         LOOP,
     ),
     Mutant(
         "receipts are not read",
-        "engine/loop.py",
-        "if (receipt.version, receipt.fingerprint) != (version, expected):",
+        "engine/receipts.py",
+        "if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):",
         "if False:",
         LOOP,
     ),
@@ -173,10 +174,31 @@ MUTANTS = [
     ),
     Mutant(
         "an exception of the sampler is swallowed",
-        "engine/loop.py",
+        "engine/in_order.py",
         "future.set_exception(error)",
         "future.set_result(None)",
         LOOP,
+    ),
+    Mutant(
+        "pieces that are due may wait for those that were done first",
+        "engine/as_completed.py",
+        "picked += free[: max(0, missing)]",
+        "pass",
+        COMPLETED,
+    ),
+    Mutant(
+        "pieces begin as long as engines are free",
+        "engine/as_completed.py",
+        "if self._next < bound:",
+        "if self._next < self._end:",
+        COMPLETED,
+    ),
+    Mutant(
+        "a resume begins pieces again that are there",
+        "engine/as_completed.py",
+        "self._done, self._next = found, step * self.pieces + len(found)",
+        "self._done, self._next = found, step * self.pieces",
+        COMPLETED,
     ),
     Mutant(
         "adaptive KL without its clip",

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.engine.drawing import Sample
 from kedge.engine.hooks import NoHooks, StepReport
-from kedge.engine.loop import Engine, Sample
+from kedge.engine.loop import Engine
 from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
@@ -108,7 +109,7 @@ class Run(Engine):
         assert isinstance(self.learner, Learner)
         self.learner.version += 1
         self.step += 1
-        self._moved = True
+        self._moves += 1
         return {}
 
 

@@ -103,6 +103,7 @@ RANGES: dict[str, Range] = {
     "value_warmup_steps": _WHOLE,
     "max_prompt_length": _COUNT_OR_NONE,
     "max_lag": _WHOLE,
+    "rollout_pieces": _COUNT_OR_NONE,
     "learning_rate": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "max_grad_norm": Range(0, optional=True),
@@ -129,6 +130,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo"),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
+    "rollout_schedule": ("in_order", "as_completed"),
     "sampler_correction": ("truncate", "mask", None),
     "sampler_correction_level": ("token", "sequence", "sequence_mean"),
 }
@@ -259,6 +261,20 @@ def _rollout_folders(c: Any) -> None:
         raise ConfigError(f"replay_rollouts={c.replay_rollouts!r} is no folder")
 
 
+def _schedule(c: Any) -> None:
+    if c.rollout_schedule == "in_order":
+        if c.rollout_pieces is not None:
+            raise ConfigError(
+                f"rollout_pieces={c.rollout_pieces} cuts batches for rollout_schedule="
+                '"as_completed"; set that, or leave rollout_pieces out'
+            )
+    elif c.max_lag == 0:
+        raise ConfigError(
+            'rollout_schedule="as_completed" trains on one piece while others are sampled, and'
+            " max_lag=0 samples nothing meanwhile; set max_lag=1 or more"
+        )
+
+
 def _optimizer(c: Any) -> None:
     optim = str(getattr(c.optim, "value", c.optim))
     if optim.startswith(UNSUPPORTED_OPTIMIZERS):
@@ -305,6 +321,7 @@ COMBINATIONS: tuple[Callable[[Any], None], ...] = (
     _ceiling,
     _adapters,
     _rollout_folders,
+    _schedule,
     _optimizer,
     _loader_options,
     _output_dir,

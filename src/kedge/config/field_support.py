@@ -281,6 +281,8 @@ OWN: dict[str, Support] = {
     "replay_rollouts": Honoured(_ENGINE),
     "preflight": Honoured(_ENGINE),
     "max_lag": Honoured(_ENGINE),
+    "rollout_schedule": Honoured(_ENGINE),
+    "rollout_pieces": Honoured(_ENGINE),
     **dict.fromkeys(
         (
             "sampler_correction",

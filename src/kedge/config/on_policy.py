@@ -161,6 +161,14 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     replay_rollouts: str | None = option(None, "Folder of save_rollouts to train from.")
     preflight: bool = option(True, "Check models, rewards and masks on one batch at the start.")
     max_lag: int = option(0, "Updates that sampling may be ahead of training; 0 is synchronous.")
+    rollout_schedule: Literal["in_order", "as_completed"] = option(
+        "in_order",
+        "With max_lag: whole batches in their order, or pieces of them as they are done, which is "
+        "faster where lengths differ much and depends on timing.",
+    )
+    rollout_pieces: int | None = option(
+        None, "Pieces of a batch, with as_completed. Unset: up to four for each engine."
+    )
     sampler_correction: Literal["truncate", "mask"] | None = option(
         None, "Weigh tokens by learner against sampler; needs an engine that records."
     )

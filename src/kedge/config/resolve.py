@@ -147,6 +147,8 @@ class RunSettings:
     rollout: RolloutOptions
     seed: int
     max_lag: int
+    as_completed: bool
+    pieces: int | None
     correction: CorrectionOptions | None
     preflight: bool
     save_rollouts: str | None
@@ -236,6 +238,8 @@ def shared_parts(
         "rollout": rollout_options(config),
         "seed": config.seed,
         "max_lag": config.max_lag,
+        "as_completed": config.rollout_schedule == "as_completed",
+        "pieces": config.rollout_pieces,
         "correction": _correction(config),
         "preflight": config.preflight,
         "save_rollouts": config.save_rollouts,

@@ -1,52 +1,52 @@
 """The training loop.  There is one; ``max_lag`` makes it synchronous or asynchronous.
 
-Sampling and weight loading run on one first-in-first-out worker.  The driver decides the order
-of both, so the schedule -- and with it every number -- is the same on a slow and a fast machine.
-At lag 0 the worker is the driver itself.
+What samples, and when, is behind ``Supply``: in order (every number independent of timing) or as
+completed (faster where lengths differ much).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Protocol
 
+from kedge.engine.as_completed import AsCompleted
+from kedge.engine.drawing import Drawing, Sample
 from kedge.engine.hooks import StepReport
-from kedge.engine.resample import refill, spare_step
-from kedge.engine.seeds import seed_for
-from kedge.engine.stages import collect
+from kedge.engine.in_order import InOrder
+from kedge.engine.receipts import Shipment
 from kedge.engine.updater import Updater
-from kedge.errors import SyncError
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
-from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
-
-Sample = tuple[Rollout, Judgement, dict[str, float]]
-P = ParamSpec("P")
-R = TypeVar("R")
+from kedge.types import Sampling
 
 
-class Sync(NamedTuple):
-    """Weights on their way to the sampler."""
+class Supply(Protocol):
+    """Where the samples of a training step come from."""
 
-    receipt: Future[Receipt | None]
-    version: int
-    fingerprint: str
-    moved: bool  # the policy trained since the one before
+    def open(self, step: int, until: int) -> AbstractContextManager[None]:
+        """Sample for the steps from ``step`` to ``until`` while inside."""
+        ...
 
+    def send(self, shipment: Shipment) -> None:
+        """Here are the newest weights."""
+        ...
 
-class InlineExecutor(Executor):
-    """Runs what is submitted at once, in the caller's thread."""
+    def take(self, step: int) -> Sample:
+        """What ``step`` learns from; waits until it is there."""
+        ...
 
-    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call ``fn`` now; its result or exception waits in the returned future."""
-        future: Future[R] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # handed over to whoever asks for the result
-            future.set_exception(error)
-        return future
+    def settle(self) -> None:
+        """Wait until all weights that were sent are confirmed, as far as that is to come."""
+        ...
+
+    @property
+    def in_flight(self) -> list[Sample]:
+        """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
+        ...
+
+    def put_back(self, samples: list[Sample], step: int) -> None:
+        """Take samples as already drawn, as after a resume at ``step``."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,8 +58,8 @@ class Engine(Updater):
     judge: RewardSource
     sampling: Sampling
     max_lag: int = 0
-    waiting: deque[Future[Sample]] = field(default_factory=deque)  # sampled ahead, not trained on
-    _loaded: str = field(default="", init=False)  # fingerprint that the sampler last confirmed
+    pieces: int = 0  # that a batch is cut into, to be trained on as completed; 0: whole, in order
+    supply: Supply = field(init=False)
 
     def __post_init__(self) -> None:
         if self.plan.group < self.algorithm.min_group:
@@ -67,108 +67,55 @@ class Engine(Updater):
                 f"{self.algorithm.name} compares responses to one prompt: it needs num_generations"
                 f" >= {self.algorithm.min_group}, got {self.plan.group}"
             )
+        drawing = Drawing(
+            source=self.source,
+            judge=self.judge,
+            sampling=self.sampling,
+            algorithm=self.algorithm,
+            seed=self.seed,
+            clock=self.clock,
+        )
+        if self.pieces:
+            self.supply = AsCompleted(drawing, lanes(self.rollouts), self.pieces, self.max_lag)
+        else:
+            self.supply = InOrder(drawing, self.rollouts, self.max_lag)
 
     def run(self, until: int) -> None:
         """Train up to update ``until``, or until a hook asks to stop; what is in flight is kept."""
-        with self._worker() as worker:
-            syncs = deque([self._sync(worker)])
-            sent = self.step + len(self.waiting)
+        with self.supply.open(self.step, until):
+            self.supply.send(self._shipment())
             stop = False
             while self.step < until and not stop:
                 self.hooks.on_step_begin(self.step)
                 begin = self.clock()
-                while sent < until and sent - self.step <= self.max_lag:
-                    self.waiting.append(self._sample(worker, sent))
-                    sent += 1
-                sample = self.waiting.popleft().result()
-                self._settle(syncs)
-                metrics = self.train_on(*sample, begin=begin)
-                syncs.append(self._sync(worker))
-                rollout, judgement, _ = sample
+                rollout, judgement, times = self.supply.take(self.step)
+                metrics = self.train_on(rollout, judgement, times, begin=begin)
+                self.supply.send(self._shipment())
                 report = StepReport(
                     step=self.step, metrics=metrics, rollout=rollout, judgement=judgement
                 )
                 stop = self.hooks.on_step_end(report)
-            self._settle(syncs, wait=True)
+            self.supply.settle()
 
-    def _worker(self) -> Executor:
-        if self.max_lag == 0:
-            return InlineExecutor()
-        return ThreadPoolExecutor(1, thread_name_prefix="rollout")
-
-    def _sync(self, worker: Executor) -> Sync:
-        """Send the newest weights after everything already asked of the sampler."""
-        weights = {} if self.rollouts.live else self.learner.weights()
-        version, moved = self.learner.version, self._moved
-        self._moved = False
-        receipt = worker.submit(self.rollouts.load_weights, weights, version)
-        return Sync(receipt, version, self.learner.fingerprint(), moved)
-
-    def _settle(self, syncs: deque[Sync], *, wait: bool = False) -> None:
-        """Check the receipts that have come back; a lost weight update must never be silent."""
-        while syncs and (wait or syncs[0].receipt.done()):
-            coming, version, expected, moved = syncs.popleft()
-            receipt = coming.result()
-            if receipt is None:
-                continue
-            if (receipt.version, receipt.fingerprint) != (version, expected):
-                raise SyncError(
-                    f"the sampler reports weights {receipt.fingerprint} (version {receipt.version})"
-                    f" after being sent {expected} (version {version}): it would sample from"
-                    " another policy than the one that trains"
-                )
-            if moved and receipt.fingerprint == self._loaded:
-                raise SyncError(
-                    f"training step {version} had a gradient and a learning rate above 0, but the"
-                    f" policy's weights did not change (fingerprint {expected}): the learning rate"
-                    " is too small for their precision, or the optimiser holds other weights"
-                )
-            self._loaded = receipt.fingerprint
-
-    def _sample(self, worker: Executor, step: int) -> Future[Sample]:
-        prompts = self.source.batch(step)
-        return worker.submit(lambda: self._draw(prompts, step))
-
-    def _draw(self, prompts: PromptBatch, step: int) -> Sample:
-        times: dict[str, float] = {}
-
-        def collected(prompts: PromptBatch, purpose: str) -> tuple[Rollout, Judgement]:
-            rollout, judgement, took = collect(
-                prompts,
-                self.rollouts,
-                self.judge,
-                sampling=self.sampling,
-                seed=seed_for(self.seed, purpose, step),
-                clock=self.clock,
-                greedy=self.algorithm.needs_greedy,
-            )
-            times.update({name: times.get(name, 0.0) + x for name, x in took.items()})
-            return rollout, judgement
-
-        rollout, judgement = collected(prompts, "rollout")
-        rounds = self.algorithm.resample
-        if rounds:
-            rollout, judgement, count = refill(
-                rollout,
-                judgement,
-                prompts=lambda turn: self.source.batch(spare_step(step, turn, rounds)),
-                draw=lambda fresh, turn: collected(fresh, f"rollout again {turn}"),
-                rounds=rounds,
-            )
-            times["rollout/resampled_groups"] = float(count)
-        return rollout, judgement, times
+    def _shipment(self) -> Shipment:
+        return Shipment(
+            weights={} if self.rollouts.live else self.learner.weights(),
+            version=self.learner.version,
+            fingerprint=self.learner.fingerprint(),
+            step=self.step,
+            moves=self._moves,
+        )
 
     @property
     def in_flight(self) -> list[Sample]:
         """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
-        return [future.result() for future in self.waiting]
+        return self.supply.in_flight
 
     def put_back(self, samples: list[Sample]) -> None:
         """Take samples as already drawn for the next updates, as after a resume."""
-        self.waiting = deque(_done(sample) for sample in samples)
+        self.supply.put_back(samples, self.step)
 
 
-def _done(sample: Sample) -> Future[Sample]:
-    future: Future[Sample] = Future()
-    future.set_result(sample)
-    return future
+def lanes(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
+    """The engines that can sample at the same time: those that one consists of, or itself."""
+    return tuple(getattr(rollouts, "lanes", ())) or (rollouts,)

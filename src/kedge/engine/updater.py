@@ -34,7 +34,7 @@ class Updater:
     brakes: Brakes = field(default_factory=Brakes)
     clock: Callable[[], float] = time.perf_counter
     step: int = 0  # updates finished
-    _moved: bool = field(default=False, init=False)  # the policy trained since its last sync
+    _moves: int = field(default=0, init=False)  # updates in which the policy trained
 
     def train_on(
         self,
@@ -67,7 +67,7 @@ class Updater:
         self.kl.update(metrics.get("objective/kl", 0.0), self.plan.batch_size)
         self.step += 1
         moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
-        self._moved |= moved and self.step > self.value_warmup_steps
+        self._moves += moved and self.step > self.value_warmup_steps
         done = self.clock()
         whole = done - (start if begin is None else begin)
         metrics |= times | {

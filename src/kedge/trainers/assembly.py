@@ -31,7 +31,14 @@ from kedge.trainers.models import Models, policy_of, reference_of, value_of
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.publishing import pushing
 from kedge.trainers.run import Run
-from kedge.trainers.sampling import DTYPES, check_sampler, correction_of, sampler_of
+from kedge.trainers.sampling import (
+    DTYPES,
+    check_sampler,
+    check_sharded,
+    correction_of,
+    pieces_of_run,
+    sampler_of,
+)
 from kedge.trainers.saving import recording_of
 
 logger = logging.getLogger(__name__)
@@ -223,16 +230,7 @@ def engine_of(
     tokenizer: Any,
 ) -> Engine:
     """The loop with all its parts."""
-    if learner.sharded and settings.max_lag > 0:
-        raise ConfigError(
-            f"max_lag={settings.max_lag} needs a second, whole copy of a policy that is cut over"
-            " ranks; set max_lag=0, or train with data parallelism (multi_gpu.yaml)"
-        )
-    if learner.sharded and algorithm.resample:
-        raise ConfigError(
-            f"dynamic_sampling={algorithm.resample} lets ranks sample unequally often, and a policy"
-            " that is cut over ranks is gathered by all of them together; set it to 0"
-        )
+    check_sharded(learner, settings, algorithm)
     rollouts = sampler_of(
         given, learner, settings, algorithm, tokenizer=tokenizer, pad_id=pad_id(tokenizer)
     )
@@ -257,6 +255,7 @@ def engine_of(
         sampling=settings.sampling,
         seed=settings.seed,
         max_lag=settings.max_lag,
+        pieces=pieces_of_run(settings, prompts.plan, rollouts),
         correction=correction_of(settings, algorithm, rollouts),
         value_warmup_steps=settings.value.warmup_steps if algorithm.needs_values else 0,
     )

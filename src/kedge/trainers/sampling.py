@@ -14,6 +14,8 @@ from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.sharding import shards_asked
 from kedge.config.resolve import RunSettings
+from kedge.engine.loop import lanes
+from kedge.engine.plan import BatchPlan
 from kedge.errors import ConfigError
 from kedge.math.offpolicy import Correction
 from kedge.protocols import RolloutEngine
@@ -21,6 +23,7 @@ from kedge.trainers.given import Given
 
 logger = logging.getLogger(__name__)
 
+PIECES_PER_LANE = 4  # so that an engine that is done early finds another piece
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,6 +50,26 @@ def check_sampler(given: Given, settings: RunSettings, accelerator: Accelerator)
         ranks=accelerator.num_processes,
         sharded=shards_asked(accelerator) != "none",
     )
+
+
+def check_sharded(learner: HFLearner, settings: RunSettings, algorithm: Algorithm) -> None:
+    """Refuse what a policy that is cut over ranks cannot do.
+
+    Raises:
+        ConfigError: naming the option, its value and the way out.
+    """
+    if not learner.sharded:
+        return
+    if settings.max_lag > 0:
+        raise ConfigError(
+            f"max_lag={settings.max_lag} needs a second, whole copy of a policy that is cut over"
+            " ranks; set max_lag=0, or train with data parallelism (multi_gpu.yaml)"
+        )
+    if algorithm.resample:
+        raise ConfigError(
+            f"dynamic_sampling={algorithm.resample} lets ranks sample unequally often, and a policy"
+            " that is cut over ranks is gathered by all of them together; set it to 0"
+        )
 
 
 def sampler_of(
@@ -84,6 +107,32 @@ def sampler_of(
             spare_slot=algorithm.spare_slot,
         )
     )
+
+
+def pieces_of_run(settings: RunSettings, plan: BatchPlan, engine: RolloutEngine) -> int:
+    """How many pieces a batch is sampled in, as they are done; 0: in order, whole.
+
+    Raises:
+        ConfigError: the prompts of a process cannot be cut like that.
+    """
+    if not settings.as_completed:
+        return 0
+    if plan.local_rows % plan.group:
+        raise ConfigError(
+            f'rollout_schedule="as_completed" cuts a batch between prompts, and the'
+            f" {plan.local_rows} responses of a process are not whole groups of {plan.group};"
+            ' change per_device_train_batch_size, or set rollout_schedule="in_order"'
+        )
+    prompts, wanted = plan.local_prompts, settings.pieces
+    fitting = [n for n in range(1, prompts + 1) if prompts % n == 0]
+    if wanted is None:
+        return max(n for n in fitting if n <= PIECES_PER_LANE * len(lanes(engine)))
+    if wanted not in fitting:
+        raise ConfigError(
+            f"rollout_pieces={wanted} does not divide the {prompts} prompts of a process; these do:"
+            f" {', '.join(map(str, fitting))}"
+        )
+    return wanted
 
 
 def correction_of(

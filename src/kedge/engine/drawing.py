@@ -1,0 +1,82 @@
+"""Prompts in, scored responses out: what the sampler's side of the loop does with a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kedge.algorithms.base import Algorithm
+from kedge.engine.resample import refill, rows_of, spare_step
+from kedge.engine.seeds import seed_for
+from kedge.engine.stages import collect
+from kedge.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.types import Judgement, PromptBatch, Rollout, Sampling
+
+Sample = tuple[Rollout, Judgement, dict[str, float]]  # and the seconds that it took, by name
+
+
+class OneAtATime:
+    """A reward source that is asked by one thread at a time, whoever asks."""
+
+    def __init__(self, judge: RewardSource) -> None:
+        self._judge, self._turn = judge, threading.Lock()
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """What the source says."""
+        with self._turn:
+            return self._judge.score(rollout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """Draws the samples of a step.  Pure in (weights, step, rows): no order of calls matters."""
+
+    source: PromptSource
+    judge: RewardSource
+    sampling: Sampling
+    algorithm: Algorithm
+    seed: int
+    clock: Callable[[], float] = field(repr=False)
+
+    def draw(self, step: int, engine: RolloutEngine, rows: Tensor | None = None) -> Sample:
+        """Responses to the prompts of ``step`` and their scores.
+
+        Args:
+            step: the training step that the prompts belong to.
+            engine: samples them.
+            rows: int64 [n]; only these rows of the batch, whole groups.  None: all of them.
+        """
+        times: dict[str, float] = {}
+
+        def prompts(step: int) -> PromptBatch:
+            batch = self.source.batch(step)
+            return batch if rows is None else rows_of(batch, rows)
+
+        def collected(prompts: PromptBatch, purpose: str) -> tuple[Rollout, Judgement]:
+            rollout, judgement, took = collect(
+                prompts,
+                engine,
+                self.judge,
+                sampling=self.sampling,
+                seed=seed_for(self.seed, purpose, step),
+                clock=self.clock,
+                greedy=self.algorithm.needs_greedy,
+            )
+            times.update({name: times.get(name, 0.0) + x for name, x in took.items()})
+            return rollout, judgement
+
+        rollout, judgement = collected(prompts(step), "rollout")
+        rounds = self.algorithm.resample
+        if rounds:
+            rollout, judgement, count = refill(
+                rollout,
+                judgement,
+                prompts=lambda turn: prompts(spare_step(step, turn, rounds)),
+                draw=lambda fresh, turn: collected(fresh, f"rollout again {turn}"),
+                rounds=rounds,
+            )
+            times["rollout/resampled_groups"] = float(count)
+        return rollout, judgement, times

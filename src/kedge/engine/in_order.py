@@ -1,0 +1,101 @@
+"""Sampling and weight loading on one first-in-first-out worker.
+
+The driver decides the order of both, so the schedule -- and with it every number -- is the same on
+a slow and a fast machine.  At lag 0 the worker is the driver itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from kedge.engine.drawing import Drawing, Sample
+from kedge.engine.receipts import Shipment, confirmed
+from kedge.protocols import RolloutEngine
+from kedge.types import Receipt
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class InlineExecutor(Executor):
+    """Runs what is submitted at once, in the caller's thread."""
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Call ``fn`` now; its result or exception waits in the returned future."""
+        future: Future[R] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # handed over to whoever asks for the result
+            future.set_exception(error)
+        return future
+
+
+class _Sync(NamedTuple):
+    receipt: Future[Receipt | None]
+    sent: Shipment
+
+
+class InOrder:
+    """Whole batches, each exactly ``min(step, max_lag)`` updates old."""
+
+    def __init__(self, drawing: Drawing, rollouts: RolloutEngine, max_lag: int) -> None:
+        self._drawing, self._rollouts, self._max_lag = drawing, rollouts, max_lag
+        self._waiting: deque[Future[Sample]] = deque()  # sampled ahead, not trained on
+        self._syncs: deque[_Sync] = deque()
+        self._held, self._moves = "", 0
+        self._worker: Executor = InlineExecutor()
+        self._until = 0
+
+    @contextmanager
+    def open(self, step: int, until: int) -> Iterator[None]:
+        """Sample while inside; what was sampled ahead stays afterwards."""
+        self._until = until
+        self._syncs.clear()
+        worker: Executor = InlineExecutor()
+        if self._max_lag > 0:
+            worker = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        with worker as self._worker:
+            yield
+
+    def send(self, shipment: Shipment) -> None:
+        """Load these weights after everything already asked of the sampler."""
+        load = self._rollouts.load_weights
+        receipt = self._worker.submit(load, shipment.weights, shipment.version)
+        self._syncs.append(_Sync(receipt, shipment))
+
+    def take(self, step: int) -> Sample:
+        """The samples of ``step``; those of the next ``max_lag`` steps are asked for, too."""
+        while (sent := step + len(self._waiting)) < self._until and sent - step <= self._max_lag:
+            self._waiting.append(self._worker.submit(self._drawing.draw, sent, self._rollouts))
+        sample = self._waiting.popleft().result()
+        self._settle(wait=False)
+        return sample
+
+    def settle(self) -> None:
+        """Wait for the receipts that are still to come."""
+        self._settle(wait=True)
+
+    def _settle(self, *, wait: bool) -> None:
+        while self._syncs and (wait or self._syncs[0].receipt.done()):
+            receipt, sent = self._syncs.popleft()
+            moved, self._moves = sent.moves > self._moves, sent.moves
+            self._held = confirmed(receipt.result(), sent, held=self._held, moved=moved)
+
+    @property
+    def in_flight(self) -> list[Sample]:
+        """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
+        return [future.result() for future in self._waiting]
+
+    def put_back(self, samples: list[Sample], step: int) -> None:
+        """Take samples as already drawn for the next updates, as after a resume."""
+        self._waiting = deque(_done(sample) for sample in samples)
+
+
+def _done(sample: Sample) -> Future[Sample]:
+    future: Future[Sample] = Future()
+    future.set_result(sample)
+    return future
