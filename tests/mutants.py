@@ -189,8 +189,8 @@ MUTANTS = [
     Mutant(
         "pieces begin as long as engines are free",
         "engine/as_completed.py",
-        "if self._next < bound:",
-        "if self._next < self._end:",
+        "return min(self._end, (self._newest.step + self.max_lag + 1) * self.pieces)",
+        "return self._end",
         COMPLETED,
     ),
     Mutant(

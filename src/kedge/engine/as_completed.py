@@ -154,9 +154,21 @@ class AsCompleted:
     def _pick(self, step: int) -> list[Piece] | None:
         if self._failure is not None:
             raise self._failure
-        return chosen(
+        picked = chosen(
             self._done, self._running, step=step, max_lag=self.max_lag, per_step=self.pieces
         )
+        if picked is None and not self._running and self._next >= self._bound():
+            raise RuntimeError(
+                f"step {step} waits for pieces that nobody samples: {len(self._done)} are done and"
+                f" {self._next} begun, with {self.pieces} a step and max_lag={self.max_lag}"
+            )
+        return picked
+
+    def _bound(self) -> int:
+        """How many pieces of the run may have begun by now."""
+        if self._newest is None:
+            return self._next + 1  # once there are weights
+        return min(self._end, (self._newest.step + self.max_lag + 1) * self.pieces)
 
     def settle(self) -> None:
         """Nothing to wait for: a lane checks the receipt before it samples."""
@@ -222,13 +234,11 @@ class AsCompleted:
         with self._turn:
             while not (self._closing or self._failure):
                 newest = self._newest
-                if newest is not None and not self._paused:
-                    bound = min(self._end, (newest.step + self.max_lag + 1) * self.pieces)
-                    if self._next < bound:
-                        piece = Piece(number=self._next, since=newest.step)
-                        self._next += 1
-                        self._running.append(piece)
-                        return piece, newest
+                if newest is not None and not self._paused and self._next < self._bound():
+                    piece = Piece(number=self._next, since=newest.step)
+                    self._next += 1
+                    self._running.append(piece)
+                    return piece, newest
                 self._turn.wait()
         return None
 
