@@ -10,6 +10,7 @@ import torch
 
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.testing import ScriptedRollouts, tiny_policy
+from tests.ray.clusters import local, needs_ray
 
 PAD = 0
 has_vllm = importlib.util.find_spec("vllm") is not None
@@ -79,12 +80,32 @@ def vllm():
     return engine
 
 
+@functools.cache
+def ray_embedded_of():
+    """Two embedded engines in actors."""
+    from kedge.backends.ray.build import ray_engines
+    from kedge.config.ppo import PPOConfig
+    from kedge.config.rollout import rollout_options
+
+    local()
+    asked = {"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 2}
+    options = rollout_options(PPOConfig(output_dir="unused", **asked))
+    return ray_engines(policy(), options, pad_id=PAD, chunk_rows=4)
+
+
+def ray_embedded():
+    engine = ray_embedded_of()
+    engine.load_weights(trained(policy()), 0)
+    return engine
+
+
 ENGINES = [
     scripted,
     embedded,
     embedded_copy,
     pytest.param(vllm, marks=needs_vllm),
     pytest.param(vllm_server, marks=needs_vllm),
+    pytest.param(ray_embedded, marks=needs_ray),
 ]
 
 

@@ -25,7 +25,9 @@ def length_reward(completions: list[str], **_: Any) -> list[float]:
 
 def small(**changes: Any) -> PPOTrainer:
     """A trainer; keywords of the trainer and of the config are told apart by name."""
-    given = {k: v for k, v in changes.items() if k in TRAINER}
+    named = isinstance(changes.get("rollout_engine"), str)  # an option, else an engine
+    trainer = TRAINER - {"rollout_engine"} if named else TRAINER
+    given = {k: v for k, v in changes.items() if k in trainer}
     options: dict[str, Any] = {
         "output_dir": changes.get("output_dir") or tempfile.mkdtemp(),
         "per_device_train_batch_size": 4,
@@ -41,7 +43,7 @@ def small(**changes: Any) -> PPOTrainer:
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    options |= {k: v for k, v in changes.items() if k not in TRAINER}
+    options |= {k: v for k, v in changes.items() if k not in trainer}
     parts: dict[str, Any] = {
         "args": None,
         "processing_class": word_tokenizer(),

@@ -56,7 +56,6 @@ class NewerArguments:
     vllm_group_port: int = _refused(51216)
     vllm_gpu_memory_utilization: float = option(0.3, "gpu_memory_utilization of vllm_engine_args.")
     vllm_max_model_length: int | None = option(None, "max_model_len of vllm_engine_args.")
-    vllm_tensor_parallel_size: int = option(1, "tensor_parallel_size of vllm_engine_args.")
     sync_ref_model: bool = _refused(False)
     ref_model_mixup_alpha: float = _refused(0.6)
     ref_model_sync_steps: int = _refused(512)

