@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "show the sizes and the memory of a run, before any weight is loaded",
     "compare": "draw runs over one another, with bands over seeds",
     "doctor": "say what is wrong with a run, from its log, and what to try",
+    "report": "write one HTML page of a run: curves, completions, tokens",
     "serve-reward": "serve reward functions over HTTP, for trainers that run elsewhere",
 }
 
@@ -25,6 +26,7 @@ _WHERE = {
     "plan": "kedge.cli.plan",
     "compare": "kedge.cli.compare",
     "doctor": "kedge.cli.doctor",
+    "report": "kedge.cli.report",
     "serve-reward": "kedge.cli.serve_reward",
 }
 

@@ -9,6 +9,7 @@ from kedge.config.on_policy import OnPolicyConfig
 from kedge.errors import ConfigError
 
 Every = float | None  # updates; None: never
+MOST_TOKEN_TABLES = 100  # of a run: they are large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Cadence:
     eval_on_start: bool
     save_every: Every
     sample_every: Every
+    tokens_every: Every = None
 
     def logs(self, done: int) -> bool:
         """Whether the metrics since the last time are reported."""
@@ -39,6 +41,12 @@ class Cadence:
     def samples(self, done: int) -> bool:
         """Whether a table of sample completions is shown."""
         return self._due(done, self.sample_every, at_end=False)
+
+    def writes_tokens(self, done: int) -> bool:
+        """Whether rows are written token by token: on the first update and when logging."""
+        if self.tokens_every is None:
+            return False
+        return done == 1 or self._due(done, self.tokens_every, at_end=True)
 
     def _due(self, done: int, every: Every, *, at_end: bool) -> bool:
         if every is None:
@@ -83,13 +91,17 @@ def cadence(config: OnPolicyConfig, *, updates: int, updates_per_epoch: float | 
         return float(max(1, math.ceil(updates * steps))) if steps < 1 else float(steps)
 
     tables = config.num_sample_generations
+    logging = every("logging", config.logging_steps)
     return Cadence(
         updates=updates,
-        log_every=every("logging", config.logging_steps),
+        log_every=logging,
         log_first=config.logging_first_step,
         eval_every=every("eval", config.eval_steps),
         eval_delay=config.eval_delay,
         eval_on_start=config.eval_on_start,
         save_every=every("save", config.save_steps),
         sample_every=max(1, updates // tables) if tables else None,
+        tokens_every=max(logging, math.ceil(updates / MOST_TOKEN_TABLES))
+        if logging and config.log_token_rows
+        else None,
     )

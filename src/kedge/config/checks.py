@@ -64,6 +64,7 @@ RANGES: dict[str, Range] = {
     "num_train_epochs": _NOT_NEGATIVE,
     "local_rollout_forward_batch_size": _COUNT,
     "num_sample_generations": _WHOLE,
+    "log_token_rows": _WHOLE,
     "dataset_num_proc": _COUNT_OR_NONE,
     "response_length": _COUNT,
     "min_new_tokens": _WHOLE,

@@ -75,6 +75,9 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     num_sample_generations: int = option(
         10, "Tables of sample completions shown over the run; 0 for none."
     )
+    log_token_rows: int = option(
+        4, "Responses written token by token when metrics are logged, for kedge report; 0 for none."
+    )
     dataset_num_proc: int | None = option(None, "Processes that tokenise the dataset.")
     world_size: int | None = option(None, "Filled in: processes.")
     num_total_batches: int | None = option(None, "Filled in: updates in the run.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kedge.types import Judgement, Rollout
+from kedge.types import Experience, Judgement, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,10 @@ class Hooks(Protocol):
         """The batch that update ``step`` will learn from; nothing was trained on it yet."""
         ...
 
+    def on_experience(self, step: int, experience: Experience) -> None:
+        """What update ``step`` will read of that batch, token by token."""
+        ...
+
     def on_optimizer_step(self) -> None:
         """One optimiser step was taken."""
         ...
@@ -46,6 +50,9 @@ class NoHooks:
         """Ignore."""
 
     def on_sample(self, step: int, rollout: Rollout, judgement: Judgement) -> None:
+        """Ignore."""
+
+    def on_experience(self, step: int, experience: Experience) -> None:
         """Ignore."""
 
     def on_optimizer_step(self) -> None:

@@ -50,6 +50,7 @@ class Updater:
         experience, metrics = make_experience(
             rollout, judgement, self.learner, self.algorithm, self.kl.value, self.correction
         )
+        self.hooks.on_experience(self.step, experience)
         ready = self.clock()
         metrics |= optimise(
             experience,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from kedge.errors import DataError
 
@@ -48,20 +49,54 @@ def read_log(place: str | Path) -> RunLog:
     Raises:
         DataError: there is none, it is damaged, or it holds no training.
     """
+    rows = [row for row in read_rows(place) if "objective/scores" in row]
+    if not rows:
+        raise DataError(f"{log_file(place)} holds no row of training (none with objective/scores)")
+    return RunLog(Path(place).name, rows)
+
+
+def log_file(place: str | Path) -> Path:
+    """The ``metrics.jsonl`` of a run.
+
+    Raises:
+        DataError: there is none.
+    """
     path = Path(place).expanduser()
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"{path} has no {FILE}: give the output_dir of a run, or the file itself")
-    rows: list[dict[str, float]] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    return file
+
+
+def read_rows(place: str | Path) -> list[dict[str, float]]:
+    """Every row of the log, evaluations too; what is no number is left out.
+
+    Raises:
+        DataError: there is no log, or it is damaged.
+    """
+    file = log_file(place)
+    return [
+        {k: float(x) for k, x in row.items() if isinstance(x, int | float)}
+        for row in read_objects(file)
+    ]
+
+
+def read_objects(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line.
+
+    Raises:
+        DataError: a line is something else.
+    """
+    found: list[dict[str, Any]] = []
+    # Not splitlines: a response may hold characters that it, too, takes for the end of a line.
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{file}, line {number} is no JSON: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{file}, line {number} is no row of metrics: {line[:80]}")
-        if "objective/scores" in row:
-            rows.append({k: float(x) for k, x in row.items() if isinstance(x, int | float)})
-    if not rows:
-        raise DataError(f"{file} holds no row of training (none with objective/scores)")
-    return RunLog(path.name, rows)
+        found.append(row)
+    return found

@@ -15,7 +15,7 @@ from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.trainers.hf_callbacks import Callbacks, merge_rows, share_control
 from kedge.trainers.measures import over_ranks, peak_memory, tokens_in
-from kedge.types import Judgement, Rollout
+from kedge.types import Experience, Judgement, Rollout
 
 
 class TrainerHooks:
@@ -34,6 +34,7 @@ class TrainerHooks:
             ``callbacks.write_state``) included; every rank calls it.
         screen: moved after each update, on the rank that has one.
         on_sample: called with every batch before it is trained on (recording).
+        on_experience: called with what every update reads (rows token by token).
         after_step: called after each update, before logging (completions tables).
         total: element-wise sum of a tensor over all ranks; None for one process.
         clock: seconds.
@@ -48,13 +49,15 @@ class TrainerHooks:
         save: Callable[[], Path] | None = None,
         screen: Screen | None = None,
         on_sample: Callable[[int, Rollout, Judgement], None] | None = None,
+        on_experience: Callable[[int, Experience], None] | None = None,
         after_step: Callable[[StepReport], None] | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.callbacks, self.steps_per_epoch = callbacks, steps_per_epoch
         self._evaluate, self._save, self._screen = evaluate, save, screen
-        self._on_sample, self._after_step = on_sample, after_step
+        self._on_sample, self._on_experience = on_sample, on_experience
+        self._after_step = after_step
         self._total, self._clock = total, clock
         self._begin, self._first = clock(), callbacks.state.episode
         self._epoch_open = False
@@ -70,6 +73,11 @@ class TrainerHooks:
         """Hand the batch on."""
         if self._on_sample is not None:
             self._on_sample(step, rollout, judgement)
+
+    def on_experience(self, step: int, experience: Experience) -> None:
+        """Hand it on."""
+        if self._on_experience is not None:
+            self._on_experience(step, experience)
 
     def on_optimizer_step(self) -> None:
         """Pass the event on."""

@@ -108,7 +108,7 @@ def model_card(
     sections = {
         "Results": _table(("metric", "start", "end"), _results(log_history)),
         "Hyperparameters": _table(("name", "value"), _hyperparameters(args)),
-        "Versions": _table(("package", "version"), _versions()),
+        "Versions": _table(("package", "version"), versions()),
         "Citation": papers,
     }
     text = [f"---\n{front}---", f"# {model_name}"]
@@ -155,7 +155,8 @@ def _hyperparameters(args: Any) -> list[tuple[str, str]]:
     return [(name, f"`{getattr(x, 'value', x)}`") for name, x in pairs if x is not None]
 
 
-def _versions() -> list[tuple[str, str]]:
+def versions() -> list[tuple[str, str]]:
+    """Of Kedge and the packages it stands on: name, version."""
     found = [("kedge", __version__)]
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

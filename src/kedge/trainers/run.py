@@ -16,7 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.rewards import RewardLog
 from kedge.backends.trackers import Jsonl, Many, Screen, draw_curves
-from kedge.config.cadence import cadence
+from kedge.config.cadence import Cadence, cadence
 from kedge.config.resolve import RunSettings
 from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
@@ -28,6 +28,7 @@ from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.hf_callbacks import Callbacks, tables_of
 from kedge.trainers.hooks import TrainerHooks
 from kedge.trainers.saving import earlier_run, numbers_of, recording_of, write_models
+from kedge.trainers.token_rows import TokenRows, token_rows
 from kedge.types import Judgement, Rollout
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Run:
         self.callbacks.begin(
             max_steps=plan.updates, epochs=plan.updates / per_epoch, batch_size=plan.local_rows
         )
+        rows = token_rows(self.args, self._when(), self.learner, self.tokenizer)
         engine.hooks = hooks = TrainerHooks(
             self.callbacks,
             steps_per_epoch=per_epoch,
@@ -84,7 +86,8 @@ class Run:
             save=self.save_checkpoint if self.args.output_dir else None,
             screen=screen,
             on_sample=self._on_sample(check=not resumed),
-            after_step=self._after_step(),
+            on_experience=rows.hold if rows is not None else None,
+            after_step=self._after_step(rows),
             total=self.learner.total if self.learner.ranks > 1 else None,
         )
         if not resumed:
@@ -153,14 +156,19 @@ class Run:
         for warning in warnings if self.learner.rank == 0 else []:
             logger.warning("preflight: %s", warning)
 
-    def _after_step(self) -> Callable[[StepReport], None]:
-        plan, empty = self.engine.plan, self.args.torch_empty_cache_steps
-        when = cadence(self.args, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch)
+    def _when(self) -> Cadence:
+        plan = self.engine.plan
+        return cadence(self.args, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch)
+
+    def _after_step(self, rows: TokenRows | None) -> Callable[[StepReport], None]:
+        when, empty = self._when(), self.args.torch_empty_cache_steps
 
         def after(report: StepReport) -> None:
             recorded, _ = self.reward_log.drain()
             said = {f"log/{name}": mean for name, mean in recorded.means().items()}
             self.callbacks.state.pending[-1] |= said
+            if rows is not None:
+                rows.write(report)
             if when.samples(report.step):
                 self.evaluator.show_samples(report)
             if empty and report.step % empty == 0 and self.learner.device.type == "cuda":

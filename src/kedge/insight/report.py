@@ -1,0 +1,118 @@
+"""What a run left in its folder, gathered for the page that shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kedge.errors import DataError
+from kedge.insight.doctor import examine
+from kedge.insight.log import RunLog, log_file, read_objects, read_rows
+from kedge.insight.story import story, vocabulary
+
+TOKENS = "tokens"
+Row = dict[str, Any]
+
+
+def gather(
+    place: str | Path,
+    *,
+    meanings: Mapping[str, str],
+    prefixes: Mapping[str, str],
+    most: int = 5000,
+) -> dict[str, Any]:
+    """Everything that the page shows, as JSON values.
+
+    Args:
+        place: the run's ``output_dir``, or its ``metrics.jsonl``.
+        meanings: metric name -> what it means.
+        prefixes: beginning of a name -> what metrics of that kind mean.
+        most: responses of each kind that are shown; beyond it every step gives up equally many.
+
+    Raises:
+        DataError: there is no log, a file is damaged, or nothing was logged yet.
+    """
+    folder = log_file(place).absolute().parent
+    rows = read_rows(place)
+    if not rows:
+        raise DataError(f"{log_file(place)} is empty: nothing was logged yet")
+    log = RunLog(folder.name, [row for row in rows if "objective/scores" in row])
+    tables = {
+        name: _tables(folder / name, most)
+        for name in sorted(p.name for p in folder.glob("*completions") if p.is_dir())
+    }
+    tokens = _tables(folder / TOKENS, most) if (folder / TOKENS).is_dir() else []
+    series = _series(rows)
+    return {
+        "name": folder.name,
+        "about": _about(folder),
+        "updates": len(log.rows),
+        "findings": [asdict(found) for found in examine(log)],
+        "story": story(log, rows),
+        "vocabulary": vocabulary(tokens),
+        "series": series,
+        "meanings": {name: meaning(name, meanings, prefixes) for name in series},
+        "episodes": _episodes(rows),
+        "tables": {name: table for name, table in tables.items() if table},
+        "tokens": tokens,
+    }
+
+
+def meaning(name: str, meanings: Mapping[str, str], prefixes: Mapping[str, str]) -> str:
+    """What a metric means; "" for one that no table knows.
+
+    An evaluation's (``eval_...``, ``eval_<set>_...``) is that of the metric it evaluates.
+    """
+    if name in meanings:
+        return meanings[name]
+    if name.startswith("eval_"):
+        known = [m for m in meanings if name.endswith(f"_{m}")]
+        if known:
+            return f"{meanings[max(known, key=len)]}; on the evaluation prompts"
+    found = [text for prefix, text in prefixes.items() if name.startswith(prefix)]
+    return found[0] if found else ""
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    file = folder / "run.json"
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is damaged: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _series(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
+    """Steps and values of every metric, values that are not finite left out."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "epoch") and math.isfinite(value):
+                line = found.setdefault(name, {"x": [], "y": []})
+                line["x"].append(int(row.get("step", 0)))
+                line["y"].append(float(f"{value:.6g}"))
+    return found
+
+
+def _episodes(rows: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
+    """Which update had seen how many responses, for the other axis."""
+    known = {int(r["step"]): int(r["episode"]) for r in rows if "episode" in r and "step" in r}
+    return {"x": [0, *known], "y": [0, *known.values()]}
+
+
+def _tables(folder: Path, most: int) -> list[Row]:
+    """The tables of a folder in order of their steps: ``{"step", "rows"}``."""
+    files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.jsonl")}
+    found: list[Row] = [{"step": step, "rows": read_objects(files[step])} for step in sorted(files)]
+    count = sum(len(each["rows"]) for each in found)
+    if count > most:
+        share = max(1, most // len(found))
+        for each in found:
+            each["rows"] = each["rows"][:share]
+    return [each for each in found if each["rows"]]

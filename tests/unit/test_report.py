@@ -1,0 +1,139 @@
+"""``kedge report``: what the page holds, from files written by hand and from a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kedge.cli.main import main
+from kedge.engine.metrics import NAMES, PREFIXES
+from kedge.errors import DataError
+from kedge.insight.page import page, unpack
+from kedge.insight.report import gather, meaning
+from kedge.insight.story import vocabulary
+
+NASTY = "</script><b>bold</b> ü \u2028 <!--script--> $&"
+ASSETS = Path(__file__).parents[2] / "src" / "kedge" / "insight" / "assets"
+
+
+def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "one"
+    metrics = [
+        {
+            "step": i,
+            "episode": 8 * i,
+            "objective/scores": i / 8,
+            "objective/scores_std": 0.5,
+            "rewards/rules": 1.0,
+            "eval_held_out_objective/kl": 0.25,
+            "val/ratio": None,
+        }
+        for i in range(1, 9)
+    ]
+    write(folder, "metrics.jsonl", [*metrics, {"step": 8, "eval_objective/scores": 0.75}])
+    for step in (2, 4):
+        row = {"query": "2 + 2", "model response": NASTY if step == 2 else "4", "score": 0.5}
+        write(folder, f"completions/step-{step:06d}.jsonl", [row])
+    token = {"prompt": "2 + 2", "tokens": ["4", "<eos>"], "length": 2, "score": 1.0, "rewards": {}}
+    rows = [token | {"advantage": [0.5, -1.0]}] * 3
+    write(folder, "tokens/step-000004.jsonl", rows)
+    return folder
+
+
+def data(run: Path, **kwargs: int) -> dict[str, object]:
+    return gather(run, meanings=NAMES, prefixes=PREFIXES, **kwargs)
+
+
+def test_the_page_holds_what_the_files_do(run: Path) -> None:
+    found = unpack(page(data(run)))
+    assert found == json.loads(json.dumps(data(run)))
+    assert found["series"]["objective/scores"] == {
+        "x": [1, 2, 3, 4, 5, 6, 7, 8],
+        "y": [i / 8 for i in range(1, 9)],
+    }
+    assert found["series"]["eval_objective/scores"] == {"x": [8], "y": [0.75]}
+    assert "val/ratio" not in found["series"]  # never a number
+    assert [t["step"] for t in found["tables"]["completions"]] == [2, 4]
+    assert found["tables"]["completions"][0]["rows"][0]["model response"] == NASTY
+    assert found["episodes"]["y"][:3] == [0, 8, 16]
+    assert (found["updates"], found["findings"]) == (8, [])
+    # 0.125 to 0.9375 (the mean of the last two of eight), 0.5 a deviation, 16 scores to chance
+    assert "from 0.188 to 0.938: up by 1.5 deviations" in found["story"][0]["text"]
+
+
+def test_every_metric_is_explained(run: Path) -> None:
+    found = data(run)["meanings"]
+    assert isinstance(found, dict)
+    assert all(found.values())
+    assert found["eval_held_out_objective/kl"].startswith(NAMES["objective/kl"])
+    assert found["rewards/rules"] == PREFIXES["rewards/"]
+    assert meaning("unheard_of", NAMES, PREFIXES) == ""
+
+
+def test_the_page_is_one_file_that_asks_nothing_of_the_network(run: Path) -> None:
+    html = page(data(run))
+    assert NASTY not in html  # texts are inside compressed data, so they cannot be markup
+    assert html.count("<script") == html.count("</script>") == 2
+    assert "default-src 'none'" in html
+    outside = re.findall(r"(?:src|href)\s*=\s*[\"'](?!data:|#)[^\"']*", html)
+    assert outside == []
+    assert not re.search(r"\bfetch\(|XMLHttpRequest|@import|url\((?!data:)", html)
+    assert "<!--" not in html.replace("<!doctype", "")
+
+
+def test_more_responses_than_asked_for_are_left_out_evenly(run: Path) -> None:
+    for step in range(10, 14):
+        rows = [
+            {"query": f"q{i}", "model response": "x", "score": 1.0 * i, "n": i} for i in range(10)
+        ]
+        write(run, f"eval_completions/step-{step:06d}.jsonl", rows)
+    tables = data(run, most=12)["tables"]
+    assert isinstance(tables, dict)
+    assert [len(t["rows"]) for t in tables["eval_completions"]] == [3, 3, 3, 3]
+    assert [len(t["rows"]) for t in tables["completions"]] == [1, 1]
+
+
+def test_words_by_hand() -> None:
+    early = {"step": 1, "rows": [{"tokens": ["a"] * 9 + ["b"], "advantage": [0.0] * 10}]}
+    late = {
+        "step": 2,
+        "rows": [{"tokens": ["a"] * 5 + ["b"] * 5, "advantage": [-1.0] * 5 + [2.0] * 5}],
+    }
+    found = vocabulary([early, late])
+    assert found["more"] == [["b", 100.0, 500.0]]
+    assert found["less"] == [["a", 900.0, 500.0]]
+    assert found["praised"] == [["b", 2.0, 5]]
+    assert found["blamed"] == [["a", -1.0, 5]]
+
+
+def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run)]) == 0
+    assert unpack((run / "report.html").read_text(encoding="utf-8"))["name"] == "one"
+    assert "report.html" in capsys.readouterr().out
+    assert main(["report", str(run), "--responses", "0"]) == 2
+    assert main(["report", str(run / "nowhere")]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_named(run: Path) -> None:
+    (run / "tokens" / "step-000004.jsonl").write_text("{}\n{broken")
+    with pytest.raises(DataError, match=r"step-000004\.jsonl, line 2 is no JSON"):
+        data(run)
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="nothing was logged yet"):
+        data(run)
+
+
+def test_assets_are_small_enough_to_read() -> None:
+    for file in ASSETS.iterdir():
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 400, file.name
