@@ -16,7 +16,6 @@ from kedge.trainers.token_rows import token_texts
 from tests.e2e.small import PROMPTS, rows, small
 from tests.unit.text_toys import blank_swallowing_tokenizer, word_tokenizer
 
-
 WORD = 256
 
 
