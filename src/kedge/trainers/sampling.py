@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from kedge.algorithms import Algorithm
+from kedge.backends.engines import shared
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.sharding import shards_asked
 from kedge.config.resolve import RunSettings
+from kedge.config.rollout import RolloutOptions
 from kedge.engine.loop import lanes
 from kedge.engine.plan import BatchPlan
 from kedge.errors import ConfigError
@@ -91,44 +95,66 @@ def sampler_of(
     tokenizer: Any,
     pad_id: int,
 ) -> RolloutEngine:
-    """The engine that the user gave, or the one that the options describe."""
+    """The engine that the user gave, or the one that the options describe.
+
+    Raises:
+        ConfigError: it cannot be started, or ranks would ask it unequally often.
+    """
     if given.rollout_engine is not None:
         return given.rollout_engine
     dtype = DTYPES[settings.learner.precision]
-    if settings.rollout.kind == "ray":
+    options = settings.rollout
+    if options.kind == "embedded":
+        return learner.sampler(
+            EmbeddedEngine(
+                learner.policy,
+                pad_id=pad_id,
+                tokenizer=tokenizer,
+                live=settings.max_lag == 0,
+                chunk_rows=settings.learner.chunk,
+                autocast=dtype,
+                spare_slot=algorithm.spare_slot,
+            )
+        )
+    if algorithm.resample and learner.ranks > 1:
+        raise ConfigError(
+            f"dynamic_sampling={algorithm.resample} lets ranks sample unequally often, and they"
+            f" share the engine of rollout_engine={options.kind!r}; set it to 0"
+        )
+    if settings.as_completed and learner.ranks > 1:
+        raise ConfigError(
+            'rollout_schedule="as_completed" lets every rank sample at its own pace, and they share'
+            f" the engine of rollout_engine={options.kind!r}; set it to in_order"
+        )
+    make = partial(
+        _elsewhere,
+        learner.policy,
+        options,
+        pad_id=pad_id,
+        tokenizer=tokenizer if settings.sampling.stop_strings else None,
+        dtype=dtype,
+        spare_slot=algorithm.spare_slot,
+        chunk_rows=settings.learner.chunk,
+    )
+    return shared(
+        make,
+        ranks=learner.ranks,
+        timeout=options.timeout + options.start_timeout,
+        spare=int(algorithm.spare_slot),
+    )
+
+
+def _elsewhere(
+    policy: nn.Module, options: RolloutOptions, *, chunk_rows: int, **about: Any
+) -> RolloutEngine:
+    """An engine that holds a copy of the policy, in this process or another."""
+    if options.kind == "ray":
         from kedge.backends.ray.build import ray_engines
 
-        return ray_engines(
-            learner.policy,
-            settings.rollout,
-            pad_id=pad_id,
-            tokenizer=tokenizer if settings.sampling.stop_strings else None,
-            dtype=dtype,
-            spare_slot=algorithm.spare_slot,
-            chunk_rows=settings.learner.chunk,
-        )
-    if settings.rollout.kind != "embedded":
-        from kedge.backends.vllm.build import vllm_engine
+        return ray_engines(policy, options, chunk_rows=chunk_rows, **about)
+    from kedge.backends.vllm.build import vllm_engine
 
-        return vllm_engine(
-            learner.policy,
-            settings.rollout,
-            pad_id=pad_id,
-            tokenizer=tokenizer if settings.sampling.stop_strings else None,
-            dtype=dtype,
-            spare_slot=algorithm.spare_slot,
-        )
-    return learner.sampler(
-        EmbeddedEngine(
-            learner.policy,
-            pad_id=pad_id,
-            tokenizer=tokenizer,
-            live=settings.max_lag == 0,
-            chunk_rows=settings.learner.chunk,
-            autocast=dtype,
-            spare_slot=algorithm.spare_slot,
-        )
-    )
+    return vllm_engine(policy, options, **about)
 
 
 def pieces_of_run(settings: RunSettings, plan: BatchPlan, engine: RolloutEngine) -> int:

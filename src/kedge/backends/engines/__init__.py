@@ -1,5 +1,6 @@
 """Rollout engines made of rollout engines."""
 
-from kedge.backends.engines.split import SplitEngine
+from kedge.backends.engines.shared import SharedEngine, shared
+from kedge.backends.engines.split import SplitEngine, together
 
-__all__ = ["SplitEngine"]
+__all__ = ["SharedEngine", "SplitEngine", "shared", "together"]

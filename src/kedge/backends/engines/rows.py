@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,13 @@ def bare(prompts: PromptBatch) -> PromptBatch:
 
 
 def stack_prompts(parts: Sequence[PromptBatch]) -> PromptBatch:
-    """The rows of all parts, padded on the left to the longest; without columns."""
+    """The rows of all parts, padded on the left to the longest; without columns.
+
+    Groups of different parts stay apart, though their numbers be the same.
+    """
     size = max(p.ids.shape[1] for p in parts)
+    sizes = [0, *(int(p.group.max()) + 1 if len(p) else 0 for p in parts)]
+    starts = list(accumulate(sizes))
 
     def wide(x: Tensor) -> Tensor:
         return pad(x, (size - x.shape[1], 0))
@@ -51,7 +57,7 @@ def stack_prompts(parts: Sequence[PromptBatch]) -> PromptBatch:
     return PromptBatch(
         ids=torch.cat([wide(p.ids) for p in parts]),
         mask=torch.cat([wide(p.mask) for p in parts]),
-        group=torch.cat([p.group for p in parts]),
+        group=torch.cat([p.group + start for p, start in zip(parts, starts, strict=False)]),
         row=torch.cat([p.row for p in parts]),
     )
 
@@ -81,13 +87,20 @@ def join(prompts: PromptBatch, parts: Sequence[Rollout], pad_id: int) -> Rollout
     return Rollout(prompts=prompts, **whole, **flat)  # type: ignore[arg-type]
 
 
+def answering(found: Rollout, prompts: PromptBatch) -> Rollout:
+    """What an engine elsewhere sampled, for the prompts as they were asked for."""
+    device = prompts.ids.device
+    held = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "prompts"}
+    moved: dict[str, Any] = {name: x if x is None else x.to(device) for name, x in held.items()}
+    return Rollout(prompts=prompts, **moved)
+
+
 def share_of(rollout: Rollout, rows: slice, prompts: PromptBatch, spare: int) -> Rollout:
     """Some of the rows for the prompts they answer, as wide as their longest and ``spare`` more."""
     longest = int(rollout.present[rows].sum(1).max())
     size = min(longest + spare, rollout.ids.shape[1])
-    device = prompts.ids.device
     names = ("ids", "mask", "present", "behavior_logprobs", "support")
     held = {n: x for n in names if (x := getattr(rollout, n)) is not None}
-    cut_out = {n: x[rows, :size].to(device) for n, x in held.items()}
-    flat = {n: getattr(rollout, n)[rows].to(device) for n in ("finished", "version")}
-    return Rollout(prompts=prompts, **cut_out, **flat)
+    wide = {n: x[rows, :size].clone() for n, x in held.items()}
+    flat = {n: getattr(rollout, n)[rows].clone() for n in ("finished", "version")}
+    return Rollout(prompts=prompts, **wide, **flat)

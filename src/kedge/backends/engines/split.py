@@ -43,6 +43,11 @@ class SplitEngine:
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
 
     @property
+    def lanes(self) -> tuple[RolloutEngine, ...]:
+        """The engines, each of which can sample on its own."""
+        return tuple(self.engines)
+
+    @property
     def live(self) -> Literal[False]:
         """They hold copies of the policy."""
         return False
@@ -104,3 +109,25 @@ class SplitEngine:
         running = [self._threads.submit(call) for call in calls]
         wait(running)
         return [each.result() for each in running]
+
+
+def together(
+    makers: Sequence[Callable[[], T]], *, undo: Callable[[], None] | None = None
+) -> list[T]:
+    """What the makers make, all at the same time; nothing of it is left if one fails.
+
+    Args:
+        makers: each makes something with a ``close`` method.
+        undo: called after a failure.
+    """
+    with ThreadPoolExecutor(len(makers)) as threads:
+        running = [threads.submit(make) for make in makers]
+        wait(running)
+    if any(each.exception() for each in running):
+        for each in running:
+            if each.exception() is None:
+                made: Any = each.result()
+                made.close()
+        if undo is not None:
+            undo()
+    return [each.result() for each in running]

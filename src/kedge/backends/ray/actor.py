@@ -63,7 +63,9 @@ class Actor:
         self._build, self._options, self._limits = build, dict(options), limits
         self._revive = revive
         self._handle: Any = None
+        self.up = False  # it runs, and holds what it shall
         self._start()
+        self.up = True
 
     def call(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
         """``method`` of the object; called again where the process was lost.
@@ -115,6 +117,7 @@ class Actor:
             self._start()
             if self._revive is not None:
                 self._revive(self)
+            self.up = True
         return tries + 1
 
     def _start(self) -> None:
@@ -176,6 +179,7 @@ class Actor:
     def _kill(self) -> None:
         import ray
 
+        self.up = False
         if self._handle is not None and ray.is_initialized():
             ray.kill(self._handle)
         self._handle = None

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kedge.backends.engines import SplitEngine
+from kedge.backends.engines import SplitEngine, together
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.ray import cluster
 from kedge.backends.ray.actor import Limits
 from kedge.backends.ray.engine import RayEngine
-from kedge.backends.ray.placement import Placement, Seat, place, plan_seats
+from kedge.backends.ray.placement import Placement, place, plan_seats
+from kedge.backends.ray.seat import here
 from kedge.backends.ray.shelf import Shelf
 from kedge.config.rollout import RolloutOptions
+from kedge.protocols import RolloutEngine
 
 
 def ray_engines(
@@ -30,7 +31,7 @@ def ray_engines(
     dtype: torch.dtype | None = None,
     spare_slot: bool = False,
     chunk_rows: int = 64,
-) -> SplitEngine:
+) -> RolloutEngine:
     """Engines in actors that share the rows of each batch.
 
     Args:
@@ -45,36 +46,27 @@ def ray_engines(
     Raises:
         ConfigError: the cluster has no room, or an engine does not start.
     """
-    import ray
-
     placement, release = _room(options)
-    seats = placement.plan.of("engine")
-    settings = {"pad_id": pad_id, "spare_slot": spare_slot, "tokenizer": tokenizer}
-    settings |= {"chunk_rows": chunk_rows, "autocast": dtype}
-    model = ray.put(copy.deepcopy(policy).requires_grad_(False).cpu())
-    shelf = Shelf(len(seats))
+    if options.ray.engine == "embedded":
+        settings = {"pad_id": pad_id, "spare_slot": spare_slot, "tokenizer": tokenizer}
+        settings |= {"chunk_rows": chunk_rows, "autocast": dtype}
+        return _embedded(policy, settings, options, placement, release)
+    from kedge.backends.vllm.build import vllm_engine
 
-    def make(seat: Seat) -> RayEngine:
-        return RayEngine(
-            f"engine {seat.index}",
-            model,
-            settings,
-            options=placement.options(seat),
-            limits=limits_of(options),
-            shelf=shelf,
-        )
-
-    config: Any = policy.config
-    return SplitEngine(
-        together([partial(make, seat) for seat in seats], undo=release),
+    return vllm_engine(
+        policy,
+        options,
         pad_id=pad_id,
-        check=lambda prompts, sampling: check_prompts(prompts, sampling, config),
+        tokenizer=tokenizer,
+        dtype=dtype,
+        spare_slot=spare_slot,
+        starts=partial(_vllm_starts, options=options, placement=placement),
         on_close=release,
     )
 
 
 def limits_of(options: RolloutOptions) -> Limits:
-    """How long to wait for an engine."""
+    """How long to wait for an actor."""
     return Limits(
         start=options.start_timeout,
         heartbeat=options.heartbeat,
@@ -85,6 +77,9 @@ def limits_of(options: RolloutOptions) -> Limits:
 
 def _room(options: RolloutOptions) -> tuple[Placement, Callable[[], None]]:
     """Room for the engines, and how to give it back."""
+    place_of_launch = here()
+    if place_of_launch is not None and place_of_launch.placement.plan.of("engine"):
+        return place_of_launch.placement, _nothing
     count = options.num_engines
     cluster.connect(options.ray.address, cpus=count)
     plan = plan_seats(
@@ -96,19 +91,67 @@ def _room(options: RolloutOptions) -> tuple[Placement, Callable[[], None]]:
     return placement, placement.release
 
 
-def together(makers: list[Callable[[], Any]], *, undo: Callable[[], None]) -> list[Any]:
-    """What the makers make, all at the same time; nothing of it is left if one fails."""
-    with ThreadPoolExecutor(len(makers)) as threads:
-        running = [threads.submit(make) for make in makers]
-        wait(running)
-    if any(each.exception() for each in running):
-        for each in running:
-            if each.exception() is None:
-                each.result().close()
-        undo()
-    return [each.result() for each in running]
+def _nothing() -> None:
+    """What ``launch`` holds, it gives back itself."""
 
 
-def environment(options: Mapping[str, str]) -> dict[str, Any]:
-    """Environment variables as an option of actors."""
-    return {"runtime_env": {"env_vars": dict(options)}}
+def _embedded(
+    policy: nn.Module,
+    settings: Mapping[str, Any],
+    options: RolloutOptions,
+    placement: Placement,
+    release: Callable[[], None],
+) -> SplitEngine:
+    import ray
+
+    seats = placement.plan.of("engine")
+    model = ray.put(copy.deepcopy(policy).requires_grad_(False).cpu())
+    shelf = Shelf(len(seats))
+    makers = [
+        partial(
+            RayEngine,
+            f"engine {seat.index}",
+            model,
+            settings,
+            options=placement.options(seat),
+            limits=limits_of(options),
+            shelf=shelf,
+        )
+        for seat in seats
+    ]
+    config: Any = policy.config
+    return SplitEngine(
+        together(makers, undo=release),
+        pad_id=int(settings["pad_id"]),
+        check=partial(check_prompts, config=config),
+        on_close=release,
+    )
+
+
+def _vllm_starts(
+    blueprint: Any,
+    weights: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    *,
+    options: RolloutOptions,
+    placement: Placement,
+) -> list[Callable[[], Any]]:
+    import ray
+    from kedge.backends.ray.service import RayService
+
+    seats = placement.plan.of("engine")
+    drawn, shelf = ray.put(blueprint), Shelf(len(seats))
+    first = ray.put({name: x.detach().cpu() for name, x in weights.items()})
+    return [
+        partial(
+            RayService,
+            f"engine {seat.index}",
+            drawn,
+            first,
+            arguments,
+            options=placement.options(seat),
+            limits=limits_of(options),
+            shelf=shelf,
+        )
+        for seat in seats
+    ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.engines.rows import bare
+from kedge.backends.engines.rows import answering, bare
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.ray.actor import Actor, Limits
 from kedge.backends.ray.shelf import Shelf
@@ -65,7 +64,7 @@ class RayEngine:
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone."""
         found = self.actor.call("generate", bare(prompts), sampling=sampling, seed=seed)
-        return on_device(found, prompts)
+        return answering(found, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Sample from ``weights`` from now on; the receipt is of what the actor holds."""
@@ -94,11 +93,3 @@ def embedded(policy: nn.Module, settings: Mapping[str, Any]) -> EmbeddedEngine:
     """The engine, on the GPU that Ray gave to this process if it gave one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return EmbeddedEngine(policy, live=False, device=device, **settings)
-
-
-def on_device(found: Rollout, prompts: PromptBatch) -> Rollout:
-    """The rollout, for the prompts as they were asked for."""
-    device = prompts.ids.device
-    moved = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "prompts"}
-    moved = {n: x if x is None else x.to(device) for n, x in moved.items()}
-    return replace(found, prompts=prompts, **moved)

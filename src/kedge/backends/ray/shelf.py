@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -25,14 +25,16 @@ class Shelf:
         self._ref: Any = None
         self._left = 0
 
-    def ref(self, weights: Mapping[str, Tensor]) -> Any:
-        """A ``ray.ObjectRef`` of the weights on the CPU: one for equal tensors, however often."""
+    def ref(
+        self, weights: Mapping[str, Tensor], wrap: Callable[[dict[str, Tensor]], Any] = dict
+    ) -> Any:
+        """A ``ray.ObjectRef`` of ``wrap(weights on the CPU)``: one for the same tensors."""
         import ray
 
         with self._lock:
             key = tuple((n, x.data_ptr(), x._version) for n, x in weights.items())
             if self._left == 0 or key != self._key:
-                self._ref = ray.put({n: x.detach().cpu() for n, x in weights.items()})
+                self._ref = ray.put(wrap({n: x.detach().cpu() for n, x in weights.items()}))
                 self._key, self._named = key, tuple(weights.values())
                 self._left = self._readers
             self._left -= 1

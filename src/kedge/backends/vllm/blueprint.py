@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from kedge.backends.vllm.parcel import Parcel, adapter_weights, base_weights, lo
 from kedge.errors import ConfigError, SyncError
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
+_ONE_AT_A_TIME = threading.Lock()  # weights are put into a module that engines share
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ class Blueprint:
         ids = self.probe().to(device)
         held = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
         given = {n: p.to(device) for n, p in held.items()} | dict(weights)
-        logits = functional_call(self.skeleton, given, kwargs={"input_ids": ids}).logits
+        with _ONE_AT_A_TIME:
+            logits = functional_call(self.skeleton, given, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
 

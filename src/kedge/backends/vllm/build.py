@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kedge.backends.engines import SplitEngine, together
 from kedge.backends.hf.fingerprint import policy_weights
+from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.vllm.blueprint import Blueprint
 from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
 from kedge.backends.vllm.inprocess import InProcess
@@ -38,10 +41,11 @@ def check_vllm(
     Raises:
         ConfigError: naming the option, its value and the way out.
     """
-    if ranks > 1 or sharded:
+    if sharded:
         raise ConfigError(
-            f"rollout_engine={options.kind!r} with {ranks} processes: each would hold a vLLM of its"
-            " own on the device of its learner; use one process, or rollout_engine='embedded'"
+            f"rollout_engine={options.kind!r} with a policy that is cut over {ranks} processes:"
+            " vLLM starts from a whole one; train with data parallelism (multi_gpu.yaml), or use"
+            " rollout_engine='embedded'"
         )
     if sampling.truncates:
         raise ConfigError(
@@ -85,6 +89,10 @@ def _config_of(name: Any) -> Any:
         raise ConfigError(f"the model {name!r} cannot be loaded: {error}") from error
 
 
+Start = Callable[[], Service]
+Starts = Callable[[Blueprint, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
+
+
 def vllm_engine(
     policy: nn.Module,
     options: RolloutOptions,
@@ -93,8 +101,10 @@ def vllm_engine(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     spare_slot: bool = False,
-) -> VLLMEngine:
-    """An engine that samples from a copy of the policy.
+    starts: Starts | None = None,
+    on_close: Callable[[], None] | None = None,
+) -> VLLMEngine | SplitEngine:
+    """An engine that samples from a copy of the policy, or several that share the rows.
 
     Args:
         policy: a transformers causal language model, as it is now.
@@ -103,6 +113,9 @@ def vllm_engine(
         tokenizer: needed for stop strings only.
         dtype: what the learner computes in; None is float32.
         spare_slot: leave one slot after the longest response.
+        starts: from (blueprint, weights, engine arguments) to what starts each vLLM; None: as the
+            options say.
+        on_close: called after several engines were closed.
 
     Raises:
         ConfigError: vLLM refuses the model or the arguments.
@@ -111,16 +124,34 @@ def vllm_engine(
     name = str(dtype or torch.float32).removeprefix("torch.")
     arguments = {"dtype": name, **({"enable_sleep_mode": True} if options.sleep else {})}
     arguments |= options.engine_args
-    service = _service(blueprint, policy_weights(policy), options, arguments)
     low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
     default = LOW_PRECISION if low else FULL_PRECISION
-    return VLLMEngine(
-        service,
-        blueprint,
+    weights = policy_weights(policy)
+
+    def make(start: Start) -> VLLMEngine:
+        return VLLMEngine(
+            start(),
+            blueprint,
+            pad_id=pad_id,
+            tolerance=default if options.tolerance is None else options.tolerance,
+            spare_slot=spare_slot,
+            sleeps=options.sleep,
+        )
+
+    if starts is None and options.num_engines == 1:
+        return make(lambda: _service(blueprint, weights, options, arguments))
+    found = (
+        [partial(_service, blueprint, weights, options, arguments)] * options.num_engines
+        if starts is None
+        else starts(blueprint, weights, arguments)
+    )
+    engines = together([partial(make, start) for start in found], undo=on_close)
+    config: Any = policy.config
+    return SplitEngine(
+        engines,
         pad_id=pad_id,
-        tolerance=default if options.tolerance is None else options.tolerance,
-        spare_slot=spare_slot,
-        sleeps=options.sleep,
+        check=partial(check_prompts, config=config),
+        on_close=on_close,
     )
 
 

@@ -1,0 +1,171 @@
+"""One rollout engine for all ranks that train together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kedge.backends.engines.rows import answering, bare, share_of, stack_prompts
+from kedge.errors import RolloutError
+from kedge.protocols import RolloutEngine
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ask:
+    """What a rank wants of the engine."""
+
+    what: str  # what all ranks have to want at the same time
+    prompts: PromptBatch | None = None
+
+
+class SharedEngine:
+    """The first rank holds the engine; the others send it their prompts and get their responses.
+
+    Every rank makes the same calls in the same order, as the loop does.  Draws are named by the row
+    in the batch of all ranks, so a response does not depend on the number of ranks.
+
+    Args:
+        engine: the engine on the first rank, None on the others.
+        ranks: how they talk to each other.
+        logprobs: what the engine's log-probabilities are of.
+        spare: slots that the engine leaves after the longest response.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        ranks: Ranks,
+        *,
+        logprobs: Literal["sampled", "raw", "none"],
+        spare: int,
+    ) -> None:
+        self.engine = engine
+        self.logprobs: Literal["sampled", "raw", "none"] = logprobs
+        self._ranks, self._spare = ranks, spare
+        self._turn = threading.Lock()
+
+    @property
+    def live(self) -> Literal[False]:
+        """It holds a copy of the policy."""
+        return False
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """One response per row; each depends on (weights, prompt, row, seed) alone.
+
+        Raises:
+            RolloutError: the engine failed; on every rank.
+        """
+
+        def serve(engine: RolloutEngine, asks: list[_Ask]) -> list[Rollout]:
+            parts = [ask.prompts for ask in asks if ask.prompts is not None]
+            whole = stack_prompts(parts)
+            found = engine.generate(whole, sampling=sampling, seed=seed)
+            ends = [0]
+            for part in parts:
+                ends.append(ends[-1] + len(part))
+            return [
+                share_of(found, slice(start, start + len(part)), part, self._spare)
+                for part, start in zip(parts, ends, strict=False)
+            ]
+
+        ask = _Ask(what=f"generate with seed {seed} and {sampling}", prompts=bare(prompts))
+        return answering(self._ask(ask, serve), prompts)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+        """Sample from the first rank's ``weights`` from now on; every rank gets the receipt."""
+
+        def serve(engine: RolloutEngine, asks: list[_Ask]) -> list[Receipt | None]:
+            return [engine.load_weights(weights, version)] * len(asks)
+
+        return self._ask(_Ask(what=f"load version {version}"), serve)
+
+    def close(self) -> None:
+        """Release the engine, where it is."""
+        close = getattr(self.engine, "close", None)
+        if close is not None:
+            close()
+
+    def _ask(self, ask: _Ask, serve: Callable[[RolloutEngine, list[_Ask]], list[T]]) -> T:
+        def work(asks: list[_Ask]) -> list[T]:
+            assert self.engine is not None
+            if len({each.what for each in asks}) > 1:
+                raise RolloutError(
+                    "ranks ask different things of the engine that they share: "
+                    + "; ".join(f"rank {i}: {each.what}" for i, each in enumerate(asks))
+                )
+            with self._turn:
+                return serve(self.engine, asks)
+
+        return self._ranks.at_first(ask, work)
+
+
+class Ranks:
+    """Process groups in which the first rank works for all, one for each side of the loop.
+
+    The thread that samples ahead and the main thread, which evaluates, must not wait for each
+    other, and neither must meet the collectives of training.
+
+    Args:
+        timeout: most seconds that one piece of work may take.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        self._main = dist.new_group(backend="gloo", timeout=limit)
+        self._ahead = dist.new_group(backend="gloo", timeout=limit)
+
+    def at_first(self, mine: Any, work: Callable[[list[Any]], list[T]]) -> T:
+        """This rank's share of ``work([what every rank brings])``, done by the first rank.
+
+        An error of the work is raised on every rank.
+        """
+        main = threading.current_thread() is threading.main_thread()
+        group = self._main if main else self._ahead
+        first = dist.get_rank() == 0
+        brought: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, brought if first else None, dst=0, group=group)
+        outcomes: list[tuple[bool, Any]] | None = None
+        if first:
+            try:
+                outcomes = [(True, x) for x in work(brought)]
+            except Exception as error:  # raised again below, everywhere
+                outcomes = [(False, error)] * len(brought)
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, outcomes, src=0, group=group)
+        good, found = own[0]
+        if not good:
+            raise found
+        return found
+
+
+def shared(
+    make: Callable[[], RolloutEngine], *, ranks: int, timeout: float, spare: int
+) -> RolloutEngine:
+    """The engine that ``make`` makes, or on several ranks one that all share.
+
+    Args:
+        make: called on the first rank alone.
+        ranks: processes that train together; every one calls this.
+        timeout: most seconds that making it, or one batch, may take.
+        spare: slots that the engine leaves after the longest response.
+    """
+    if ranks == 1:
+        return make()
+    talk = Ranks(timeout)
+    made: list[RolloutEngine] = []
+
+    def begin(asks: list[Any]) -> list[Any]:
+        made.append(make())
+        return [made[0].logprobs] * len(asks)
+
+    logprobs = talk.at_first(None, begin)
+    return SharedEngine(made[0] if made else None, talk, logprobs=logprobs, spare=spare)

@@ -1,0 +1,62 @@
+"""Real vLLM in Ray actors: it agrees with the learner, or it is an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from kedge.errors import SyncError
+from kedge.types import Sampling
+from tests.contract.engines import has_vllm, needs_vllm
+from tests.contract.test_rollout_engine import prompts
+from tests.e2e.test_vllm import UPDATES, agreement, trainer
+from tests.ray.clusters import local, needs_ray
+
+pytestmark = [*needs_ray, *needs_vllm]
+ON_RAY = {"rollout_engine": "ray", "vllm_num_engines": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cluster():
+    if has_vllm:
+        local()
+
+
+def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
+    shared, tmp_path, monkeypatch
+):
+    made = trainer(shared, tmp_path, **ON_RAY)
+    engine = made.engine.rollouts
+    try:
+        made.train()
+        gap, kl = agreement(made)
+        assert gap <= 1e-4
+        assert kl <= 1e-4
+        one, two = (each.service for each in engine.engines)
+        weights = made.engine.learner.weights()
+        receipt = engine.load_weights(weights, UPDATES)
+        assert receipt.fingerprint == made.engine.learner.fingerprint()
+        batch = prompts(copies=4)
+        fixed = Sampling(max_new_tokens=64)
+        want = engine.generate(batch, sampling=fixed, seed=3)
+        timer = threading.Timer(0.2, os.kill, [two.actor.pid, signal.SIGKILL])
+        timer.start()
+        found = engine.generate(batch, sampling=fixed, seed=3)
+        timer.join()
+        again = engine.generate(batch, sampling=fixed, seed=3)
+        assert (one.actor.restarts, two.actor.restarts) == (0, 1)
+        assert torch.equal(found.ids, want.ids)
+        assert torch.equal(again.ids, want.ids)
+        assert found.version.tolist() == [UPDATES] * 24
+        # The second engine believes that it has new weights and keeps the old ones.
+        monkeypatch.setattr(two, "load", lambda parcel, version: None)
+        monkeypatch.setattr(two, "version", lambda: UPDATES + 1)
+        moved = {name: x + 0.01 * torch.randn_like(x) for name, x in weights.items()}
+        with pytest.raises(SyncError, match=f"loading version {UPDATES + 1} changed nothing"):
+            engine.load_weights(moved, UPDATES + 1)
+    finally:
+        engine.close()
