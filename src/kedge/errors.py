@@ -8,6 +8,7 @@
     ├── SyncError (RuntimeError)      new weights did not arrive where samples are drawn
     ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or of another run
+    ├── LaunchError (RuntimeError)    a process of a run on Ray failed, died or hung
     └── HubError (RuntimeError)       the Hugging Face Hub refused, or cannot be reached
 
 A message names the thing, its value, and the way out.
@@ -46,6 +47,10 @@ class PreflightError(KedgeError, RuntimeError):
 
 class CheckpointError(KedgeError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class LaunchError(KedgeError, RuntimeError):
+    """A process of a run on Ray failed, died or hung."""
 
 
 class HubError(KedgeError, RuntimeError):

@@ -27,9 +27,9 @@ from kedge.protocols import KLController, RewardSource
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.given import Given
 from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.launched import own_callbacks
 from kedge.trainers.models import Models, policy_of, reference_of, value_of
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
-from kedge.trainers.publishing import pushing
 from kedge.trainers.run import Run
 from kedge.trainers.sampling import (
     DTYPES,
@@ -119,7 +119,7 @@ def callbacks_of(given: Given, models: Models, accelerator: Accelerator) -> Call
         args.trackio_space_id = None
     return Callbacks(
         args,
-        [*(given.callbacks or []), *pushing(args)],
+        [*(given.callbacks or []), *own_callbacks(args)],
         model=models.policy,
         processing_class=given.processing_class,
         rank=accelerator.process_index,

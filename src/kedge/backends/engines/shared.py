@@ -111,8 +111,8 @@ class SharedEngine:
 class Ranks:
     """Process groups in which the first rank works for all, one for each side of the loop.
 
-    The thread that samples ahead and the main thread, which evaluates, must not wait for each
-    other, and neither must meet the collectives of training.
+    The thread that makes this (it trains and evaluates) and the one that samples ahead must not
+    wait for each other, and neither must meet the collectives of training.
 
     Args:
         timeout: most seconds that one piece of work may take.
@@ -120,6 +120,7 @@ class Ranks:
 
     def __init__(self, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
+        self._home = threading.get_ident()
         self._main = dist.new_group(backend="gloo", timeout=limit)
         self._ahead = dist.new_group(backend="gloo", timeout=limit)
 
@@ -128,8 +129,7 @@ class Ranks:
 
         An error of the work is raised on every rank.
         """
-        main = threading.current_thread() is threading.main_thread()
-        group = self._main if main else self._ahead
+        group = self._main if threading.get_ident() == self._home else self._ahead
         first = dist.get_rank() == 0
         brought: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(mine, brought if first else None, dst=0, group=group)

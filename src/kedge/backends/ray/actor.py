@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kedge.backends.ray.cluster import cause
 from kedge.backends.ray.host import Host
 from kedge.errors import ConfigError, KedgeError, RolloutError
 
@@ -174,7 +174,7 @@ class Actor:
                 raise error.cause from None
             raise RolloutError(f"{self.name} failed: {error.cause!r}") from error
         except RayError as error:
-            raise LostError(f"{self.name} is gone: {_cause(error)}") from error
+            raise LostError(f"{self.name} is gone: {cause(error)}") from error
 
     def _kill(self) -> None:
         import ray
@@ -183,12 +183,3 @@ class Actor:
         if self._handle is not None and ray.is_initialized():
             ray.kill(self._handle)
         self._handle = None
-
-
-def _cause(error: Exception) -> str:
-    """Why Ray lost an actor, without its general advice."""
-    text = " ".join(str(error).split())
-    found = re.search(
-        r"(Worker exit type: .*?|[Tt]he actor is dead because .*?)(?: Some common|$)", text
-    )
-    return found[1].rstrip(" .") if found else text

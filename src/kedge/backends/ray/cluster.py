@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from typing import Any
 
 from kedge.errors import ConfigError
@@ -48,3 +49,17 @@ def has_gpus() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def leave() -> None:
+    """Leave the cluster; one of this process's own ends."""
+    import ray
+
+    ray.shutdown()
+
+
+def cause(error: Exception) -> str:
+    """Why Ray lost an actor, without its general advice."""
+    text = " ".join(str(error).split())
+    found = re.search(r"([Tt]he actor is dead because .*?)(?: Some common|$)", text)
+    return found[1].rstrip(" .") if found else text

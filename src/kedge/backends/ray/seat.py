@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kedge.backends.ray.placement import Placement
@@ -10,14 +11,56 @@ from kedge.backends.ray.placement import Placement
 _HERE: list[Here] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """An actor that takes news to the driver and its wish to stop to the ranks."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._stop = False
+
+    def post(self, row: dict[str, Any]) -> None:
+        """Add a row of metrics."""
+        self._rows.append(row)
+
+    def take(self) -> list[dict[str, Any]]:
+        """The rows since the last call."""
+        found, self._rows = self._rows, []
+        return found
+
+    def stop(self) -> None:
+        """Ask the ranks to write a checkpoint and end."""
+        self._stop = True
+
+    def stopping(self) -> bool:
+        """Whether they shall."""
+        return self._stop
+
+
+@dataclass(slots=True, kw_only=True)
 class Here:
     """What a rank knows of its launch."""
 
     rank: int
     ranks: int
     placement: Placement  # of everyone
-    board: Any  # actor handle: news for the driver, and its wishes
+    board: Any  # handle of the actor
+    _asked: Any = field(default=None, init=False)
+
+    def post(self, row: Mapping[str, Any]) -> None:
+        """Send a row of metrics to the driver."""
+        self.board.post.remote(dict(row))
+
+    def stopping(self) -> bool:
+        """Whether the driver wished to stop, as far as the answer is there; never waits."""
+        import ray
+
+        if self._asked is None:
+            self._asked = self.board.stopping.remote()
+        done, _ = ray.wait([self._asked], timeout=0)
+        if not done:
+            return False
+        asked, self._asked = self._asked, None
+        return bool(ray.get(asked))
 
 
 def here() -> Here | None:

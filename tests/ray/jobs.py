@@ -1,0 +1,88 @@
+"""What ranks do in the tests: jobs that can be pickled."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from tests.e2e.small import rows, small
+
+TIMED = ("time/", "eps", "tokens_per_second")
+ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 2}
+
+
+@dataclass
+class Train:
+    """Trains the small model; the logged rows without times, and the last weights."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    strike: tuple[int, int, str] | None = None  # rank, step, and what happens there
+    on_ray: bool = True
+
+    def __call__(self) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        engine = ON_RAY if self.on_ray else {"rollout_engine": local_engines()}
+        made = small(**{"logging_steps": 1, "total_episodes": 32, **engine, **self.options})
+        if self.strike is not None:
+            made.add_callback(Strike(*self.strike))
+        made.train(resume_from_checkpoint=self.resume or None)
+        found = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows(made)]
+        return found, dict(made.engine.learner.weights())
+
+
+class Strike(TrainerCallback):
+    """Something bad on one rank at one step."""
+
+    def __init__(self, rank: int, step: int, what: str) -> None:
+        self.rank, self.step, self.what = rank, step, what
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if int(os.environ["RANK"]) == self.rank and state.global_step == self.step:
+            strike(self.what)
+
+
+def strike(what: str) -> None:
+    if what == "raise":
+        raise ZeroDivisionError("a bug in a callback")
+    if what == "sleep":
+        time.sleep(1000)
+    os.kill(os.getpid(), {"kill": 9, "stop": 19}[what])
+
+
+def local_engines() -> Any:
+    """What ``ON_RAY`` has, in the process of the first rank."""
+    from accelerate import PartialState
+
+    from kedge.backends.engines import SplitEngine, shared
+    from kedge.backends.hf.rollout import EmbeddedEngine
+    from kedge.testing import tiny_policy
+    from tests.e2e.small import VOCAB
+
+    def make() -> SplitEngine:
+        model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+        made = [EmbeddedEngine(model, pad_id=0, live=False, spare_slot=True) for _ in range(2)]
+        return SplitEngine(made, pad_id=0)
+
+    ranks = PartialState(cpu=True).num_processes
+    return shared(make, ranks=ranks, timeout=300, spare=1)
+
+
+def work(folder: str, out: str) -> None:
+    """A process of a run without Ray: what ``accelerate launch`` would start."""
+    found = Train(options={"max_lag": int(Path(folder).name), "output_dir": folder}, on_ray=False)()
+    if os.environ["RANK"] == "0":
+        torch.save(found, f"{out}.pt")
+        Path(out).write_text("[]")
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2])
