@@ -39,9 +39,7 @@ def work(folder: str, out: str) -> None:
         distributed.destroy_process_group()
 
 
-def launch(
-    folder: Path, world: int, *, file: str = __file__, run: str = "run", **env: str
-) -> list[dict[str, Any]]:
+def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> list[dict[str, Any]]:
     """Run a file like this one in ``world`` processes; the rows that the first logged."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -55,7 +53,7 @@ def launch(
         full |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         full |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         command = [sys.executable, "-W", "error::UserWarning:torch", file]
-        command += [str(folder / run), str(out)]
+        command += [str(folder / "run"), str(out)]
         running.append(subprocess.Popen(command, env=full, stderr=subprocess.PIPE, text=True))
     try:
         for process in running:

@@ -25,16 +25,35 @@ class Train:
     options: dict[str, Any] = field(default_factory=dict)
     resume: bool = False
     strike: tuple[int, int, str] | None = None  # rank, step, and what happens there
-    on_ray: bool = True
+    engine: str = "embedded"  # or two engines: "ray", "here"
 
     def __call__(self) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        engine = ON_RAY if self.on_ray else {"rollout_engine": local_engines()}
+        engine = ON_RAY if self.engine == "ray" else {}
+        if self.engine == "here":
+            engine = {"rollout_engine": local_engines()}
         made = small(**{"logging_steps": 1, "total_episodes": 32, **engine, **self.options})
         if self.strike is not None:
             made.add_callback(Strike(*self.strike))
         made.train(resume_from_checkpoint=self.resume or None)
+        close = getattr(made.engine.rollouts, "close", None)
+        if close is not None:
+            close()
         found = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows(made)]
         return found, dict(made.engine.learner.weights())
+
+
+@dataclass
+class Both:
+    """A run in turn and one with sampling ahead."""
+
+    folder: str
+    engine: str
+
+    def __call__(self) -> list[Any]:
+        return [
+            Train(options={"max_lag": n, "output_dir": f"{self.folder}/{n}"}, engine=self.engine)()
+            for n in (0, 1)
+        ]
 
 
 class Strike(TrainerCallback):
@@ -67,16 +86,16 @@ def local_engines() -> Any:
 
     def make() -> SplitEngine:
         model = tiny_policy("gpt_neox", vocab_size=VOCAB)
-        made = [EmbeddedEngine(model, pad_id=0, live=False, spare_slot=True) for _ in range(2)]
+        made = [EmbeddedEngine(model, pad_id=0, live=False) for _ in range(2)]
         return SplitEngine(made, pad_id=0)
 
     ranks = PartialState(cpu=True).num_processes
-    return shared(make, ranks=ranks, timeout=300, spare=1)
+    return shared(make, ranks=ranks, timeout=300, spare=0)
 
 
 def work(folder: str, out: str) -> None:
     """A process of a run without Ray: what ``accelerate launch`` would start."""
-    found = Train(options={"max_lag": int(Path(folder).name), "output_dir": folder}, on_ray=False)()
+    found = Both(folder, "here")()
     if os.environ["RANK"] == "0":
         torch.save(found, f"{out}.pt")
         Path(out).write_text("[]")

@@ -50,7 +50,7 @@ def numbers(trainer):
 def here(engines):
     """Engines in this process that share rows as those on Ray do."""
     model = tiny_policy("gpt_neox", vocab_size=VOCAB)
-    made = [EmbeddedEngine(model, pad_id=0, live=False, spare_slot=True) for _ in range(engines)]
+    made = [EmbeddedEngine(model, pad_id=0, live=False) for _ in range(engines)]
     return SplitEngine(made, pad_id=0)
 
 

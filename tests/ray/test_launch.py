@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,10 +13,11 @@ import pytest
 import torch
 
 from kedge.backends.ray import Limits, launch
+from kedge.backends.ray.launch import _Wishes
 from kedge.errors import ConfigError, LaunchError
 from tests.ray import jobs
 from tests.ray.clusters import local, needs_ray
-from tests.ray.jobs import Train
+from tests.ray.jobs import Both, Train
 
 pytestmark = needs_ray
 QUICK = Limits(heartbeat=0.5, patience=5.0, room=5.0, stop=60.0)
@@ -28,8 +28,8 @@ def cluster():
     local()
 
 
-def on_two(job, **about):
-    return launch(job, learners=[2], engines=2, limits=QUICK, say=lambda text: None, **about)
+def on_two(job):
+    return launch(job, learners=[2], limits=QUICK, say=lambda text: None)
 
 
 def processes():
@@ -55,21 +55,120 @@ def nothing_is_left():
     assert processes() - before == set()
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(max_lag, tmp_path):
+def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_path):
     from tests.e2e.test_ranks import launch as without_ray
 
     folder = tmp_path / "plain"
-    without_ray(folder, 2, file=jobs.__file__, run=str(max_lag))
-    want, weights = torch.load(folder / "rows.json.pt", weights_only=False)
+    without_ray(folder, 2, file=jobs.__file__)
+    want = torch.load(folder / "rows.json.pt", weights_only=False)
     seen, said = [], []
-    job = Train(options={"max_lag": max_lag, "output_dir": str(tmp_path / "ray")})
-    found, moved = launch(
-        job, learners=[2], engines=2, limits=QUICK, on_row=seen.append, say=said.append
+    found = launch(
+        Both(str(tmp_path / "ray"), "ray"),
+        learners=[2],
+        engines=2,
+        limits=QUICK,
+        on_row=seen.append,
+        say=said.append,
     )
-    assert found == want
-    assert len(want) == 4
-    assert all(torch.equal(x, weights[name]) for name, x in moved.items())
-    assert [row["step"] for row in seen if "objective/scores" in row] == [1, 2, 3, 4]
+    for (rows, weights), (expected, others) in zip(found, want, strict=True):
+        assert rows == expected
+        assert all(torch.equal(x, others[name]) for name, x in weights.items())
+    assert [row["rollout/lag"] for row in found[1][0]] == [0, 1, 1, 1]
+    steps = [row["step"] for row in seen if "objective/scores" in row]
+    assert steps == [1, 2, 3, 4, 1, 2, 3, 4]
     assert "learner 0, 1" in said[0]
     assert "engine 1" in said[0]
+
+
+def test_the_root_error_comes_first_and_what_followed_after_it(tmp_path):
+    job = Train(options={"output_dir": str(tmp_path)}, strike=(1, 2, "raise"))
+    begin = time.monotonic()
+    with pytest.raises(LaunchError) as caught:
+        on_two(job)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "learner 1 of 2: ZeroDivisionError: a bug in a callback"
+    assert "Traceback" in str(caught.value)
+    assert "jobs.py" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert time.monotonic() - begin < 60
+
+
+def test_an_error_of_kedge_comes_as_it_is(tmp_path):
+    job = Train(options={"output_dir": str(tmp_path), "num_mini_batches": 3})
+    with pytest.raises(ConfigError, match="num_mini_batches=3"):
+        on_two(job)
+
+
+def test_a_learner_that_is_killed_ends_the_run_and_the_run_goes_on(tmp_path):
+    options = {"max_lag": 1, "total_episodes": 48, "save_strategy": "steps", "save_steps": 2}
+    want, weights = on_two(Train(options=options | {"output_dir": str(tmp_path / "whole")}))
+    options |= {"output_dir": str(tmp_path / "struck")}
+    with pytest.raises(LaunchError) as caught:
+        on_two(Train(options=options, strike=(1, 3, "kill")))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("learner 1 of 2: process ")
+    assert "is gone: The actor is dead" in lines[0]
+    assert "resume_from_checkpoint=True" in lines[-1]
+    assert (tmp_path / "struck" / "checkpoint-2").is_dir()
+    found, moved = on_two(Train(options=options, resume=True))
+    assert found[-4:] == want[-4:]
+    assert len(want) == 6
+    assert all(torch.equal(x, weights[name]) for name, x in moved.items())
+
+
+def test_a_learner_that_hangs_is_found_and_ends_the_run(tmp_path):
+    job = Train(options={"output_dir": str(tmp_path)}, strike=(1, 3, "stop"))
+    with pytest.raises(LaunchError, match=r"^learner 1 of 2: .* no sign of life for 5 s"):
+        on_two(job)
+
+
+def test_learners_without_room_are_one_clear_error():
+    begin = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        launch(Train(), learners=[16], engines=1, limits=Limits(room=1.0), say=lambda text: None)
+    assert time.monotonic() - begin < 10
+    assert "CPU: 17 asked for, 8 in the cluster" in str(caught.value)
+    assert "bundle 0 fits on no node; the largest has CPU 8" in str(caught.value)
+
+
+def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):
+    code = f"""
+        from kedge.backends.ray import Limits, launch
+        from tests.ray.jobs import Train
+
+        options = {{"total_episodes": 80000, "max_lag": 1, "output_dir": {str(tmp_path)!r}}}
+        launch(
+            Train(options=options), learners=[2], limits=Limits(heartbeat=0.5, patience=5.0),
+            on_row=lambda row: print(row.get("step"), flush=True),
+        )
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.strip() == "3":
+            break
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    process.stdout.close()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    kept = [folder.name for folder in tmp_path.glob("checkpoint-*")]
+    assert len(kept) == 1
+    assert int(kept[0].split("-")[1]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_the_first_signal_is_a_wish_and_the_second_an_order(number, raised):
+    wishes = _Wishes()
+    before = signal.getsignal(number)
+    with wishes.heard():
+        assert not wishes.new()
+        os.kill(os.getpid(), number)
+        assert [wishes.new(), wishes.new()] == [True, False]
+        with pytest.raises(raised):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+    with pytest.raises(raised):
+        wishes.fulfil()

@@ -35,7 +35,7 @@ class Failure:
     @property
     def order(self) -> tuple[int, float]:
         """Root causes first: errors, then deaths, then what follows from another rank's end."""
-        echo = any(word in f"{self.text}" for word in _ECHOES)
+        echo = any(word in self.text for word in _ECHOES)
         return (2 if echo else 1 if self.died else 0), self.when
 
 
@@ -71,6 +71,7 @@ class Rank:
 
 def failure(rank: int, error: BaseException) -> Failure:
     """The error in a form that can be sent, whatever it holds."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     sent: BaseException | None = error.with_traceback(None)
     try:
         pickle.loads(pickle.dumps(sent))
@@ -80,7 +81,7 @@ def failure(rank: int, error: BaseException) -> Failure:
         rank=rank,
         when=time.time(),
         text=f"{type(error).__name__}: {error}",
-        trace="".join(traceback.format_exception(error)),
+        trace=trace,
         error=sent,
     )
 
