@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "PPOTrainer": "kedge.trainers.ppo",
     "PPOConfig": "kedge.config.ppo",
+    "AsyncPPOTrainer": "kedge.trainers.async_ppo",
+    "AsyncPPOConfig": "kedge.config.async_ppo",
     "PPOv2Trainer": "kedge.trainers.ppo",
     "PPOv2Config": "kedge.config.ppo",
     "RLOOTrainer": "kedge.trainers.rloo",
@@ -26,6 +28,8 @@ _WHERE = {
 
 __all__ = [
     "Algorithm",
+    "AsyncPPOConfig",
+    "AsyncPPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "PPOConfig",
@@ -44,9 +48,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from kedge.algorithms import Algorithm, grpo, ppo, reinforce_pp, remax, rloo
+    from kedge.config.async_ppo import AsyncPPOConfig
     from kedge.config.grpo import GRPOConfig
     from kedge.config.ppo import PPOConfig, PPOv2Config
     from kedge.config.rloo import RLOOConfig
+    from kedge.trainers.async_ppo import AsyncPPOTrainer
     from kedge.trainers.grpo import GRPOTrainer
     from kedge.trainers.ppo import PPOTrainer, PPOv2Trainer
     from kedge.trainers.rloo import RLOOTrainer

@@ -32,17 +32,17 @@ def main(
     train(parse(argv, prog=prog, config=config))
 
 
-def train(options: Options, *, train_dataset: Any = None) -> Any:
+def train(options: Options, **given: Any) -> Any:
     """Build the trainer, train, save, and show some completions.
 
     Args:
         options: what ``parse`` returned.
-        train_dataset: prompts to use instead of ``dataset_name``.
+        given: what ``build`` takes.
 
     Returns:
         The trainer.
     """
-    trainer = build(options, train_dataset=train_dataset)
+    trainer = build(options, **given)
     config = options.config
     evaluates = "do_eval" in options.given and config.do_eval
     if evaluates and not config.do_train:
@@ -60,16 +60,29 @@ def train(options: Options, *, train_dataset: Any = None) -> Any:
     return trainer
 
 
-def build(options: Options, *, train_dataset: Any = None) -> Any:
+def build(
+    options: Options,
+    *,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    tokenizer: Any = None,
+    value_model: Any = None,
+) -> Any:
     """The trainer that the flags describe, with everything loaded.
+
+    Args:
+        options: what ``parse`` returned.
+        train_dataset: prompts to use instead of ``dataset_name``.
+        eval_dataset: prompts to evaluate on, beside ``train_dataset``.
+        tokenizer: instead of the one beside the model.
+        value_model: instead of ``value_model_path``.
 
     Raises:
         ConfigError: a value model for a rule that has none, and whatever the trainer refuses.
     """
-    from kedge import GRPOTrainer, PPOTrainer, RLOOTrainer
+    from kedge import AsyncPPOConfig, AsyncPPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer
 
     names, script = model_names(options), options.script
-    eval_dataset = None
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
@@ -77,7 +90,7 @@ def build(options: Options, *, train_dataset: Any = None) -> Any:
     scored = sources_of(options, model=reward is not None)
     shared: dict[str, Any] = {
         "args": options.config,
-        "processing_class": load_tokenizer(names.tokenizer, model),
+        "processing_class": tokenizer or load_tokenizer(names.tokenizer, model),
         "model": load_policy(names.policy, model),
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
@@ -89,10 +102,11 @@ def build(options: Options, *, train_dataset: Any = None) -> Any:
         kind = RLOOTrainer if isinstance(options.config, RLOOConfig) else GRPOTrainer
         sources = [*([] if reward is None else [reward]), *scored.functions]
         return kind(reward_funcs=sources, reward_processing_classes=reads, **shared)
-    return PPOTrainer(
+    trainer = AsyncPPOTrainer if isinstance(options.config, AsyncPPOConfig) else PPOTrainer
+    return trainer(
         reward_model=reward,
         reward_processing_class=reads,
-        value_model=script.value_model_path,
+        value_model=value_model or script.value_model_path,
         reward_funcs=scored.functions or None,
         **shared,
     )

@@ -56,6 +56,16 @@ def check_rewards(options: Options) -> None:
         raise ConfigError("--reward_model_multiplier is set without --reward_model_path; add it")
 
 
+def _renamed(spec: str | None) -> dict[str, str]:
+    """``old=new`` as the other names of verifiers."""
+    if spec is None:
+        return {}
+    old, equals, new = spec.partition("=")
+    if not (old and equals and new):
+        raise ConfigError(f"--remap_verifier {spec} must be old=new, two names of verifiers")
+    return {old: new}
+
+
 def sources_of(options: Options, *, model: bool) -> Sources:
     """Functions and weights.
 
@@ -71,7 +81,8 @@ def sources_of(options: Options, *, model: bool) -> Sources:
     script = options.script
     weighted: list[tuple[Any, float]] = [(name, 1.0) for name in script.reward_funcs or []]
     if script.apply_verifiable_reward:
-        weighted.append((by_column(), script.verification_reward))
+        renamed = getattr(options.config, "remap_verifier", None)
+        weighted.append((by_column(rename=_renamed(renamed)), script.verification_reward))
     if script.add_r1_style_format_reward:
         weighted.append((r1_style_format, script.r1_style_format_reward))
     functions = [each for each, _ in weighted]

@@ -191,8 +191,12 @@ def _check_installed(config: Any, kind: str) -> None:
         )
 
 
-def _engine_args(config: Any) -> Mapping[str, Any]:
-    given: dict[str, Any] | str | None = config.vllm_engine_args
+def engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
+    """Engine arguments of vLLM by name, given as a mapping or as JSON.
+
+    Raises:
+        ConfigError: no such thing.
+    """
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -200,7 +204,11 @@ def _engine_args(config: Any) -> Mapping[str, Any]:
             raise ConfigError(f"vllm_engine_args={given!r} is no JSON object: {error}") from error
     if not isinstance(given or {}, dict):
         raise ConfigError(f"vllm_engine_args={given!r} must be a JSON object of names and values")
-    found: dict[str, Any] = given or {}  # type: ignore[assignment]
+    return given or {}  # type: ignore[return-value]
+
+
+def _engine_args(config: Any) -> Mapping[str, Any]:
+    found = dict(engine_args(config.vllm_engine_args))
     decided = sorted(set(found) & set(DECIDED))
     if decided:
         raise ConfigError(

@@ -16,11 +16,14 @@ NAMES: dict[str, str] = {
     "memory/peak_gpu": "MiB; the most that tensors of process 0 have taken on its GPU",
     "tokens_per_second": "response tokens sampled and trained per second of this update",
     "lr": "learning rate of the policy during this update",
+    "lr/value": "learning rate of the value model during this update",
     "grad_norm": "gradient norm of all trained weights before clipping, mean over optimiser steps",
     "grad_norm/policy": "the same, of the policy's weights alone",
     "grad_norm/value": "the same, of the value model's weights alone",
     "skipped_steps": "optimiser steps skipped because a gradient was not finite, since the start",
     "objective/kl": "nats per response; KL estimator summed over a response, mean over responses",
+    "objective/kl2": "nats per response; the k2 estimate of the same, whatever kl_estimator says",
+    "objective/kl3": "nats per response; the k3 estimate of the same, whatever kl_estimator says",
     "objective/kl_coef": "coefficient of the KL penalty used for this batch",
     "objective/entropy": "nats per response; minus the summed log-probability of its tokens",
     "objective/non_score_reward": "mean over responses of the summed KL penalty",
@@ -64,10 +67,25 @@ NAMES: dict[str, str] = {
     "time/update": "seconds spent on the optimiser steps",
     "time/step": "seconds of the whole update",
 }
+# What open-instruct's asynchronous PPO calls them; logged by AsyncPPOTrainer beside the others.
+SEED_NAMES: dict[str, str] = {
+    "training_step": "updates finished",
+    "objective/loss": "loss/policy_avg + vf_coef x loss/value_avg",
+    "objective/verifiable_correct_rate": "share of responses that a verifier scored above 0",
+    "val/format_scores": "rewards of r1_style_format, as its weight counts them",
+    "val/sequence_lengths": "completions/mean_length",
+    "val/sequence_lengths_min": "completions/min_length",
+    "val/sequence_lengths_max": "completions/max_length",
+    "val/num_stop_token_ids": "val/num_eos_tokens",
+    "val/stop_token_rate": "share of responses that ended by themselves",
+    "time/training": "seconds of this update without waiting for samples",
+    "time/from_scratch": "seconds since training began, in this process",
+}
 # Names that every learning rule logs of an update, and those that it logs beside them.
 OF_ALL_RULES = (
     *("objective/scores", "objective/scores_std", "objective/rlhf_reward"),
-    *("objective/non_score_reward", "objective/kl", "objective/kl_coef", "objective/entropy"),
+    *("objective/non_score_reward", "objective/kl", "objective/kl2", "objective/kl3"),
+    *("objective/kl_coef", "objective/entropy"),
     *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg"),
     *("val/ratio", "val/ratio_var", "val/num_eos_tokens"),
 )
@@ -83,6 +101,10 @@ OF_RULE = {
         *("rollout/untrained_rows", "rollout/resampled_groups"),
     ),
     "remax": ("objective/greedy_scores",),
+}
+SEED_PREFIXES: dict[str, str] = {
+    "objective/<verifier>_reward": "mean score of a verifier, over the responses that it judged",
+    "objective/<verifier>_correct_rate": "share of them that it scored above 0",
 }
 PREFIXES: dict[str, str] = {
     "rewards/": "mean of one reward source over the responses it applies to",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kedge.engine.metrics import NAMES, PREFIXES
+from kedge.engine.metrics import NAMES, PREFIXES, SEED_NAMES, SEED_PREFIXES
 
 HEAD = """# Metrics
 
@@ -19,12 +19,22 @@ values that are already means over the whole batch of all processes, real tokens
 |---|---|
 """
 
+SEED_HEAD = """
+## Of asynchronous PPO
+
+`kedge async-ppo` logs these besides, under open-instruct's names.
+
+| metric | meaning |
+|---|---|
+"""
+
 
 def page() -> str:
     """The page as Markdown."""
     rows = [f"| `{name}` | {_cell(text)} |" for name, text in NAMES.items()]
     rows += [f"| `{prefix}...` | {_cell(text)} |" for prefix, text in PREFIXES.items()]
-    return HEAD + "\n".join(rows) + "\n"
+    seed = [f"| `{name}` | {_cell(text)} |" for name, text in (SEED_NAMES | SEED_PREFIXES).items()]
+    return HEAD + "\n".join(rows) + "\n" + SEED_HEAD + "\n".join(seed) + "\n"
 
 
 def _cell(text: str) -> str:

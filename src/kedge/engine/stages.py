@@ -18,6 +18,7 @@ from kedge.engine.metrics import Tally
 from kedge.engine.resample import rows_of
 from kedge.errors import RewardError, RolloutError
 from kedge.math.advantage import group_count, group_std
+from kedge.math.kl import k2, k3
 from kedge.math.offpolicy import Correction, importance_weights
 from kedge.math.weights import WEIGHTINGS, row_mean
 from kedge.protocols import Learner, RewardSource, RolloutEngine, Total
@@ -187,6 +188,9 @@ def _describe_batch(tally: Tally, e: Evidence, credit: Credit, kl_coef: float) -
         kl = (credit.kl * mask).sum(1)
         tally.mean("objective/kl", kl, valid)
         tally.mean("objective/non_score_reward", -kl_coef * kl, valid)
+    if note.ref_logprobs is not None:
+        for name, estimate in (("objective/kl2", k2), ("objective/kl3", k3)):
+            tally.mean(name, (estimate(note.logprobs, note.ref_logprobs) * mask).sum(1), valid)
     if credit.returns is not None and note.values is not None:
         where = mask if credit.value_mask is None else credit.value_mask
         error = credit.returns.double() - note.values

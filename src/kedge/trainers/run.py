@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Run:
         tokenizer: saved with the models.
         reward_log: what reward functions record on the side.
         fresh_reference: the reference was made from the policy, so their KL starts at 0.
+        more: adds metrics to those of an update.
     """
 
     args: Any
@@ -59,6 +60,7 @@ class Run:
     tokenizer: Any
     reward_log: RewardLog
     fresh_reference: bool
+    more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict  # metrics in other names
 
     def train(self, resume: str | bool | None) -> TrainOutput:
         """Train to the end of the plan, or until a callback stops it.
@@ -166,7 +168,9 @@ class Run:
         def after(report: StepReport) -> None:
             recorded, _ = self.reward_log.drain()
             said = {f"log/{name}": mean for name, mean in recorded.means().items()}
-            self.callbacks.state.pending[-1] |= said
+            row = self.callbacks.state.pending[-1]
+            row |= said
+            row |= self.more(row)
             if rows is not None:
                 rows.write(report)
             if when.samples(report.step):

@@ -255,7 +255,10 @@ class HFLearner:
         return metrics | self._take_step()
 
     def _standing(self) -> dict[str, float]:
-        return {"lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": self.skipped}
+        rates = {g.get("name"): g["lr"] for g in reversed(self.optimizer.param_groups)}
+        first = self.optimizer.param_groups[0]["lr"]
+        found = {"lr": rates.get("policy", first), "skipped_steps": self.skipped}
+        return found | ({"lr/value": rates["value"]} if "value" in rates else {})
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
         slots = None if self.value is None else rows.value_mask

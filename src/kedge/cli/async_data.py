@@ -1,0 +1,122 @@
+"""Prompts of ``kedge async-ppo``: mixtures with splits, chats, and columns under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kedge.backends.data.mixer import mix, parse_mixer
+from kedge.cli.arguments import Options
+from kedge.cli.data import Splits, load_prompts
+from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.errors import ConfigError, DataError
+
+# The Tulu chat format: each turn under its role, an answer ended by the end-of-text token.
+TULU = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "<|assistant|>\n{{ message['content'] + eos_token }}"
+    "{% else %}"
+    "<|{{ message['role'] }}|>\n{{ message['content'] }}"
+    "{% endif %}"
+    "{% if not loop.last %}\n{% endif %}"
+    "{% if loop.last and add_generation_prompt and message['role'] != 'assistant' %}"
+    "\n<|assistant|>\n"
+    "{% endif %}"
+    "{% endfor %}"
+)
+TEMPLATES = {"tulu": TULU}
+
+
+def load_mixed(options: Options) -> tuple[Any, Any]:
+    """Training prompts, and evaluation prompts or None.
+
+    Raises:
+        DataError: no dataset, or one that cannot be read.
+    """
+    config, script = options.config, options.script
+    assert isinstance(config, AsyncPPOConfig)
+    if script.dataset_mixer_list:
+        train = _mixture(
+            script.dataset_mixer_list,
+            config.dataset_mixer_list_splits or [script.dataset_train_split],
+            "dataset_mixer_list_splits",
+            options,
+        )
+        test = None
+    else:
+        train, test = load_prompts(options)
+    if config.dataset_mixer_eval_list:
+        test = _mixture(
+            config.dataset_mixer_eval_list,
+            config.dataset_mixer_eval_list_splits or [script.dataset_test_split],
+            "dataset_mixer_eval_list_splits",
+            options,
+        )
+    return _columns(train, config), None if test is None else _columns(test, config)
+
+
+def _mixture(mixer: Sequence[str], splits: Sequence[str], flag: str, options: Options) -> Any:
+    names = [part.name for part in parse_mixer(mixer)]
+    if len(splits) not in (1, len(names)):
+        raise DataError(
+            f"--{flag} names {len(splits)} splits for {len(names)} datasets; give one for all, or"
+            " one for each"
+        )
+    # A dataset may be named twice, with another split each time; `mix` asks in order.
+    each = iter(splits if len(splits) > 1 else list(splits) * len(names))
+
+    def load(name: str) -> Any:
+        return Splits(name, options.script.dataset_config).load(next(each))
+
+    return mix(mixer, load, seed=options.config.seed)
+
+
+def _columns(rows: Any, config: AsyncPPOConfig) -> Any:
+    """The columns under the names that Kedge reads: prompt, ground_truth, dataset."""
+    have = rows.column_names
+    for named, ours in (
+        (config.ground_truths_key, "ground_truth"),
+        (config.dataset_source_key, "dataset"),
+    ):
+        if named != ours and named in have:
+            if ours in have:
+                rows = rows.remove_columns(ours)
+            rows = rows.rename_column(named, ours)
+    chats = config.sft_messages_key
+    if chats in have and not {"prompt", "query", "input_ids"} & set(have):
+        rows = rows.map(lambda row: {"prompt": asked(row[chats])}, remove_columns=[chats])
+    return rows
+
+
+def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat without its last answer."""
+    last = messages[-1] if messages else {}
+    return messages[:-1] if last.get("role") == "assistant" else messages
+
+
+def dressed(tokenizer: Any, config: AsyncPPOConfig) -> Any:
+    """The tokenizer with the chat template that the options name.
+
+    Raises:
+        ConfigError: there is no such template, or no token to begin it with.
+    """
+    name = config.chat_template_name
+    if name is not None:
+        if name not in TEMPLATES and not Path(name).is_file():
+            raise ConfigError(
+                f"chat_template_name={name!r} is neither {', '.join(TEMPLATES)} nor a file with a"
+                " Jinja template; leave it out to use the tokenizer's own"
+            )
+        found = TEMPLATES.get(name)
+        tokenizer.chat_template = found or Path(name).read_text(encoding="utf-8")
+    if config.add_bos:
+        if tokenizer.bos_token is None or tokenizer.chat_template is None:
+            raise ConfigError(
+                "add_bos=True: the tokenizer has no begin-of-text token, or no chat template to"
+                " begin with it; leave add_bos out"
+            )
+        if "bos_token" not in tokenizer.chat_template:
+            tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    return tokenizer
