@@ -20,9 +20,9 @@ TULU = (
     "{% else %}"
     "<|{{ message['role'] }}|>\n{{ message['content'] }}"
     "{% endif %}"
-    "{% if not loop.last %}\n{% endif %}"
+    "{% if not loop.last %}{{ '\n' }}{% endif %}"
     "{% if loop.last and add_generation_prompt and message['role'] != 'assistant' %}"
-    "\n<|assistant|>\n"
+    "{{ '\n<|assistant|>\n' }}"
     "{% endif %}"
     "{% endfor %}"
 )

@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
+from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.grpo import GRPOConfig
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
@@ -34,6 +35,7 @@ here with transformers {version}.
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
     "ppo_config.md": PPOConfig,
+    "async_ppo_config.md": AsyncPPOConfig,
     "rloo_config.md": RLOOConfig,
     "grpo_config.md": GRPOConfig,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -64,7 +65,9 @@ def joined(samples: Sequence[Sample], like: PromptBatch) -> Sample:
         name: torch.cat([_part(j, name) for j in judgements])
         for name in dict.fromkeys(name for j in judgements for name in j.parts)
     }
-    judgement = _joined_fields(judgements, parts=parts)
+    judgement = _joined_fields(
+        judgements, parts=parts, said=_means(judgements), extras=_rows(judgements)
+    )
     spent: dict[str, float] = {}
     for _, _, took in samples:
         for name, x in took.items():
@@ -103,6 +106,20 @@ def _stacked(parts: Sequence[Tensor], *, left: bool = False, fill: int = 0) -> T
         return pad(x, room, value=fill) if any(room) else x
 
     return torch.cat([widened(x) for x in parts])
+
+
+def _means(judgements: Sequence[Judgement]) -> dict[str, float]:
+    """Means of what was measured of each piece; pieces are of equal size."""
+    names = dict.fromkeys(name for j in judgements for name in j.said)
+    return {n: fmean(j.said[n] for j in judgements if n in j.said) for n in names}
+
+
+def _rows(judgements: Sequence[Judgement]) -> dict[str, list[object]]:
+    """What was said of each row, None where a piece had none of it."""
+    names = dict.fromkeys(name for j in judgements for name in j.extras)
+    return {
+        n: [x for j in judgements for x in j.extras.get(n, [None] * len(j.scores))] for n in names
+    }
 
 
 def _part(judgement: Judgement, name: str) -> Tensor:

@@ -31,8 +31,9 @@ def pack(value: Any) -> Any:
     """
     if is_dataclass(value) and not isinstance(value, type):
         body = {f.name: getattr(value, f.name) for f in fields(value)}
-        if isinstance(value, PromptBatch):
-            body["columns"] = _storable(value.columns)
+        for name in ("columns", "extras"):
+            if name in body:
+                body[name] = _storable(body[name])
         return {_TAG: type(value).__name__, **{k: pack(v) for k, v in body.items()}}
     if isinstance(value, Mapping):
         return {k: pack(v) for k, v in value.items()}

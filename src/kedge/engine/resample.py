@@ -6,7 +6,7 @@ arXiv:2503.14476), section 3.2; there until the batch is full, here for a bounde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from kedge.types import Judgement, PromptBatch, Rollout
 
 _FIRST = 2**40  # steps from here on name prompts of no training step
 Draw = Callable[[PromptBatch, int], tuple[Rollout, Judgement]]
+Columns = Mapping[str, Sequence[object]]
 T = TypeVar("T", Rollout, Judgement)
 
 
@@ -83,6 +84,10 @@ def _put(old: T, new: T, index: Tensor) -> T:
         if isinstance(mine, Tensor) and isinstance(other, Tensor):
             fill = -1 if f.name == "support" else 0
             changed[f.name] = _placed(mine, other, index, fill=fill)
+        elif f.name == "said":
+            changed[f.name] = {**mine, **other}  # the last round counts
+        elif f.name == "extras":
+            changed[f.name] = _put_columns(mine, other, index)
         elif isinstance(mine, dict):
             changed[f.name] = {k: _placed(x, other[k], index) for k, x in mine.items()}
         elif f.name != "prompts" and mine is not other:
@@ -91,18 +96,22 @@ def _put(old: T, new: T, index: Tensor) -> T:
 
 
 def _put_prompts(old: PromptBatch, new: PromptBatch, index: Tensor) -> PromptBatch:
-    where = {row: i for i, row in enumerate(index.tolist())}
-    columns = {
-        name: [new.columns[name][where[i]] if i in where else x for i, x in enumerate(column)]
-        for name, column in old.columns.items()
-    }
     return PromptBatch(
         ids=_placed(old.ids, new.ids, index, left=True),
         mask=_placed(old.mask, new.mask, index, left=True),
         group=old.group,
         row=old.row,
-        columns=columns,
+        columns=_put_columns(old.columns, new.columns, index),
     )
+
+
+def _put_columns(old: Columns, new: Columns, index: Tensor) -> Columns:
+    where = {row: i for i, row in enumerate(index.tolist())}
+    return {
+        name: [new[name][where[i]] if i in where else x for i, x in enumerate(column)]
+        for name, column in old.items()
+        if name in new
+    }
 
 
 def _placed(

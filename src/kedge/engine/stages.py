@@ -128,6 +128,7 @@ def make_experience(
     _describe_batch(tally, evidence, credit, kl_coef)
     metrics = tally.read(learner.total) | _lengths(rollout, judgement.valid, learner.total)
     metrics["objective/kl_coef"] = kl_coef
+    metrics |= {f"log/{name}": mean for name, mean in judgement.said.items()}
     _derive(metrics)
     return _experience(rollout, note, credit), metrics
 

@@ -111,6 +111,8 @@ class ByColumn:
         known = []
         for name in names:
             own = self.rename.get(name, name) if isinstance(name, str) else name
+            if isinstance(own, str) and own not in self.verifiers:
+                own = own.lower()  # datasets write GSM8K and MATH
             if not isinstance(own, str) or own not in self.verifiers:
                 raise RewardError(self._unknown(own, row))
             known.append(own)

@@ -14,7 +14,7 @@ from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hub import logged_in
-from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
+from kedge.backends.rewards import FunctionOptions, ModelOptions, Noted, RewardLog, reward_source
 from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings
@@ -65,7 +65,7 @@ def assemble(
         ConfigError: options that cannot work.
         DataError: prompts that cannot be used.
     """
-    args, log = given.args, RewardLog()
+    args = given.args
     prompts = prompting(
         given.train_dataset,
         tokenizer,
@@ -79,9 +79,7 @@ def assemble(
     check_sampler(given, settings, accelerator)
     models = models_of(given, settings, algorithm)
     callbacks = callbacks_of(given, models, accelerator)
-    judge = judge_of(
-        given, settings, tokenizer, accelerator, trainer_state=lambda: callbacks.state, log=log
-    )
+    judge = judge_of(given, settings, tokenizer, accelerator, trainer_state=lambda: callbacks.state)
     if settings.data.drop_unused_columns:
         for source in (prompts.source, *(each.source for each in sets)):
             if isinstance(source, DatasetPrompts):
@@ -105,7 +103,6 @@ def assemble(
         callbacks=callbacks,
         evaluator=evaluator,
         tokenizer=tokenizer,
-        reward_log=log,
         fresh_reference=models.fresh_reference,
     )
 
@@ -134,11 +131,10 @@ def judge_of(
     accelerator: Accelerator,
     *,
     trainer_state: Callable[[], object],
-    log: RewardLog,
 ) -> RewardSource:
     """One reward source out of models and functions, with the penalties of the options."""
-    options, weights = settings.reward, given.reward_weights
-    return reward_source(
+    options, weights, log = settings.reward, given.reward_weights, RewardLog()
+    source = reward_source(
         given.reward_model,
         given.reward_funcs,
         policy_tokenizer=tokenizer,
@@ -160,6 +156,7 @@ def judge_of(
         non_eos_penalty=options.missing_stop == "replace",
         penalty_reward_value=options.penalty,
     )
+    return Noted(source, log)
 
 
 def trusts(config: OnPolicyConfig) -> bool:

@@ -29,6 +29,12 @@ def completion_rows(
                     "query": tokenizer.decode(prompts.ids[i][prompts.mask[i]]),
                     "model response": tokenizer.decode(rollout.ids[i][rollout.present[i]]),
                     "score": float(judgement.scores[i]),
+                    **{name: shown(values[i]) for name, values in judgement.extras.items()},
                 }
             )
     return rows
+
+
+def shown(value: object) -> object:
+    """A value that every tracker and JSON can hold."""
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -14,7 +14,6 @@ import torch
 from transformers.trainer_utils import TrainOutput
 
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.rewards import RewardLog
 from kedge.backends.trackers import Jsonl, Many, Screen, draw_curves
 from kedge.config.cadence import Cadence, cadence
 from kedge.config.resolve import RunSettings
@@ -46,7 +45,6 @@ class Run:
         callbacks: callbacks, state and control.
         evaluator: evaluations and tables of completions.
         tokenizer: saved with the models.
-        reward_log: what reward functions record on the side.
         fresh_reference: the reference was made from the policy, so their KL starts at 0.
         more: adds metrics to those of an update.
     """
@@ -58,7 +56,6 @@ class Run:
     callbacks: Callbacks
     evaluator: Evaluator
     tokenizer: Any
-    reward_log: RewardLog
     fresh_reference: bool
     more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict  # metrics in other names
 
@@ -166,10 +163,7 @@ class Run:
         when, empty = self._when(), self.args.torch_empty_cache_steps
 
         def after(report: StepReport) -> None:
-            recorded, _ = self.reward_log.drain()
-            said = {f"log/{name}": mean for name, mean in recorded.means().items()}
             row = self.callbacks.state.pending[-1]
-            row |= said
             row |= self.more(row)
             if rows is not None:
                 rows.write(report)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kedge.types import Metrics
+from kedge.errors import RewardError
+from kedge.protocols import RewardSource
+from kedge.types import Judgement, Metrics, Rollout
 
 
 class RewardLog:
@@ -27,3 +31,32 @@ class RewardLog:
         found = self._metrics, self._extras
         self._metrics, self._extras = Metrics(), {}
         return found
+
+
+class Noted:
+    """A reward source whose judgements carry what its functions recorded about those very rows.
+
+    It is asked by one thread at a time, so that no other batch's records get among them.
+    """
+
+    def __init__(self, source: RewardSource, log: RewardLog) -> None:
+        self._source, self._log, self._turn = source, log, threading.Lock()
+        self.columns = getattr(source, "columns", None)
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """The source's judgement, with ``said`` and ``extras``.
+
+        Raises:
+            RewardError: a column of extras has not one value per row.
+        """
+        with self._turn:
+            self._log.drain()  # of a call that failed
+            judgement = self._source.score(rollout)
+            metrics, extras = self._log.drain()
+        for name, values in extras.items():
+            if len(values) != len(rollout):
+                raise RewardError(
+                    f"log_extra({name!r}, ...) was given {len(values)} values for {len(rollout)}"
+                    " completions; give one for each"
+                )
+        return replace(judgement, said=metrics.means(), extras=extras)

@@ -1,0 +1,379 @@
+"""Asynchronous PPO under open-instruct's names: every one is a flag, and means what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge import AsyncPPOConfig
+from kedge.cli import async_ppo
+from kedge.cli.arguments import ModelArguments, ScriptArguments
+from kedge.cli.async_data import asked, dressed, load_mixed
+from kedge.config.support import Refused, default_of
+from kedge.errors import ConfigError, DataError
+
+from .text_toys import word_tokenizer
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "train"
+# Every argument of the script that this command stands for, with its default there; DIFFERENT:
+# another default here, for the reason given.
+NAMES: dict[str, Any] = {
+    "dataset_mixer_list": None,
+    "dataset_mixer_eval_list": None,
+    "dataset_mixer_list_splits": None,
+    "dataset_mixer_eval_list_splits": None,
+    "dataset_cache_mode": "local",
+    "dataset_local_cache_dir": "local_dataset_cache",
+    "dataset_config_hash": None,
+    "dataset_config_eval_hash": None,
+    "dataset_skip_cache": False,
+    "max_token_length": 512,
+    "max_prompt_length": 256,
+    "cache_dataset_only": False,
+    "seed": 1,
+    "run_name": None,
+    "adam_epsilon": 1e-5,
+    "learning_rate": 2e-5,
+    "warmup_steps": 0,
+    "gradient_accumulation_steps": 1,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "total_episodes": 100_000,
+    "world_size": None,
+    "micro_batch_size": None,
+    "mini_batch_size": None,
+    "rollout_batch_size": None,
+    "local_total_prompts": None,
+    "num_training_steps": None,
+    "local_dataloader_batch_size": None,
+    "local_rollout_batch_size": 64,
+    "local_mini_batch_size": 64,
+    "local_rollout_forward_batch_size": 64,
+    "num_evals": 4,
+    "local_eval_freq": None,
+    "save_freq": 200,
+    "num_ppo_epochs": 4,
+    "num_mini_batches": 1,
+    "kl_coef": 0.05,
+    "whiten_rewards": False,
+    "cliprange": 0.2,
+    "vf_coef": 0.1,
+    "cliprange_value": 0.2,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "async_mode": True,
+    "reward_model_path": "EleutherAI/pythia-160m",
+    "init_value_from_scratch": False,
+    "reward_model_multiplier": 1.0,
+    "apply_verifiable_reward": False,
+    "verification_reward": 10.0,
+    "add_r1_style_format_reward": False,
+    "r1_style_format_reward": 1.0,
+    "non_stop_penalty": False,
+    "penalty_reward_value": -1.0,
+    "remap_verifier": None,
+    "response_length": 53,
+    "stop_token": None,
+    "stop_token_id": None,
+    "min_new_tokens": 0,
+    "temperature": 0.7,
+    "num_generations": 1,
+    "stop_strings": None,
+    "actor_num_gpus_per_node": None,
+    "single_gpu_mode": False,
+    "vllm_num_engines": 1,
+    "vllm_tensor_parallel_size": 1,
+    "vllm_enforce_eager": False,
+    "vllm_sync_backend": "nccl",
+    "enable_prefix_caching": False,
+    "deepspeed_stage": 0,
+    "gather_whole_model": True,
+    "with_tracking": False,
+    "wandb_entity": None,
+    "hf_entity": None,
+    "hf_repo_id": None,
+    "hf_repo_url": None,
+    "output_dir": "output",
+    "checkpoint_output_dir": None,
+    "save_value_model": False,
+    "llm_judge_model": "azure/gpt-4o-mini-standard",
+    "llm_judge_max_tokens": 2048,
+    "llm_judge_max_context_length": 8192,
+    "llm_judge_temperature": 1.0,
+    "llm_judge_timeout": 60,
+    "code_api_url": None,
+    "code_max_execution_time": 1.0,
+    "code_pass_rate_reward_threshold": 0.0,
+    "code_apply_perf_penalty": False,
+    "try_launch_beaker_eval_jobs": True,
+    "try_launch_beaker_eval_jobs_on_weka": False,
+    "try_auto_save_to_beaker": True,
+    "gs_bucket_path": None,
+    "oe_eval_tasks": None,
+    "oe_eval_max_length": 4096,
+    "eval_priority": "normal",
+    "tokenizer_name_or_path": None,
+    "chat_template_name": None,
+    "add_bos": False,
+    "model_name_or_path": None,
+    "gradient_checkpointing": False,
+    "use_peft": False,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_target_modules": None,
+    "load_in_8bit": False,
+    "load_in_4bit": False,
+    "bnb_4bit_quant_type": "nf4",
+}
+# Names whose value is another option's; unset here.
+ALIASES = {
+    *("num_epochs", "beta", "eps", "number_samples_per_prompt", "max_prompt_token_length"),
+    *("min_response_length", "warm_up_steps", "hf_repo_revision", "dataset_transform_fn"),
+    "vllm_gpu_memory_utilization",  # 0.9 there, and in vLLM itself
+}
+DIFFERENT = {
+    "push_to_hub": (True, "nothing is pushed unless asked for"),
+    "wandb_project_name": ("open_instruct_internal", "another project"),
+    "exp_name": ("ppo_vllm_thread_ray_gtrl", "another program"),
+    "lora_dropout": (0.05, "PPO trains without dropout"),
+}
+
+
+def small(**changes: Any) -> AsyncPPOConfig:
+    options: dict[str, Any] = {"rollout_engine": "embedded", "use_cpu": True}
+    return AsyncPPOConfig(**(options | changes))
+
+
+def test_every_name_is_there_with_its_default() -> None:
+    kinds = (AsyncPPOConfig, ScriptArguments, ModelArguments)
+    known = {f.name: default_of(f) for kind in reversed(kinds) for f in fields(kind)}
+    assert {*NAMES, *ALIASES, *DIFFERENT} - set(known) == set()
+    assert {n: known[n] for n in NAMES if known[n] != NAMES[n]} == {}
+    assert all(known[name] is None for name in ALIASES)
+    assert all(known[name] != theirs for name, (theirs, _) in DIFFERENT.items())
+
+
+def test_every_field_says_what_becomes_of_it() -> None:
+    assert [f.name for f in fields(AsyncPPOConfig) if f.name not in AsyncPPOConfig.SUPPORT] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ({"num_epochs": 2}, {"num_ppo_epochs": 2}),
+        ({"beta": 0.1}, {"kl_coef": 0.1}),
+        ({"eps": 1e-6}, {"adam_epsilon": 1e-6}),
+        ({"min_response_length": 5}, {"min_new_tokens": 5}),
+        ({"warm_up_steps": 7}, {"warmup_steps": 7}),
+        ({"hf_repo_revision": "a"}, {"hub_revision": "a"}),
+        ({"max_prompt_token_length": 100}, {"max_prompt_length": 100}),
+        ({"max_prompt_token_length": 600}, {"max_prompt_length": 512}),
+        ({"max_token_length": 128}, {"max_prompt_length": 128}),
+        ({"kl_estimator": "kl3"}, {"kl_estimator": "k3"}),
+        ({"stop_token": "period"}, {"stop_token": None, "stop_strings": ["."]}),
+        ({}, {"max_lag": 1, "gradient_accumulation_steps": 64, "num_mini_batches": 1}),
+        ({"async_mode": False}, {"max_lag": 0}),
+        ({"max_lag": 3}, {"max_lag": 3}),
+        (
+            {"local_rollout_batch_size": 8, "number_samples_per_prompt": 4,
+             "per_device_train_batch_size": 2, "local_mini_batch_size": 16},
+            {"gradient_accumulation_steps": 16, "num_mini_batches": 2, "num_generations": 4},
+        ),
+        ({"local_rollout_batch_size": 16}, {"local_mini_batch_size": 16, "num_mini_batches": 1}),
+        ({"save_freq": 80}, {"save_steps": 80}),
+        ({"with_tracking": True}, {"report_to": ["wandb"]}),
+        ({"hf_entity": "me", "hf_repo_id": "it"}, {"hub_model_id": "me/it"}),
+        ({"dataset_mixer_eval_list": ["a", "1.0"], "num_evals": 5}, {"eval_steps": 0.2}),
+    ],
+)  # fmt: skip
+def test_other_names_hand_their_values_over(
+    given: dict[str, Any], becomes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(**given)
+    assert {name: getattr(config, name) for name in becomes} == becomes
+    config.validate()  # a settled config is a valid one
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"beta": 0.1, "kl_coef": 0.2}, "beta=0.1 is another name of kl_coef"),
+        ({"async_mode": False, "max_lag": 2}, "means max_lag=0, and max_lag=2 is set"),
+        ({"local_mini_batch_size": 48}, "local_mini_batch_size=48 does not divide"),
+        ({"per_device_train_batch_size": 3}, "no multiple of per_device_train_batch_size=3"),
+        ({"local_rollout_batch_size": 0}, "must be a whole number of at least 1"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 is set"),
+        ({"save_freq": 0}, "at least 1, or -1 for no checkpoints"),
+        ({"save_freq": 10, "save_steps": 20}, "save_steps=20 is set"),
+        ({"num_evals": 0}, "num_evals=0 must be at least 1"),
+        ({"local_eval_freq": 3}, "num_evals says how often"),
+        ({"vllm_sync_backend": "mpi"}, "must be 'nccl' or 'gloo'"),
+        ({"dataset_local_cache_dir": "x"}, "not cached"),
+        ({"code_api_url": "http://localhost"}, "own sandbox"),
+        ({"checkpoint_output_dir": "x"}, "nothing read it there"),
+        ({"llm_judge_timeout": 5}, "no language model judges during training"),
+        ({"stop_token": "comma"}, "stop_token='comma'"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        small(**given)
+
+
+def test_options_of_vllm_reach_it_or_are_said_to_be_unread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
+    given: dict[str, Any] = {"vllm_enforce_eager": True, "vllm_gpu_memory_utilization": 0.3}
+    config = small(rollout_engine="vllm", vllm_engine_args={"max_model_len": 99}, **given)
+    assert config.vllm_engine_args == {
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.3,
+        "max_model_len": 99,
+    }
+    assert small(**given).vllm_engine_args is None
+    assert "enforce_eager, gpu_memory_utilization: not read" in caplog.text
+
+
+def flags_of(script: Path, tmp_path: Path) -> list[str]:
+    """What a script hands to ``kedge``."""
+    stub = tmp_path / "kedge"
+    stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    stub.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(script)],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command, *flags = done.stdout.splitlines()
+    assert command == "async-ppo"
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("name", "means"),
+    [
+        (
+            "debug/ppo.sh",
+            {"gradient_accumulation_steps": 4, "max_prompt_length": 512, "single_gpu_mode": True,
+             "num_ppo_epochs": 1, "deepspeed_stage": 3, "penalty_reward_value": -10.0},
+        ),
+        (
+            "tulu3/ppo_8b.sh",
+            {"actor_num_gpus_per_node": [4, 8], "vllm_tensor_parallel_size": 4,
+             "report_to": ["wandb"], "num_ppo_epochs": 4,
+             "gradient_accumulation_steps": 8, "max_lag": 1},
+        ),
+    ],
+)  # fmt: skip
+def test_the_scripts_say_what_they_mean(
+    name: str, means: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
+    monkeypatch.setattr("kedge.config.ray.importlib.util.find_spec", lambda package: package)
+    monkeypatch.setattr("kedge.config.field_support.INHERITED", {}, raising=False)
+    options = async_ppo.options_of([*flags_of(SCRIPTS / name, tmp_path), "--use_cpu"])
+    assert {key: getattr(options.config, key) for key in means} == means
+    assert options.script.value_model_path == options.config.reward_model_path
+    assert options.script.apply_verifiable_reward
+
+
+# -- data -----------------------------------------------------------------------------------
+
+
+def options(tmp_path: Path, *flags: str) -> Any:
+    base = ["--rollout_engine", "embedded", "--use_cpu", "--output_dir", str(tmp_path / "out")]
+    return async_ppo.options_of([*base, *flags])
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    for split, count in (("train", 6), ("test", 3)):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{split} {i}"},
+                    {"role": "assistant", "content": "an answer"},
+                ],
+                "truth": str(i),
+                "source": "GSM8K",
+            }
+            for i in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def test_chats_become_prompts_and_columns_get_their_names(chats: Path, tmp_path: Path) -> None:
+    train, test = load_mixed(
+        options(
+            tmp_path,
+            *("--dataset_mixer_list", str(chats), "1.0", "--dataset_mixer_eval_list", str(chats)),
+            *("2", "--dataset_mixer_eval_list_splits", "test", "--ground_truths_key", "truth"),
+            *("--dataset_source_key", "source"),
+        )
+    )
+    assert (len(train), len(test)) == (6, 2)
+    assert sorted(train.column_names) == ["dataset", "ground_truth", "prompt"]
+    assert all(row["prompt"][0]["content"].startswith("train") for row in train)
+    assert all(len(row["prompt"]) == 1 for row in train)
+    assert all(row["prompt"][0]["content"].startswith("test") for row in test)
+
+
+def test_each_dataset_has_its_split(chats: Path, tmp_path: Path) -> None:
+    both = ("--dataset_mixer_list", str(chats), "1.0", str(chats), "1.0")
+    train, test = load_mixed(
+        options(tmp_path, *both, "--dataset_mixer_list_splits", "train", "test")
+    )
+    assert len(train) == 9
+    assert test is None
+    with pytest.raises(DataError, match="names 3 splits for 2 datasets"):
+        load_mixed(options(tmp_path, *both, "--dataset_mixer_list_splits", "a", "b", "c"))
+
+
+def test_a_chat_without_answer_stays_whole() -> None:
+    user = {"role": "user", "content": "a"}
+    assert asked([user]) == [user]
+    assert asked([]) == []
+
+
+def test_tulu_is_the_format_that_it_says() -> None:
+    tokenizer = dressed(word_tokenizer(), small(chat_template_name="tulu"))
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == "<|system|>\ns\n<|user|>\nu\n<|assistant|>\n"
+    answered = [*turns, {"role": "assistant", "content": "a"}]
+    text = tokenizer.apply_chat_template(answered, tokenize=False)
+    assert text == "<|system|>\ns\n<|user|>\nu\n<|assistant|>\na<eos>"
+
+
+def test_templates_from_files_and_begin_of_text(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0]['content'] }}!")
+    tokenizer = word_tokenizer()
+    tokenizer.bos_token = "w3"
+    dressed(tokenizer, small(chat_template_name=str(file), add_bos=True))
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "u"}], tokenize=False)
+    assert said == "w3u!"
+    with pytest.raises(ConfigError, match="neither tulu nor a file"):
+        dressed(word_tokenizer(), small(chat_template_name="llama"))
+    with pytest.raises(ConfigError, match="no begin-of-text token"):
+        dressed(word_tokenizer(), small(add_bos=True))
+
+
+def test_nothing_is_pushed_unless_asked_for() -> None:
+    assert small().push_to_hub is False
+
+
+def test_refusals_have_a_way_out() -> None:
+    refused = [s for s in AsyncPPOConfig.SUPPORT.values() if isinstance(s, Refused)]
+    assert all(s.reason and s.way_out for s in refused)
