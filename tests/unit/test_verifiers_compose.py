@@ -63,7 +63,7 @@ def test_a_verifier_sees_its_own_rows_of_every_column() -> None:
     assert scores == [1.0, 1.0, 0.0, None]
 
 
-@pytest.mark.parametrize("name", ["gsm", "GSM8K", "", 3, ["gsm8k", ["gsm8k"]]])
+@pytest.mark.parametrize("name", ["gsm", "GSM9K", "", 3, ["gsm8k", ["gsm8k"]]])
 def test_an_unknown_name_is_an_error(name: Any) -> None:
     verify = by_column()
     truth = ["4", "4"] if isinstance(name, list) else "4"

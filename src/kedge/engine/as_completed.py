@@ -49,6 +49,11 @@ class _Lane:
     moves: int = 0
 
 
+def lanes(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
+    """The engines that can sample at the same time: those that one consists of, or itself."""
+    return tuple(getattr(rollouts, "lanes", ())) or (rollouts,)
+
+
 def chosen(
     done: Sequence[Piece], running: Sequence[Piece], *, step: int, max_lag: int, per_step: int
 ) -> list[Piece] | None:
@@ -80,16 +85,13 @@ class AsCompleted:
     """Pieces in the order in which they are finished, none older than ``max_lag``.
 
     Args:
-        drawing: draws the samples of a piece.
-        lanes: engines, each used by a thread of its own.
         pieces: how many a batch is cut into; divides its prompts.
         max_lag: updates that sampling may be ahead of training, at least 1.
     """
 
-    drawing: Drawing
-    lanes: Sequence[RolloutEngine]
     pieces: int
     max_lag: int
+    drawing: Drawing = field(init=False)
     _done: list[Piece] = field(default_factory=list, init=False)
     _running: list[Piece] = field(default_factory=list, init=False)
     _next: int = field(default=0, init=False)
@@ -99,15 +101,19 @@ class AsCompleted:
     _closing: bool = field(default=False, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _turn: threading.Condition = field(default_factory=threading.Condition, init=False)
-    _states: list[_Lane] = field(default_factory=list, init=False)
+    _lanes: list[_Lane] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if self.max_lag < 1:
             raise ValueError(
                 "pieces are trained on as they are done only with max_lag of 1 or more"
             )
-        self._states = [_Lane(engine=engine) for engine in self.lanes]
-        self.drawing = replace(self.drawing, judge=OneAtATime(self.drawing.judge))
+
+    def draw_with(self, drawing: Drawing, rollouts: RolloutEngine) -> None:
+        """How samples are drawn from now on, and what draws them: each lane in its own thread."""
+        self.drawing = replace(drawing, judge=OneAtATime(drawing.judge))
+        if [each.engine for each in self._lanes] != list(lanes(rollouts)):
+            self._lanes = [_Lane(engine=engine) for engine in lanes(rollouts)]
 
     @contextmanager
     def open(self, step: int, until: int) -> Iterator[None]:
@@ -117,7 +123,7 @@ class AsCompleted:
         self._newest, self._failure, self._closing, self._paused = None, None, False, False
         threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"rollout {n}", daemon=True)
-            for n, lane in enumerate(self._states)
+            for n, lane in enumerate(self._lanes)
         ]
         for thread in threads:
             thread.start()
@@ -148,7 +154,7 @@ class AsCompleted:
         rollout, judgement, times = joined(samples, self.drawing.source.batch(step))
         for name in times:
             if name.startswith("time/"):
-                times[name] /= len(self.lanes)
+                times[name] /= len(self._lanes)
         return rollout, judgement, times
 
     def _pick(self, step: int) -> list[Piece] | None:

@@ -42,13 +42,20 @@ class _Sync(NamedTuple):
 class InOrder:
     """Whole batches, each exactly ``min(step, max_lag)`` updates old."""
 
-    def __init__(self, drawing: Drawing, rollouts: RolloutEngine, max_lag: int) -> None:
-        self._drawing, self._rollouts, self._max_lag = drawing, rollouts, max_lag
+    _drawing: Drawing
+    _rollouts: RolloutEngine
+
+    def __init__(self, max_lag: int) -> None:
+        self._max_lag = max_lag
         self._waiting: deque[Future[Sample]] = deque()  # sampled ahead, not trained on
         self._syncs: deque[_Sync] = deque()
         self._held, self._moves = "", 0
         self._worker: Executor = InlineExecutor()
         self._until = 0
+
+    def draw_with(self, drawing: Drawing, rollouts: RolloutEngine) -> None:
+        """How samples are drawn from now on, and what draws them."""
+        self._drawing, self._rollouts = drawing, rollouts
 
     @contextmanager
     def open(self, step: int, until: int) -> Iterator[None]:

@@ -23,6 +23,10 @@ from kedge.types import Sampling
 class Supply(Protocol):
     """Where the samples of a training step come from."""
 
+    def draw_with(self, drawing: Drawing, rollouts: RolloutEngine) -> None:
+        """How samples are drawn from now on, and what draws them."""
+        ...
+
     def open(self, step: int, until: int) -> AbstractContextManager[None]:
         """Sample for the steps from ``step`` to ``until`` while inside."""
         ...
@@ -67,7 +71,14 @@ class Engine(Updater):
                 f"{self.algorithm.name} compares responses to one prompt: it needs num_generations"
                 f" >= {self.algorithm.min_group}, got {self.plan.group}"
             )
-        drawing = Drawing(
+        if self.pieces:
+            self.supply = AsCompleted(self.pieces, self.max_lag)
+        else:
+            self.supply = InOrder(self.max_lag)
+        self.supply.draw_with(self._drawing(), self.rollouts)
+
+    def _drawing(self) -> Drawing:
+        return Drawing(
             source=self.source,
             judge=self.judge,
             sampling=self.sampling,
@@ -75,13 +86,10 @@ class Engine(Updater):
             seed=self.seed,
             clock=self.clock,
         )
-        if self.pieces:
-            self.supply = AsCompleted(drawing, lanes(self.rollouts), self.pieces, self.max_lag)
-        else:
-            self.supply = InOrder(drawing, self.rollouts, self.max_lag)
 
     def run(self, until: int) -> None:
         """Train up to update ``until``, or until a hook asks to stop; what is in flight is kept."""
+        self.supply.draw_with(self._drawing(), self.rollouts)  # parts may have been exchanged
         with self.supply.open(self.step, until):
             self.supply.send(self._shipment())
             stop = False
@@ -114,8 +122,3 @@ class Engine(Updater):
     def put_back(self, samples: list[Sample]) -> None:
         """Take samples as already drawn for the next updates, as after a resume."""
         self.supply.put_back(samples, self.step)
-
-
-def lanes(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
-    """The engines that can sample at the same time: those that one consists of, or itself."""
-    return tuple(getattr(rollouts, "lanes", ())) or (rollouts,)

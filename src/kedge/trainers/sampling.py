@@ -18,7 +18,7 @@ from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.sharding import shards_asked
 from kedge.config.resolve import RunSettings
 from kedge.config.rollout import RolloutOptions
-from kedge.engine.loop import lanes
+from kedge.engine.as_completed import lanes
 from kedge.engine.plan import BatchPlan
 from kedge.errors import ConfigError
 from kedge.math.offpolicy import Correction
