@@ -103,6 +103,7 @@ RANGES: dict[str, Range] = {
     "vllm_tensor_parallel_size": _COUNT,
     "rollout_timeout": _POSITIVE,
     "ray_reward_workers": _WHOLE,
+    "ray_reward_gpus": _NOT_NEGATIVE,
     "ray_wait_seconds": _POSITIVE,
     "vllm_tolerance": Range(0, above=True, optional=True),
     "value_learning_rate": Range(0, optional=True),

@@ -23,6 +23,9 @@ class RayArguments:
     ray_reward_workers: int = option(
         0, "Actors that score responses, for each learner; 0 scores in the learner's process."
     )
+    ray_reward_gpus: float = option(
+        0.0, "GPUs of each of them, for reward models; may be a fraction."
+    )
     ray_wait_seconds: float = option(
         300.0, "Most seconds to wait until the Ray cluster has room for all actors."
     )
@@ -35,6 +38,7 @@ class RayOptions:
     engine: str
     address: str | None
     reward_workers: int
+    reward_gpus: float
     wait_seconds: float
 
 
@@ -47,18 +51,18 @@ def ray_options(config: Any) -> RayOptions:
     on_ray = config.rollout_engine == "ray"
     if config.ray_engine not in ("vllm", "embedded"):
         raise ConfigError(f"ray_engine={config.ray_engine!r} must be 'vllm' or 'embedded'")
-    unread = {"ray_engine": on_ray}
-    unread |= dict.fromkeys(
-        ("ray_address", "ray_wait_seconds"), on_ray or config.ray_reward_workers
-    )
-    for name, read in unread.items():
+    workers = config.ray_reward_workers > 0
+    needed = {
+        "ray_engine": (on_ray, "rollout_engine='ray'"),
+        "ray_reward_gpus": (workers, "ray_reward_workers"),
+        "ray_address": (on_ray or workers, "rollout_engine='ray' or ray_reward_workers"),
+        "ray_wait_seconds": (on_ray or workers, "rollout_engine='ray' or ray_reward_workers"),
+    }
+    for name, (read, reader) in needed.items():
         value = getattr(config, name)
         if not read and value != RayArguments.__dataclass_fields__[name].default:
-            raise ConfigError(
-                f"{name}={value!r} is not read without rollout_engine='ray'"
-                f"{' or ray_reward_workers' if name != 'ray_engine' else ''}; leave it out"
-            )
-    if (on_ray or config.ray_reward_workers) and importlib.util.find_spec("ray") is None:
+            raise ConfigError(f"{name}={value!r} is not read without {reader}; leave it out")
+    if (on_ray or workers) and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"rollout_engine={config.rollout_engine!r} with"
             f" ray_reward_workers={config.ray_reward_workers} needs Ray: pip install 'kedge[ray]'"
@@ -67,5 +71,6 @@ def ray_options(config: Any) -> RayOptions:
         engine=config.ray_engine,
         address=config.ray_address,
         reward_workers=config.ray_reward_workers,
+        reward_gpus=config.ray_reward_gpus,
         wait_seconds=config.ray_wait_seconds,
     )

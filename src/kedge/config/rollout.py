@@ -126,7 +126,8 @@ def rollout_options(config: Any) -> RolloutOptions:
             " http:// address of a vLLM server"
         )
     ray = ray_options(config)
-    _check_unread(config, f"ray {ray.engine}" if kind == "ray" else kind)
+    readers = {f"ray {ray.engine}" if kind == "ray" else kind}
+    _check_unread(config, readers | ({"rewards"} if ray.reward_workers else set()))
     _check_installed(config, kind)
     folder = config.vllm_sync_folder
     if folder is not None and not Path(folder).is_dir():
@@ -149,7 +150,7 @@ def rollout_options(config: Any) -> RolloutOptions:
 
 
 _OURS = ("vllm", "vllm_server", "ray vllm")
-_ELSEWHERE = ("vllm_server", "url", "ray vllm", "ray embedded")
+_ELSEWHERE = ("vllm_server", "url", "ray vllm", "ray embedded", "rewards")
 _READ_BY: dict[str, tuple[str, ...]] = {
     "vllm_engine_args": _OURS,
     "vllm_num_engines": ("vllm_server", "ray vllm", "ray embedded"),
@@ -165,11 +166,16 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_unread(config: Any, kind: str) -> None:
+def _check_unread(config: Any, active: set[str]) -> None:
     for name, readers in _READ_BY.items():
         value = getattr(config, name)
-        if kind not in readers and value != RolloutArguments.__dataclass_fields__[name].default:
-            engine = f" and ray_engine={config.ray_engine!r}" if kind.startswith("ray") else ""
+        if (
+            not active & set(readers)
+            and value != RolloutArguments.__dataclass_fields__[name].default
+        ):
+            engine = (
+                f" and ray_engine={config.ray_engine!r}" if config.rollout_engine == "ray" else ""
+            )
             raise ConfigError(
                 f"{name}={value!r} is not read with rollout_engine={config.rollout_engine!r}"
                 f"{engine}; leave it out"

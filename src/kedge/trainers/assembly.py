@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,6 @@ from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hub import logged_in
-from kedge.backends.rewards import FunctionOptions, ModelOptions, Noted, RewardLog, reward_source
-from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
@@ -25,14 +23,14 @@ from kedge.engine.recording import Replay, Replayed
 from kedge.errors import ConfigError
 from kedge.protocols import KLController, RewardSource
 from kedge.trainers.evaluation import Evaluator
-from kedge.trainers.given import Given
+from kedge.trainers.given import Given, trusts
 from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.judging import judge_of
 from kedge.trainers.launched import own_callbacks
 from kedge.trainers.models import Models, policy_of, reference_of, value_of
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.run import Run
 from kedge.trainers.sampling import (
-    DTYPES,
     check_sampler,
     check_sharded,
     correction_of,
@@ -122,46 +120,6 @@ def callbacks_of(given: Given, models: Models, accelerator: Accelerator) -> Call
         rank=accelerator.process_index,
         local_rank=accelerator.local_process_index,
     )
-
-
-def judge_of(
-    given: Given,
-    settings: RunSettings,
-    tokenizer: Any,
-    accelerator: Accelerator,
-    *,
-    trainer_state: Callable[[], object],
-) -> RewardSource:
-    """One reward source out of models and functions, with the penalties of the options."""
-    options, weights, log = settings.reward, given.reward_weights, RewardLog()
-    source = reward_source(
-        given.reward_model,
-        given.reward_funcs,
-        policy_tokenizer=tokenizer,
-        weights=options.weights if weights is None else weights,
-        tokenizers=given.reward_processing_class,
-        models=ModelOptions(
-            chunk_rows=options.chunk,
-            trust_remote_code=trusts(given.args),
-            autocast=DTYPES[settings.learner.precision],
-            device=accelerator.device,
-        ),
-        functions=FunctionOptions(
-            on_error=options.on_error,
-            error_score=options.error_score,
-            log=log,
-            trainer_state=trainer_state,
-        ),
-        missing_eos_penalty=options.penalty if options.missing_stop == "subtract" else None,
-        non_eos_penalty=options.missing_stop == "replace",
-        penalty_reward_value=options.penalty,
-    )
-    return Noted(source, log)
-
-
-def trusts(config: OnPolicyConfig) -> bool:
-    """Whether code that comes with models given by name may run."""
-    return isinstance(config, NewerArguments) and config.trust_remote_code
 
 
 def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Models:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.protocols import RolloutEngine
 
@@ -32,3 +33,8 @@ class Given:
     reward_weights: Sequence[float] | None = None
     reward_processing_class: Any = None
     rollout_engine: RolloutEngine | None = None
+
+
+def trusts(config: OnPolicyConfig) -> bool:
+    """Whether code that comes with models given by name may run."""
+    return isinstance(config, NewerArguments) and config.trust_remote_code

@@ -11,6 +11,7 @@ from typing import Any
 
 from kedge.backends.ray.cluster import cause
 from kedge.backends.ray.host import Host
+from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, KedgeError, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,16 @@ class Limits:
     heartbeat: float = 5.0  # between two signs of life
     patience: float = 60.0  # without one; then it counts as hung
     call: float = 3600.0  # for one call, however lively it is
+
+
+def limits_of(options: RolloutOptions) -> Limits:
+    """How long to wait for an actor."""
+    return Limits(
+        start=options.start_timeout,
+        heartbeat=options.heartbeat,
+        patience=options.patience,
+        call=options.timeout,
+    )
 
 
 class Actor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kedge.backends.engines import SplitEngine, together
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.ray import cluster
-from kedge.backends.ray.actor import Limits
+from kedge.backends.ray.actor import limits_of
 from kedge.backends.ray.engine import RayEngine
 from kedge.backends.ray.placement import Placement, place, plan_seats
 from kedge.backends.ray.seat import here
@@ -65,23 +65,13 @@ def ray_engines(
     )
 
 
-def limits_of(options: RolloutOptions) -> Limits:
-    """How long to wait for an actor."""
-    return Limits(
-        start=options.start_timeout,
-        heartbeat=options.heartbeat,
-        patience=options.patience,
-        call=options.timeout,
-    )
-
-
 def _room(options: RolloutOptions) -> tuple[Placement, Callable[[], None]]:
     """Room for the engines, and how to give it back."""
     place_of_launch = here()
     if place_of_launch is not None and place_of_launch.placement.plan.of("engine"):
         return place_of_launch.placement, _nothing
     count = options.num_engines
-    cluster.connect(options.ray.address, cpus=count)
+    cluster.connect(options.ray.address, cpus=count + options.ray.reward_workers)
     plan = plan_seats(
         engines=count,
         gpus=cluster.has_gpus(),

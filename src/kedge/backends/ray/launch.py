@@ -41,6 +41,7 @@ def launch(
     engines: int = 0,
     gpus_per_engine: int = 1,
     rewards: int = 0,
+    gpus_per_reward: float = 0.0,
     single_gpu_mode: bool = False,
     address: str | None = None,
     environment: Mapping[str, str] | None = None,
@@ -60,6 +61,7 @@ def launch(
         engines: rollout engines; ``vllm_num_engines`` of the trainer's config.
         gpus_per_engine: ``vllm_tensor_parallel_size`` of the trainer's config.
         rewards: reward workers of each learner; ``ray_reward_workers`` of the trainer's config.
+        gpus_per_reward: ``ray_reward_gpus`` of the trainer's config.
         single_gpu_mode: the learner and all engines share one GPU.
         address: of a Ray cluster that runs; None: ``RAY_ADDRESS``, or one of its own here.
         environment: variables of the ranks, e.g. accelerate's: ``ACCELERATE_USE_FSDP``.
@@ -84,6 +86,7 @@ def launch(
             rewards=rewards * seats,
             gpus=cluster.has_gpus(),
             gpus_per_engine=gpus_per_engine,
+            gpus_per_reward=gpus_per_reward,
             single_gpu_mode=single_gpu_mode,
         )
         placement = place(plan, wait_seconds=limits.room)

@@ -67,6 +67,7 @@ def plan_seats(
     rewards: int = 0,
     gpus: bool = False,
     gpus_per_engine: int = 1,
+    gpus_per_reward: float = 0.0,
     single_gpu_mode: bool = False,
 ) -> Plan:
     """Bundles: one per node of learners, one per engine, one per reward worker.
@@ -74,9 +75,10 @@ def plan_seats(
     Args:
         learners: ranks on each node; each has a GPU of its own where there are GPUs.
         engines: rollout engines.
-        rewards: reward workers; they need no GPU.
+        rewards: reward workers.
         gpus: whether the cluster has any.
         gpus_per_engine: of one engine.
+        gpus_per_reward: of one reward worker; may be a fraction.
         single_gpu_mode: learner and engines share one GPU.
 
     Raises:
@@ -114,7 +116,7 @@ def plan_seats(
         else:
             add("engine", 1, whole * gpus_per_engine)
     for _ in range(rewards):
-        add("reward", 1, 0.0)
+        add("reward", 1, gpus_per_reward)
     strategy: Literal["PACK", "SPREAD"] = "SPREAD" if len(learners) > 1 else "PACK"
     return Plan(bundles=tuple(bundles), seats=tuple(seats), strategy=strategy)
 

@@ -22,6 +22,10 @@ class RewardLog:
         """Add one observation of ``name``; its mean is logged."""
         self._metrics = self._metrics.merge(Metrics({name: (float(value), 1.0)}))
 
+    def merge(self, metrics: Metrics) -> None:
+        """Add observations that were made elsewhere."""
+        self._metrics = self._metrics.merge(metrics)
+
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Set a column of the completions table, one value per row."""
         self._extras[column] = list(values)
@@ -60,3 +64,9 @@ class Noted:
                     " completions; give one for each"
                 )
         return replace(judgement, said=metrics.means(), extras=extras)
+
+    def close(self) -> None:
+        """Release what the source holds outside this process."""
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()

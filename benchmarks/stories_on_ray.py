@@ -1,0 +1,108 @@
+"""The stories run with vLLM on Ray, one update apart, against the synchronous trainer.
+
+    python -m benchmarks.stories_on_ray --updates 40 --seeds 0
+
+stories-head32 against the sentiment reward model; 64 prompts a step, 53 tokens, learning rate 3e-4,
+4 epochs, KL coefficient 0.05.  Sides: synchronous with the embedded engine; two vLLM engines in Ray
+actors with max_lag=1, without and with a correction of stale samples.  Writes the scores of every
+update and the mean of the last five.  Needs Ray and vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from kedge import PPOConfig, PPOTrainer
+
+SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
+RESULTS = Path(__file__).parent / "results"
+APART: dict[str, Any] = {"rollout_engine": "ray", "vllm_num_engines": 2, "max_lag": 1}
+SIDES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "vLLM on Ray, max_lag=1": APART,
+    "vLLM on Ray, max_lag=1, truncated": APART | {"sampler_correction": "truncate"},
+}
+
+
+def trainer(side: str, seed: int, updates: int, **changes: Any) -> PPOTrainer:
+    """One side's trainer."""
+    data = SHARED / "data"
+    prompts = (data / "story-prompts" / "train.jsonl").read_text().splitlines()
+    options: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": 64,
+        "max_steps": updates,
+        "response_length": 53,
+        "learning_rate": 3e-4,
+        "kl_coef": 0.05,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "num_sample_generations": 0,
+        "seed": seed,
+        "disable_tqdm": True,
+    }
+    return PPOTrainer(
+        PPOConfig(**options | SIDES[side] | changes),
+        AutoTokenizer.from_pretrained(data / "stories-head32", padding_side="left"),
+        AutoModelForCausalLM.from_pretrained(data / "stories-head32"),
+        reward_model=AutoModelForSequenceClassification.from_pretrained(
+            data / "stories260k-sentiment"
+        ),
+        train_dataset=[json.loads(line) for line in prompts],
+    )
+
+
+def run(side: str, seed: int, updates: int) -> dict[str, Any]:
+    """One run."""
+    made = trainer(side, seed, updates)
+    begin = time.perf_counter()
+    made.train()
+    seconds = time.perf_counter() - begin
+    close = getattr(made.engine.rollouts, "close", None)
+    if close is not None:
+        close()
+    rows = [row for row in made.state.log_history if "objective/scores" in row]
+    scores = [row["objective/scores"] for row in rows]
+    return {
+        "side": side,
+        "seed": seed,
+        "scores": scores,
+        "kl": [row["objective/kl"] for row in rows],
+        "logprob_gap": max(row.get("rollout/logprob_gap", 0.0) for row in rows),
+        "stale_gap": max(row.get("rollout/stale_gap", 0.0) for row in rows),
+        "first": scores[0],
+        "last_five": sum(scores[-5:]) / len(scores[-5:]),
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--seeds", type=int, nargs="+", default=[0])
+    flags.add_argument("--updates", type=int, default=40)
+    flags = flags.parse_args()
+    runs = []
+    RESULTS.mkdir(exist_ok=True)
+    for seed in flags.seeds:
+        for side in SIDES:
+            runs.append(run(side, seed, flags.updates))
+            told = {k: v for k, v in runs[-1].items() if k not in ("scores", "kl")}
+            print(json.dumps(told), flush=True)
+            (RESULTS / "stories_on_ray.json").write_text(json.dumps(runs, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Reward functions and reward models in actors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.backends.engines import together
+from kedge.backends.engines.rows import cut
+from kedge.backends.ray import cluster
+from kedge.backends.ray.actor import Actor, Limits, limits_of
+from kedge.backends.ray.placement import Placement, Seat, place, plan_seats
+from kedge.backends.ray.seat import here
+from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
+from kedge.config.rollout import RolloutOptions
+from kedge.errors import ConfigError, RewardError, RolloutError
+from kedge.types import Judgement, Metrics, PromptBatch, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What ``reward_source`` takes, without what belongs to the learner's process."""
+
+    reward_model: Any
+    reward_funcs: Any
+    models: Mapping[str, Any]  # keyword arguments of ModelOptions
+    functions: Mapping[str, Any]  # keyword arguments of FunctionOptions
+    mixture: Mapping[str, Any]  # the others of reward_source
+
+
+class Judge:
+    """A reward source inside an actor."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._log, self._state = RewardLog(), None
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        functions = FunctionOptions(
+            log=self._log, trainer_state=lambda: self._state, **recipe.functions
+        )
+        self._source = reward_source(
+            recipe.reward_model,
+            recipe.reward_funcs,
+            models=ModelOptions(device=device, **recipe.models),
+            functions=functions,
+            **recipe.mixture,
+        )
+
+    def columns(self) -> frozenset[str] | None:
+        """Dataset columns that are read; None if that cannot be said."""
+        found: frozenset[str] | None = getattr(self._source, "columns", None)
+        return found
+
+    def score(
+        self, rollout: Rollout, state: Any
+    ) -> tuple[Judgement, Metrics, dict[str, list[object]]]:
+        """The judgement, and what functions reported beside it."""
+        self._state = state
+        found = self._source.score(rollout)
+        return found, *self._log.drain()
+
+
+class RayRewards:
+    """A reward source whose work is done in actors.
+
+    The rows of a batch are cut between prompts, so that responses to one prompt stay together, and
+    every worker scores a share.  A worker that dies or hangs is made again and scores its share
+    once more.
+
+    Args:
+        recipe: what each worker builds.
+        placement: where they run.
+        seats: one per worker.
+        limits: how long to wait for one.
+        log: gets what functions report.
+        trainer_state: called for what functions see as ``trainer_state``.
+        on_close: called after the workers have ended.
+
+    Raises:
+        ConfigError: a worker does not start, or the recipe cannot work.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        placement: Placement,
+        seats: Sequence[Seat],
+        *,
+        limits: Limits,
+        log: RewardLog,
+        trainer_state: Callable[[], object],
+        on_close: Callable[[], None],
+    ) -> None:
+        import ray
+
+        self._log, self._state, self._on_close = log, trainer_state, on_close
+        try:
+            sent = ray.put(recipe)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            on_close()
+            raise ConfigError(
+                f"a reward function or model cannot be sent to ray_reward_workers: {error}; define"
+                " it in a module, or set ray_reward_workers=0"
+            ) from error
+        makers = [
+            partial(
+                Actor,
+                f"reward worker {seat.index}",
+                lambda handle: handle.build.remote(Judge, sent),
+                options=placement.options(seat),
+                limits=limits,
+            )
+            for seat in seats
+        ]
+        self.workers = together(makers, undo=on_close)
+        self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix="reward")
+        self.columns: frozenset[str] | None = self.workers[0].call("columns")
+
+    def score(self, rollout: Rollout) -> Judgement:
+        """One judgement for all rows.
+
+        Raises:
+            RewardError: a function or model failed, or its worker died again and again.
+        """
+        shares = between_groups(rollout.prompts.group, len(self.workers))
+        state = self._state()
+        running = [
+            self._threads.submit(worker.call, "score", rows_of(rollout, rows), state)
+            for worker, rows in zip(self.workers, shares, strict=False)
+        ]
+        wait(running)
+        try:
+            found = [each.result() for each in running]
+        except RolloutError as error:
+            raise RewardError(str(error)) from error
+        for _, metrics, _ in found:
+            self._log.merge(metrics)
+        for column in found[0][2]:
+            if all(column in extras for *_, extras in found):
+                self._log.extra(column, [x for *_, extras in found for x in extras[column]])
+        return joined([judgement for judgement, *_ in found], rollout.ids.device)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.close()
+        self._threads.shutdown(wait=True)
+        self._on_close()
+
+
+def ray_rewards(
+    recipe: Recipe,
+    options: RolloutOptions,
+    *,
+    log: RewardLog,
+    trainer_state: Callable[[], object],
+) -> RayRewards:
+    """Reward workers in the room that a launch holds for this rank, or in room of their own.
+
+    Args:
+        recipe: what each worker builds.
+        options: how many, and how long to wait.
+        log: gets what functions report.
+        trainer_state: called for what functions see as ``trainer_state``.
+
+    Raises:
+        ConfigError: the cluster has no room, or a worker does not start.
+    """
+    at, asked = here(), options.ray
+    if at is not None and (held := at.placement.plan.of("reward")):
+        share = len(held) // at.ranks
+        seats = held[at.rank * share : (at.rank + 1) * share]
+        placement, release = at.placement, _nothing
+    else:
+        cluster.connect(asked.address, cpus=asked.reward_workers + options.num_engines)
+        plan = plan_seats(rewards=asked.reward_workers, gpus_per_reward=asked.reward_gpus)
+        placement = place(plan, wait_seconds=asked.wait_seconds)
+        seats, release = plan.of("reward"), placement.release
+    return RayRewards(
+        recipe,
+        placement,
+        seats,
+        limits=limits_of(options),
+        log=log,
+        trainer_state=trainer_state,
+        on_close=release,
+    )
+
+
+def _nothing() -> None:
+    """What ``launch`` holds, it gives back itself."""
+
+
+def between_groups(group: Tensor, parts: int) -> list[slice]:
+    """Consecutive rows, as even as they go without parting rows of one group.
+
+    Args:
+        group: int64 [B]; where rows of a group are not neighbours, nothing is parted.
+        parts: most shares.
+    """
+    rows = len(group)
+    starts = [0, *(int(i) + 1 for i in (group[1:] != group[:-1]).nonzero()[:, 0])]
+    if len(starts) > len(group.unique()):
+        return [slice(0, rows)]
+    wanted = [rows * i // parts for i in range(parts)]
+    begins = sorted({min(starts, key=lambda start: abs(start - ideal)) for ideal in wanted})
+    return [slice(a, b) for a, b in zip(begins, [*begins[1:], rows], strict=True)]
+
+
+def rows_of(rollout: Rollout, rows: slice) -> Rollout:
+    """Some of the rows, on the CPU, as wide as all."""
+    prompts = cut(rollout.prompts, rows)
+    tensors = {n: getattr(prompts, n).cpu() for n in ("ids", "mask", "group", "row")}
+    names = ("ids", "mask", "present", "finished", "version", "behavior_logprobs")
+    held = {n: x[rows].cpu() for n in names if (x := getattr(rollout, n)) is not None}
+    return Rollout(prompts=PromptBatch(columns=prompts.columns, **tensors), **held)
+
+
+def joined(parts: Sequence[Judgement], device: torch.device) -> Judgement:
+    """The judgement of all rows out of those of the shares, in order."""
+
+    def join(name: str) -> Tensor | None:
+        found = [x for part in parts if (x := getattr(part, name)) is not None]
+        return torch.cat(found).to(device) if len(found) == len(parts) else None
+
+    names = dict.fromkeys(name for part in parts for name in part.parts)
+    nothing = [torch.full_like(part.scores, torch.nan) for part in parts]
+    each = {
+        name: torch.cat(
+            [part.parts.get(name, empty) for part, empty in zip(parts, nothing, strict=True)]
+        )
+        for name in names
+    }
+    return Judgement(
+        scores=torch.cat([part.scores for part in parts]).to(device),
+        valid=torch.cat([part.valid for part in parts]).to(device),
+        parts={name: x.to(device) for name, x in each.items()},
+        token_rewards=join("token_rewards"),
+        baseline=join("baseline"),
+    )

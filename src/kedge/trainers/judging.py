@@ -1,0 +1,60 @@
+"""What scores the responses of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+
+from kedge.backends.rewards import FunctionOptions, ModelOptions, Noted, RewardLog, reward_source
+from kedge.config.resolve import RunSettings
+from kedge.protocols import RewardSource
+from kedge.trainers.given import Given, trusts
+from kedge.trainers.sampling import DTYPES
+
+
+def judge_of(
+    given: Given,
+    settings: RunSettings,
+    tokenizer: Any,
+    accelerator: Accelerator,
+    *,
+    trainer_state: Callable[[], object],
+) -> RewardSource:
+    """One reward source out of models and functions, with the penalties of the options."""
+    options, weights, log = settings.reward, given.reward_weights, RewardLog()
+    mixture: dict[str, Any] = {
+        "policy_tokenizer": tokenizer,
+        "weights": options.weights if weights is None else weights,
+        "tokenizers": given.reward_processing_class,
+        "missing_eos_penalty": options.penalty if options.missing_stop == "subtract" else None,
+        "non_eos_penalty": options.missing_stop == "replace",
+        "penalty_reward_value": options.penalty,
+    }
+    models: dict[str, Any] = {
+        "chunk_rows": options.chunk,
+        "trust_remote_code": trusts(given.args),
+        "autocast": DTYPES[settings.learner.precision],
+    }
+    functions: dict[str, Any] = {"on_error": options.on_error, "error_score": options.error_score}
+    if settings.rollout.ray.reward_workers:
+        from kedge.backends.ray.rewards import Recipe, ray_rewards
+
+        recipe = Recipe(
+            reward_model=given.reward_model,
+            reward_funcs=given.reward_funcs,
+            models=models,
+            functions=functions,
+            mixture=mixture,
+        )
+        workers = ray_rewards(recipe, settings.rollout, log=log, trainer_state=trainer_state)
+        return Noted(workers, log)
+    source = reward_source(
+        given.reward_model,
+        given.reward_funcs,
+        models=ModelOptions(device=accelerator.device, **models),
+        functions=FunctionOptions(log=log, trainer_state=trainer_state, **functions),
+        **mixture,
+    )
+    return Noted(source, log)

@@ -1,0 +1,170 @@
+"""Reward workers: the judgements of this process, through any death of theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kedge.backends.ray.rewards import between_groups, joined
+from kedge.errors import ConfigError, RewardError
+from kedge.types import Judgement
+from tests.e2e.small import VOCAB, small
+from tests.ray.clusters import local, needs_ray
+from tests.ray.test_engines import numbers
+from tests.unit.text_toys import neox_reward
+
+PROMPTS = [{"prompt": f"w{i} w{i + 1}", "wanted": f"w{i % 5}"} for i in range(3, 16)]
+DEADLY = "KEDGE_TEST_DEADLY"
+
+
+def wanted(completions, wanted, trainer_state, log_metric, log_extra, **_):
+    """Counts words, reads a column and the state, and reports beside its scores."""
+    scores = [
+        text.split().count(word) + 0.1 * len(text.split()) + 0.01 * trainer_state.global_step
+        for text, word in zip(completions, wanted, strict=True)
+    ]
+    log_metric("words", sum(len(text.split()) for text in completions) / len(completions))
+    log_extra("first", [text.split()[:1] for text in completions])
+    return scores
+
+
+def deadly(completions, **_):
+    """Dies with its process as long as a file says so."""
+    flag = Path(os.environ.get("TMPDIR", "/tmp")) / DEADLY
+    if flag.exists():
+        how = flag.read_text()
+        if how == "once":
+            flag.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture
+def flag():
+    file = Path(os.environ.get("TMPDIR", "/tmp")) / DEADLY
+    yield file
+    file.unlink(missing_ok=True)
+
+
+def made(workers=2, **options):
+    local()
+    return small(
+        reward_model=options.pop("reward_model", neox_reward(vocab=VOCAB)),
+        train_dataset=PROMPTS,
+        num_generations=2,
+        total_episodes=32,
+        per_device_train_batch_size=8,
+        ray_reward_workers=workers,
+        **options,
+    )
+
+
+class TestOnRay:
+    pytestmark = needs_ray
+
+    def test_a_run_has_the_numbers_of_one_without_ray(self):
+        here = small(
+            reward_model=neox_reward(vocab=VOCAB),
+            reward_funcs=[wanted],
+            train_dataset=PROMPTS,
+            num_generations=2,
+            total_episodes=32,
+            per_device_train_batch_size=8,
+        )
+        want = numbers(here)
+        there = made(reward_funcs=[wanted])
+        found = numbers(there)
+        there.engine.judge.close()
+        assert len(want) == 4
+        for a, b in zip(found, want, strict=True):
+            assert a.keys() == b.keys()
+            # A reward model computes rows in other batches, which rounds the last digit.
+            assert {
+                k: v for k, v in a.items() if k.startswith(("objective", "rewards", "log"))
+            } == {
+                k: pytest.approx(v, rel=1e-5, abs=1e-6)
+                for k, v in b.items()
+                if k.startswith(("objective", "rewards", "log"))
+            }
+        assert "log/words" in want[0]
+
+    def test_a_worker_that_dies_is_made_again_and_scores_its_share_once_more(self, flag):
+        here = small(reward_model=None, reward_funcs=[deadly], train_dataset=PROMPTS)
+        there = made(workers=1, reward_model=None, reward_funcs=[deadly])
+        rollout = here.engine.rollouts.generate(
+            here.engine.source.batch(0), sampling=here.engine.sampling, seed=0
+        )
+        want = here.engine.judge.score(rollout)
+        flag.write_text("once")
+        found = there.engine.judge.score(rollout)
+        assert there.engine.judge._source.workers[0].restarts == 1
+        assert torch.equal(found.scores, want.scores)
+        struck = there.engine.judge._source.workers[0].pid
+        timer = threading.Timer(0.1, os.kill, [struck, signal.SIGKILL])
+        timer.start()
+        timer.join()
+        assert torch.equal(there.engine.judge.score(rollout).scores, want.scores)
+        assert there.engine.judge._source.workers[0].restarts == 2
+        there.engine.judge.close()
+
+    def test_a_function_that_always_kills_its_worker_is_an_error_of_rewards(
+        self, flag, monkeypatch
+    ):
+        monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 0)
+        there = made(workers=1, reward_model=None, reward_funcs=[deadly])
+        flag.write_text("always")
+        with pytest.raises(RewardError, match="reward worker 0 was lost 1 times in a row"):
+            there.train()
+        there.engine.judge.close()
+
+    def test_an_error_of_a_function_names_function_and_row(self):
+        def broken(completions, **_):
+            return [float("nan")] * len(completions)
+
+        there = made(workers=1, reward_model=None, reward_funcs=[broken])
+        with pytest.raises(RewardError, match=r"reward function broken .*on_reward_error"):
+            there.train()
+        there.engine.judge.close()
+
+    def test_what_cannot_be_sent_is_refused(self):
+        lock = threading.Lock()
+
+        def locked(completions, **_):
+            with lock:
+                return [0.0] * len(completions)
+
+        with pytest.raises(ConfigError, match="cannot be sent to ray_reward_workers"):
+            made(reward_model=None, reward_funcs=[locked])
+
+
+@pytest.mark.parametrize(
+    ("group", "parts", "want"),
+    [
+        ([0, 0, 1, 1, 2, 2], 2, [(0, 2), (2, 6)]),
+        ([0, 0, 1, 1, 2, 2, 3, 3], 2, [(0, 4), (4, 8)]),
+        ([0, 0, 0, 0], 3, [(0, 4)]),
+        ([0, 1, 2], 8, [(0, 1), (1, 2), (2, 3)]),
+        ([0, 1, 0, 1], 2, [(0, 4)]),
+    ],
+)
+def test_rows_of_one_prompt_stay_together(group, parts, want):
+    assert [(s.start, s.stop) for s in between_groups(torch.tensor(group), parts)] == want
+
+
+def test_judgements_are_joined_in_order():
+    one = Judgement(
+        scores=torch.tensor([1.0, 2.0]),
+        valid=torch.tensor([True, False]),
+        parts={"a": torch.tensor([1.0, 2.0])},
+    )
+    two = Judgement(scores=torch.tensor([3.0]), valid=torch.tensor([True]))
+    found = joined([one, two], torch.device("cpu"))
+    assert found.scores.tolist() == [1, 2, 3]
+    assert found.valid.tolist() == [True, False, True]
+    assert found.parts["a"].nan_to_num(-1).tolist() == [1, 2, -1]
+    assert found.token_rewards is None
