@@ -1,0 +1,71 @@
+"""A cluster of several nodes (on this machine): who goes where, and a node that is lost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from kedge.backends.ray import Limits, launch
+from kedge.backends.ray.placement import place, plan_seats
+from kedge.errors import ConfigError
+from tests.ray.clusters import needs_ray
+from tests.ray.jobs import Train
+
+pytestmark = needs_ray
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    from ray.cluster_utils import Cluster
+
+    import ray
+
+    ray.shutdown()
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "include_dashboard": False},
+    )
+    made.add_node(num_cpus=2)
+    ray.init(address=made.address, configure_logging=False, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def where(placement):
+    """The node of every bundle."""
+    from ray.util import placement_group_table
+
+    table = placement_group_table(placement.group)["bundles_to_node_id"]
+    return [table[i] for i in range(len(placement.plan.bundles))]
+
+
+def test_learners_of_two_nodes_are_on_two_nodes_and_train_as_on_one(nodes, tmp_path):
+    said = []
+    job = Train(options={"max_lag": 1, "output_dir": str(tmp_path / "two")}, engine="ray")
+    found, moved = launch(job, learners=[1, 1], engines=2, limits=Limits(room=10), say=said.append)
+    placement = place(plan_seats(learners=[1, 1]), wait_seconds=10)
+    assert len(set(where(placement))) == 2
+    placement.release()
+    assert len(found) == 4
+    assert said[0].count("learner") == 2
+    one, others = launch(
+        Train(options={"max_lag": 1, "output_dir": str(tmp_path / "one")}, engine="ray"),
+        learners=[2],
+        engines=2,
+        limits=Limits(room=10),
+        say=said.append,
+    )
+    assert found == one
+    assert all(torch.equal(x, others[name]) for name, x in moved.items())
+
+
+def test_a_bundle_larger_than_any_node_is_said_to_be(nodes):
+    begin = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        place(plan_seats(learners=[3]), wait_seconds=1.0)
+    assert time.monotonic() - begin < 10
+    assert "CPU: 3 asked for, 4 in the cluster, 4 free" in str(caught.value)
+    assert "bundle 0 fits on no node; the largest has CPU 2" in str(caught.value)
