@@ -60,7 +60,7 @@ def test_checkpoints_and_completions_stay_out_of_the_model_push(tmp_path):
     api = FakeApi()
     Hub("run", api=api).push(tmp_path, message="m")
     ignored = uploads(api)[0]["ignore_patterns"]
-    assert {"checkpoint-*", "*completions/*", "tokens/*", ".*"} <= set(ignored)
+    assert {"checkpoint-*", "*completions*/*", "tokens*/*", ".*"} <= set(ignored)
 
 
 def test_a_revision_is_created_and_pushed_to(tmp_path):

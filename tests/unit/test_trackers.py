@@ -54,6 +54,21 @@ def test_jsonl_writes_rows_at_once_and_tables_apart(tmp_path):
     tracker.close()
 
 
+def test_jsonl_sets_tables_of_an_earlier_run_aside(tmp_path):
+    row = {"query": "q", "score": 1.0}
+    for run in range(3):
+        tracker = Jsonl(tmp_path)
+        assert not (tmp_path / "completions").exists()
+        tracker.table("completions", [row | {"score": run}], step=1)
+        tracker.log({"n": run}, step=1)
+    Jsonl(tmp_path, history=[{"n": 2, "step": 1}])  # the same run goes on
+    kept = [
+        lines(tmp_path / name / "step-000001.jsonl")[0]["score"]
+        for name in ("completions.1", "completions.2", "completions")
+    ]
+    assert kept == [0, 1, 2]
+
+
 def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
     first = Jsonl(tmp_path)
     for step in (1, 2, 3):

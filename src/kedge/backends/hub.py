@@ -10,7 +10,7 @@ from kedge.errors import HubError
 
 STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
 # What a run leaves beside the model: other pushes, hidden folders, and texts of the dataset.
-RUN_FILES = ("checkpoint-*", ".*", "_*", "*completions/*", "tokens/*", "rollouts/*")
+RUN_FILES = ("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*")
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 

@@ -23,7 +23,8 @@ def page(data: Mapping[str, Any]) -> str:
     The data are compressed JSON in base64, so no text of a model can end the script or become
     markup; a content security policy forbids the page every connection.
     """
-    packed = gzip.compress(json.dumps(data, allow_nan=False).encode(), mtime=0)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    packed = gzip.compress(text.encode(), compresslevel=5, mtime=0)
     body = _asset("page.html")
     for name, text in {
         "title": escape(str(data["name"])),

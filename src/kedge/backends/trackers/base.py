@@ -66,7 +66,7 @@ class Jsonl:
         folder: the run's output folder.
         history: the rows of this run so far, each with its "step", when it goes on.  A file with
             other rows belongs to an earlier run, or to updates that a kill undid; it is kept as
-            ``metrics.1.jsonl`` (2, 3, ...).
+            ``metrics.1.jsonl`` (2, 3, ...).  Without history, so are folders of tables.
     """
 
     def __init__(self, folder: str | Path, *, history: Sequence[Mapping[str, float]] = ()) -> None:
@@ -76,6 +76,9 @@ class Jsonl:
         lines = [_line({"step": row["step"], **row}) for row in history]
         if self.file.exists():
             _set_aside(self.file, unless=lines)
+        for tables in {file.parent for file in self.folder.glob("*/step-*.jsonl")}:
+            if not lines and not tables.suffix:
+                tables.rename(_free(tables))
         self.file.write_text("".join(lines), encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -97,10 +100,15 @@ def _set_aside(file: Path, *, unless: list[str]) -> None:
     """Rename a file, unless all its rows are among these."""
     if {*map(_sorted, file.read_text(encoding="utf-8").splitlines())} <= {*map(_sorted, unless)}:
         return
+    file.rename(_free(file))
+
+
+def _free(file: Path) -> Path:
+    """A name beside it that is free."""
     number = 1
     while (aside := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
         number += 1
-    file.rename(aside)
+    return aside
 
 
 def _sorted(line: str) -> str:
