@@ -122,6 +122,8 @@ RANGES: dict[str, Range] = {
     "save_steps": _NOT_NEGATIVE,
     "eval_steps": Range(0, optional=True),
     "save_total_limit": _COUNT_OR_NONE,
+    "num_generations_eval": _COUNT_OR_NONE,
+    "eval_success_score": Range(-1e30, optional=True),
     "seed": _WHOLE,
     "data_seed": Range(0, 2**62, whole=True, optional=True),
 }

@@ -278,6 +278,9 @@ OWN: dict[str, Support] = {
         ("value_source", "value_learning_rate", "value_warmup_steps"), Honoured(_VALUE)
     ),
     "allow_low_precision_weights": Honoured("models: trainable bf16 and fp16 weights"),
+    "num_generations_eval": Honoured("evaluation: completions of each prompt"),
+    "eval_success_score": Honoured("evaluation: accuracy and pass@k"),
+    "eval_against_start": Honoured("evaluation: win rate against the starting policy"),
     "save_rollouts": Honoured(_ENGINE),
     "replay_rollouts": Honoured(_ENGINE),
     "preflight": Honoured(_ENGINE),

@@ -38,7 +38,6 @@ class NewerArguments:
     model_init_kwargs: str | None = _refused(None)
     trust_remote_code: bool = option(False, "Run code that comes with a model given by name.")
     router_aux_loss_coef: float | None = _refused(None)
-    num_generations_eval: int | None = _refused(None)
     pad_to_multiple_of: str | None = _refused("auto")
     generation_kwargs: str | None = _refused(None)
     chat_template_kwargs: str | None = _refused(None)
@@ -92,9 +91,6 @@ NEWER: dict[str, Support] = {
     "trust_remote_code": Honoured("loading of models and tokenizers given by name"),
     "router_aux_loss_coef": Refused(
         "mixtures of experts get no balancing loss", "leave it at its default"
-    ),
-    "num_generations_eval": Refused(
-        "an evaluation samples one response per prompt", "leave it unset"
     ),
     "pad_to_multiple_of": _PACKING,
     "generation_kwargs": _SAMPLING,

@@ -159,6 +159,18 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     )
     shuffle_dataset: bool = option(True, "Shuffle the prompts anew on every pass.")
 
+    # Evaluation.
+    num_generations_eval: int | None = option(
+        None,
+        "Completions of each evaluation prompt, sampled as in training. Unset: one, nearly greedy.",
+    )
+    eval_success_score: float | None = option(
+        None, "A score at least this solves a prompt: logs eval_accuracy and eval_pass@k."
+    )
+    eval_against_start: bool = option(
+        False, "Evaluate before training, and log the win rate against those completions."
+    )
+
     # Engine.
     save_rollouts: str | None = option(None, "Folder that gets everything each update reads.")
     replay_rollouts: str | None = option(None, "Folder of save_rollouts to train from.")

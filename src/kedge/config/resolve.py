@@ -134,6 +134,21 @@ class CorrectionOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """How evaluation prompts are answered and what is said of the scores.
+
+    Args:
+        completions: of each prompt; 1 is nearly greedy, more are sampled as in training.
+        success: a score at least this solves a prompt; None says nothing of it.
+        against_start: whether the starting policy's completions are scored, too.
+    """
+
+    completions: int
+    success: float | None
+    against_start: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """Everything a run is told whatever its algorithm, in typed parts."""
 
@@ -145,6 +160,7 @@ class RunSettings:
     value: ValueOptions
     learner: LearnerOptions
     rollout: RolloutOptions
+    evaluation: EvalOptions
     seed: int
     max_lag: int
     as_completed: bool
@@ -236,6 +252,11 @@ def shared_parts(
         "value": ValueOptions(source="policy", learning_rate=config.learning_rate, warmup_steps=0),
         "learner": _learner(config, chunk),
         "rollout": rollout_options(config),
+        "evaluation": EvalOptions(
+            completions=config.num_generations_eval or 1,
+            success=config.eval_success_score,
+            against_start=config.eval_against_start,
+        ),
         "seed": config.seed,
         "max_lag": config.max_lag,
         "as_completed": config.rollout_schedule == "as_completed",

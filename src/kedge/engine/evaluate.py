@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kedge.engine.metrics import Tally
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import collect
+from kedge.engine.verdicts import everywhere
 from kedge.protocols import Learner, PromptSource, RewardSource, RolloutEngine
 from kedge.types import Judgement, Rollout, Sampling
 
@@ -20,6 +22,7 @@ class Evaluation:
 
     metrics: dict[str, float]  # without the eval_ prefix
     samples: list[tuple[Rollout, Judgement]]  # this rank's rows
+    scores: Tensor  # float64 [rows], of all ranks in order; NaN where there is none
 
 
 def evaluate(
@@ -35,12 +38,12 @@ def evaluate(
     seed: int,
     clock: Callable[[], float],
 ) -> Evaluation:
-    """Score one response to each evaluation prompt.
+    """Score responses to evaluation prompts.
 
     Args:
         source: batch i holds the prompts of evaluation batch i.
         batches: how many batches there are.
-        rows: prompts in all; rows of the last batch beyond it are repeats and are left out.
+        rows: responses in all; rows of the last batch beyond it are repeats and are left out.
         rollouts: the sampler.
         judge: the reward.
         learner: the models, for the KL to the reference.
@@ -50,7 +53,7 @@ def evaluate(
         clock: seconds.
     """
     tally, samples = Tally(), []
-    begin = clock()
+    begin, scored = clock(), torch.zeros(2, rows, dtype=torch.float64)
     for i in range(batches):
         prompts = source.batch(i)
         rollout, judgement, _ = collect(
@@ -61,7 +64,9 @@ def evaluate(
             seed=seed_for(seed, "evaluate", i),
             clock=clock,
         )
-        keep = judgement.valid & (prompts.row + i * _global_rows(prompts.row, learner) < rows)
+        place = prompts.row + i * _global_rows(prompts.row, learner)
+        keep = judgement.valid & (place < rows)
+        scored += everywhere(rows, place[keep].cpu(), judgement.scores[keep].cpu())
         tally.mean("objective/scores", judgement.scores, keep)
         for name, part in judgement.parts.items():
             tally.mean(f"rewards/{name}", part, keep & ~part.isnan())
@@ -77,7 +82,8 @@ def evaluate(
         samples.append((rollout, judgement))
     metrics = tally.read(learner.total)
     metrics["time/step"] = clock() - begin
-    return Evaluation(metrics=metrics, samples=samples)
+    sums, counts = learner.total(scored).cpu()
+    return Evaluation(metrics=metrics, samples=samples, scores=sums / counts)  # 0 / 0 is NaN
 
 
 def _global_rows(row: torch.Tensor, learner: Learner) -> int:

@@ -61,6 +61,9 @@ NAMES: dict[str, str] = {
     "rollout/correction_weight": "weight of learner against sampler, mean over tokens",
     "rollout/correction_bounded": "share of tokens whose weight was truncated or masked",
     "rollout/logprob_gap": "nats per token; |log-probability of the sampler - of the learner|",
+    "eval_accuracy": "share of the evaluation's responses that score eval_success_score or more",
+    "eval_win_rate": "share of the evaluation's responses that score more than the starting "
+    "policy's to the same prompt, ties count half",
     "time/rollout": "seconds of this update spent generating",
     "time/reward": "seconds spent scoring",
     "time/annotate": "seconds spent on log-probabilities, reference and values before the update",
@@ -108,6 +111,8 @@ SEED_PREFIXES: dict[str, str] = {
 }
 PREFIXES: dict[str, str] = {
     "rewards/": "mean of one reward source over the responses it applies to",
+    "eval_pass@": "share of evaluation prompts that at least one of so many responses solves, "
+    "without bias (arXiv:2107.03374)",
     "eval_": "the same metric on the evaluation prompts",
     "log/": "what a reward function recorded through log_metric, mean over its calls",
 }

@@ -70,9 +70,13 @@ def meaning(name: str, meanings: Mapping[str, str], prefixes: Mapping[str, str])
     if name in meanings:
         return meanings[name]
     if name.startswith("eval_"):
-        known = [m for m in meanings if name.endswith(f"_{m}")]
+        known = [m for m in meanings if name.endswith(f"_{m.removeprefix('eval_')}")]
+        known = [m for m in known if m.startswith("eval_")] or known
+        if known and known[0].startswith("eval_"):
+            return meanings[known[0]]
         if known:
             return f"{meanings[max(known, key=len)]}; on the evaluation prompts"
+        name = f"eval_{name[name.rindex('pass@') :]}" if "pass@" in name else name
     found = [text for prefix, text in prefixes.items() if name.startswith(prefix)]
     return found[0] if found else ""
 

@@ -16,12 +16,11 @@ from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hub import logged_in
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings
-from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.engine.plan import BatchPlan
 from kedge.engine.recording import Replay, Replayed
 from kedge.errors import ConfigError
-from kedge.protocols import KLController, RewardSource
+from kedge.protocols import RewardSource
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.given import Given, trusts
 from kedge.trainers.hf_callbacks import Callbacks
@@ -29,6 +28,7 @@ from kedge.trainers.judging import judge_of
 from kedge.trainers.launched import own_callbacks
 from kedge.trainers.models import Models, policy_of, reference_of, value_of
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
+from kedge.trainers.rules import kl_controller
 from kedge.trainers.run import Run
 from kedge.trainers.sampling import (
     check_sampler,
@@ -38,6 +38,7 @@ from kedge.trainers.sampling import (
     sampler_of,
 )
 from kedge.trainers.saving import recording_of
+from kedge.trainers.start import start_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def assemble(
         tokenizer=tokenizer,
         sets=sets,
         reference=models.reference is not None,
+        start=start_of(args, has_prompts=bool(sets), main=accelerator.is_main_process),
     )
     return Run(
         args=args,
@@ -214,14 +216,6 @@ def engine_of(
         correction=correction_of(settings, algorithm, rollouts),
         value_warmup_steps=settings.value.warmup_steps if algorithm.needs_values else 0,
     )
-
-
-def kl_controller(settings: RunSettings) -> KLController:
-    """The coefficient of the KL penalty."""
-    options = settings.kl
-    if options.adaptive:
-        return AdaptiveKL(value=options.coef, target=options.target, horizon=options.horizon)
-    return FixedKL(value=options.coef)
 
 
 def _fill_in(args: OnPolicyConfig, derived: Mapping[str, int]) -> None:

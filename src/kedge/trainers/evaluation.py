@@ -10,9 +10,12 @@ from kedge.config.resolve import RunSettings
 from kedge.engine.evaluate import Evaluation, evaluate
 from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine
+from kedge.engine.verdicts import solved, win_rate
 from kedge.protocols import PromptSource
 from kedge.trainers.completions import completion_rows
 from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.start import Start
+from kedge.types import Sampling
 
 TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
 TABLE_ROWS = 5  # of a table drawn from the training batch
@@ -25,7 +28,7 @@ class EvalSet:
     prefix: str  # "eval_" or "eval_<name>_"
     source: PromptSource
     batches: int
-    rows: int  # prompts in all
+    rows: int  # responses in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class Evaluator:
         tokenizer: decodes completions.
         sets: evaluation prompts, in order.
         reference: whether there is a reference to measure the KL to.
+        start: what the starting policy scored; None if nothing is compared with it.
     """
 
     engine: Engine
@@ -47,16 +51,34 @@ class Evaluator:
     tokenizer: Any
     sets: list[EvalSet]
     reference: bool
+    start: Start | None = None
 
     def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
         """Score the evaluation prompts, log the metrics and show some completions."""
         metrics: dict[str, float] = {}
         for each in self.sets if sets is None else sets:
             found = self._evaluate(each, each.batches)
-            metrics |= {f"{each.prefix}{name}": x for name, x in found.metrics.items()}
-            self._show(self._table(each, found), f"{each.prefix}completions")
+            rows = self._table(each, found)
+            said = found.metrics | self._verdicts(each, found, rows)
+            metrics |= {f"{each.prefix}{name}": x for name, x in said.items()}
+            self._show(rows, f"{each.prefix}completions")
         self.callbacks.evaluated(metrics)
         return metrics
+
+    def _verdicts(
+        self, each: EvalSet, found: Evaluation, rows: list[dict[str, object]]
+    ) -> dict[str, float]:
+        """Share solved, and win rate against the starting policy, as far as they are asked for."""
+        options = self.settings.evaluation
+        said: dict[str, float] = {}
+        if options.success is not None:
+            said |= solved(found.scores, per_prompt=options.completions, success=options.success)
+        if self.start is not None and each in self.sets:  # not a set given to evaluate()
+            if self.engine.step == 0:
+                self.start.keep(each.prefix, found.scores, rows)
+            before = self.start.scores(each.prefix, len(found.scores))
+            said |= {} if before is None else win_rate(found.scores, before)
+        return said
 
     def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
         """Nearly greedy completions of the evaluation prompts, or of training prompts if none.
@@ -90,13 +112,17 @@ class Evaluator:
             rollouts=self.engine.rollouts,
             judge=self.engine.judge,
             learner=self.engine.learner,
-            sampling=replace(
-                self.settings.sampling, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0
-            ),
+            sampling=self._sampling(),
             reference=self.reference,
             seed=self.settings.seed,
             clock=time.perf_counter,
         )
+
+    def _sampling(self) -> Sampling:
+        usual = self.settings.sampling
+        if self.settings.evaluation.completions > 1:
+            return usual
+        return replace(usual, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
 
     def _table(self, each: EvalSet, found: Evaluation) -> list[dict[str, object]]:
         # The last batch is filled up with prompts from the start, once more.

@@ -125,9 +125,9 @@ class TrainerHooks:
         if self.callbacks.args.logging_strategy != "no":
             self._log()
 
-    def evaluate_at_start(self) -> None:
-        """The evaluation that ``eval_on_start`` asks for."""
-        if self.callbacks.args.eval_on_start and self._evaluate is not None:
+    def evaluate_at_start(self, *, always: bool = False) -> None:
+        """The evaluation before training that ``eval_on_start`` asks for, or the caller."""
+        if (always or self.callbacks.args.eval_on_start) and self._evaluate is not None:
             self._evaluate()
 
     def _end_epoch(self) -> None:

@@ -134,13 +134,19 @@ def eval_sets(
     if isinstance(dataset, Mapping) and not {"prompt", "query", "input_ids"} & set(dataset):
         named = {f"eval_{name}_": each for name, each in dataset.items()}
     per_batch = args.per_device_eval_batch_size * accelerator.num_processes
-    made = []
+    made, completions = [], settings.evaluation.completions
     for prefix, each in named.items():
         source = prompt_source(
-            each, tokenizer, settings.data, accelerator, prompts=per_batch, shuffle=False
+            each,
+            tokenizer,
+            settings.data,
+            accelerator,
+            prompts=per_batch,
+            group=completions,
+            shuffle=False,
         )
-        batches = math.ceil(len(source) / per_batch)
-        made.append(EvalSet(prefix=prefix, source=source, batches=batches, rows=len(source)))
+        batches, rows = math.ceil(len(source) / per_batch), len(source) * completions
+        made.append(EvalSet(prefix=prefix, source=source, batches=batches, rows=rows))
     return made
 
 

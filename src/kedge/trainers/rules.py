@@ -6,8 +6,11 @@ from typing import Any
 
 from kedge.algorithms import Algorithm
 from kedge.config.on_policy import OnPolicyConfig
+from kedge.config.resolve import RunSettings
 from kedge.config.support import refuse_unread
+from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.errors import ConfigError
+from kedge.protocols import KLController
 
 _RULE, _VALUE = "algorithm: ", "value model"  # what reads an option, in the tables of support
 
@@ -27,3 +30,11 @@ def check_unread(args: OnPolicyConfig, algorithm: Algorithm, *, value_model: Any
             f"value_model is given, and algorithm={algorithm.name} has no value model; leave it out"
         )
     refuse_unread(args, [_VALUE], algorithm.name)
+
+
+def kl_controller(settings: RunSettings) -> KLController:
+    """The coefficient of the KL penalty."""
+    options = settings.kl
+    if options.adaptive:
+        return AdaptiveKL(value=options.coef, target=options.target, horizon=options.horizon)
+    return FixedKL(value=options.coef)

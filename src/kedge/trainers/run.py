@@ -90,7 +90,7 @@ class Run:
             total=self.learner.total if self.learner.ranks > 1 else None,
         )
         if not resumed:
-            hooks.evaluate_at_start()
+            hooks.evaluate_at_start(always=self.evaluator.start is not None)
         begin = time.perf_counter()
         try:
             engine.run(plan.updates)

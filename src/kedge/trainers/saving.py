@@ -58,7 +58,10 @@ def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
     return found
 
 
-_NO_NUMBERS = {"preflight", "save_rollouts", "replay_rollouts", "compile", "num_proc", "chunk"}
+_NO_NUMBERS = {
+    *("preflight", "save_rollouts", "replay_rollouts", "compile", "num_proc", "chunk"),
+    *("completions", "success", "against_start"),
+}
 
 
 def numbers_of(settings: RunSettings, engine: Engine) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Evaluation in a run: share solved, pass@k, win rate against the start, the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge.errors import CheckpointError, ConfigError
+from tests.e2e.small import PROMPTS, small
+from tests.e2e.test_ranks import launch
+
+EVAL = PROMPTS[:5]  # with batches of two, the last one is filled up
+
+
+def short(completions: list[str], **_: Any) -> list[float]:
+    """1 for a response with an even number of words."""
+    return [float(len(c.split()) % 2 == 0) for c in completions]
+
+
+def trainer(folder: Path, **changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "total_episodes": 16,
+        "per_device_eval_batch_size": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "reward_model": None,
+        "reward_funcs": short,
+        "eval_dataset": EVAL,
+        "temperature": 1.0,
+    }
+    return small(**options | changes)
+
+
+def evaluations(made: Any) -> list[dict[str, Any]]:
+    return [row for row in made.state.log_history if "eval_objective/scores" in row]
+
+
+def tables(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    return {
+        int(file.stem[5:]): [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted((folder / "eval_completions").glob("*.jsonl"))
+    }
+
+
+def test_pass_at_k_agrees_with_the_table_of_completions(tmp_path: Path) -> None:
+    made = trainer(tmp_path, num_generations_eval=4, eval_success_score=1.0)
+    made.train()
+    for row in evaluations(made):
+        listed = tables(tmp_path)[row["step"]]
+        assert len(listed) == 4 * len(EVAL)
+        counts = [sum(r["score"] for r in listed[i : i + 4]) for i in range(0, 20, 4)]
+        assert all(len({r["query"] for r in listed[i : i + 4]}) == 1 for i in range(0, 20, 4))
+        assert row["eval_accuracy"] == pytest.approx(sum(counts) / 20)
+        assert row["eval_accuracy"] == pytest.approx(row["eval_objective/scores"])
+        assert row["eval_pass@4"] == pytest.approx(sum(c > 0 for c in counts) / 5)
+        assert row["eval_accuracy"] <= row["eval_pass@2"] <= row["eval_pass@4"]
+    assert len({r["model response"] for r in listed[:4]}) > 1  # sampled, not greedy
+
+
+def test_win_rate_against_the_start_survives_a_resume(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", eval_against_start=True, num_generations_eval=2)
+    whole.train()
+    rows = evaluations(whole)
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert rows[0]["eval_win_rate"] == 0.5  # against itself
+    said = tables(tmp_path / "whole")
+    for row in rows[1:]:
+        pairs = zip(said[row["step"]], said[0], strict=True)
+        wins = [(a["score"] > b["score"]) + 0.5 * (a["score"] == b["score"]) for a, b in pairs]
+        assert row["eval_win_rate"] == pytest.approx(sum(wins) / len(wins))
+
+    options = {"eval_against_start": True, "num_generations_eval": 2, "save_strategy": "steps"}
+    trainer(tmp_path / "cut", **options, save_steps=2, max_steps=4).train()
+    kept = json.loads((tmp_path / "cut" / "start" / "eval.json").read_text())
+    assert kept["completions"] == said[0]
+    again = trainer(tmp_path / "cut", **options, save_steps=2, max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    assert evaluations(again)[-1]["eval_win_rate"] == rows[-1]["eval_win_rate"]
+
+    (tmp_path / "cut" / "start" / "eval.json").write_text('{"scores": [1.0]}')
+    other = trainer(tmp_path / "cut", **options, save_steps=2, max_steps=4)
+    with pytest.raises(CheckpointError, match="answered 1 rows of 'eval' and there are 10 now"):
+        other.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+
+
+def test_the_best_by_win_rate_is_kept_and_loaded(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path,
+        total_episodes=24,
+        eval_against_start=True,
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_win_rate",
+        greater_is_better=True,
+        num_generations_eval=4,
+    )
+    made.train()
+    rates = {row["step"]: row["eval_win_rate"] for row in evaluations(made) if row["step"]}
+    best = max(rates, key=lambda step: (rates[step], -step))
+    assert made.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert (tmp_path / f"checkpoint-{best}").is_dir()
+    after = made.evaluate()
+    assert after["eval_win_rate"] == rates[best]  # the same weights, the same draws
+
+
+def test_win_rate_needs_prompts() -> None:
+    with pytest.raises(ConfigError, match=r"eval_against_start=True .* eval_dataset"):
+        small(eval_against_start=True)
+
+
+def work(folder: str, out: str) -> None:
+    """What each process does."""
+    world = int(os.environ["WORLD_SIZE"])
+    made = trainer(
+        Path(folder),
+        per_device_train_batch_size=4 // world,
+        per_device_eval_batch_size=4 // world,  # two batches of four for five prompts
+        eval_against_start=True,
+        eval_success_score=1.0,
+        num_generations_eval=4,
+        adam_epsilon=1e-3,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_win_rate",
+        greater_is_better=True,
+    )
+    made.train()
+    names = ("step", "eval_accuracy", "eval_pass@2", "eval_pass@4", "eval_win_rate")
+    rows = [{name: row[name] for name in names} for row in evaluations(made)]
+    rows.append({"best": made.state.best_global_step})
+    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(rows))
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(rows))
+    if world > 1:
+        from torch import distributed
+
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_agree_with_one_another_and_with_one(tmp_path: Path) -> None:
+    one = launch(tmp_path / "one", 1, file=__file__)
+    two = launch(tmp_path / "two", 2, file=__file__)
+    assert len(one) == 4
+    assert two == [pytest.approx(row) for row in one]
+    ranks = [(tmp_path / "two" / f"rows.json.{rank}").read_text() for rank in range(2)]
+    assert ranks[0] == ranks[1]
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])
