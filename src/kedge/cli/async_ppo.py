@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kedge.cli import ppo
@@ -26,7 +28,16 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
     if {"-h", "--help"} & set(argv):
         parser(prog, AsyncPPOConfig).print_help()
         return
-    start(options_of(argv, prog=prog))
+    options = options_of(argv, prog=prog)
+    config = options.config
+    assert isinstance(config, AsyncPPOConfig)
+    if config.cache_dataset_only:
+        train, test = load_mixed(options)
+        note(f"{len(train)} prompts to train on, {0 if test is None else len(test)} to evaluate on")
+    elif on_ray(config):
+        learn_on_ray(list(argv), options)
+    else:
+        learn(options)
 
 
 def options_of(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Options:
@@ -47,15 +58,80 @@ def options_of(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Options
     return replace(options, script=script)
 
 
-def start(options: Options) -> Any:
-    """Train where the options say: in this process, or in learners on Ray."""
+def on_ray(config: AsyncPPOConfig) -> bool:
+    """Whether learners run in actors: where engines do, and where there are several.
+
+    Raises:
+        ConfigError: there is no such number of learners.
+    """
+    learners = config.actor_num_gpus_per_node or [1]
+    if any(n < 1 for n in learners):
+        raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more on each machine")
+    launched = "RANK" in os.environ  # by accelerate, whose ranks these are
+    return not launched and (config.rollout_engine == "ray" or sum(learners) > 1)
+
+
+def learn_on_ray(argv: list[str], options: Options) -> None:
+    """Run ``learn`` on every rank of the plan, with its progress on this screen.
+
+    Raises:
+        ConfigError: no room in the cluster, or what a learner refuses.
+        LaunchError: a learner failed, died or hung; its error comes first.
+    """
+    from kedge.backends.ray.launch import Limits, launch
+    from kedge.backends.trackers import Screen
+
     config = options.config
     assert isinstance(config, AsyncPPOConfig)
-    if config.cache_dataset_only:
-        train, test = load_mixed(options)
-        note(f"{len(train)} prompts to train on, {0 if test is None else len(test)} to evaluate on")
-        return None
-    return learn(options)
+    learners = config.actor_num_gpus_per_node or [1]
+    batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
+    screen = Screen(max(1, (config.total_episodes or batch) // batch), bar=not config.disable_tqdm)
+    engines = config.vllm_num_engines if config.rollout_engine == "ray" else 0
+    try:
+        launch(
+            partial(learn_from, argv, str(Path.cwd())),
+            learners=learners,
+            engines=engines,
+            gpus_per_engine=config.vllm_tensor_parallel_size,
+            rewards=config.ray_reward_workers,
+            single_gpu_mode=config.single_gpu_mode,
+            address=config.ray_address,
+            environment=environment_of(config, sum(learners)),
+            limits=Limits(
+                room=config.ray_wait_seconds,
+                start=config.vllm_start_timeout,
+                heartbeat=config.vllm_heartbeat,
+                patience=config.vllm_patience,
+            ),
+            on_row=lambda row: screen.log(row, step=int(row["step"])),
+        )
+    finally:
+        screen.close()
+    note(f"the trained model is in {config.output_dir}")
+
+
+def environment_of(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
+    """What the ranks find in their environment: how weights are cut over them.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    if config.deepspeed_stage not in (0, 1, 2, 3):
+        raise ConfigError(f"deepspeed_stage={config.deepspeed_stage} must be 0, 1, 2 or 3")
+    if config.deepspeed_stage == 0 or learners == 1:
+        return {}
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "true" if config.deepspeed_stage == 3 else "false",
+    }
+
+
+def learn_from(argv: list[str], folder: str) -> None:
+    """What a rank does: read the flags again, in the folder where they were given, and train."""
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    learn(options_of(argv))
 
 
 def learn(options: Options) -> Any:
