@@ -27,6 +27,7 @@ def work(folder: str, out: str) -> None:
         learning_rate=1e-3,
         adam_epsilon=1e-3,  # Adam would blow rounding up to the size of the learning rate
         logging_steps=1,
+        max_lag=int(os.environ.get("MAX_LAG", "0")),
     )
     made.train()
     keys = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "grad_norm")
@@ -75,6 +76,15 @@ def test_two_ranks_copied_or_sharded_give_the_numbers_of_one(tmp_path: Path) -> 
     for a, b, c in zip(one, two, sharded, strict=True):
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
         assert c == pytest.approx(a, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_sharded_policy_is_sampled_ahead_from_a_whole_copy(tmp_path: Path) -> None:
+    one = launch(tmp_path / "one", 1, MAX_LAG="1")
+    sharded = launch(tmp_path / "sharded", 2, ACCELERATE_USE_FSDP="true", MAX_LAG="1")
+    assert abs(one[-1]["objective/kl"]) > 1e-3
+    for a, b in zip(one, sharded, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
 from kedge.algorithms import Algorithm
 from kedge.backends.data import DatasetPrompts
@@ -36,6 +37,7 @@ from kedge.trainers.sampling import (
     correction_of,
     pieces_of_run,
     sampler_of,
+    whole_copy,
 )
 from kedge.trainers.saving import recording_of
 from kedge.trainers.start import start_of
@@ -75,7 +77,7 @@ def assemble(
     )
     sets = eval_sets(given.eval_dataset, args, settings, tokenizer, accelerator)
     _fill_in(args, prompts.plan.derived())
-    check_sampler(given, settings, accelerator)
+    check_sampler(given, settings)
     models = models_of(given, settings, algorithm)
     callbacks = callbacks_of(given, models, accelerator)
     judge = judge_of(given, settings, tokenizer, accelerator, trainer_state=lambda: callbacks.state)
@@ -83,9 +85,12 @@ def assemble(
         for source in (prompts.source, *(each.source for each in sets)):
             if isinstance(source, DatasetPrompts):
                 source.keep(getattr(judge, "columns", None))
+    copied = whole_copy(models.policy, given, settings, accelerator)
     learner = learner_of(models, given, settings, prompts.plan, accelerator)
     callbacks.watch(learner.optimizer, learner.scheduler)
-    engine = engine_of(prompts, learner, judge, algorithm, settings, given, tokenizer=tokenizer)
+    engine = engine_of(
+        prompts, learner, judge, algorithm, settings, given, tokenizer=tokenizer, policy=copied
+    )
     evaluator = Evaluator(
         engine=engine,
         settings=settings,
@@ -185,11 +190,18 @@ def engine_of(
     given: Given,
     *,
     tokenizer: Any,
+    policy: nn.Module | None,
 ) -> Engine:
     """The loop with all its parts."""
-    check_sharded(learner, settings, algorithm)
+    check_sharded(learner, algorithm)
     rollouts = sampler_of(
-        given, learner, settings, algorithm, tokenizer=tokenizer, pad_id=pad_id(tokenizer)
+        given,
+        learner,
+        settings,
+        algorithm,
+        tokenizer=tokenizer,
+        pad_id=pad_id(tokenizer),
+        policy=policy,
     )
     source: Any = prompts.source
     if settings.replay_rollouts is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import asdict
 from functools import partial
@@ -31,7 +32,7 @@ PIECES_PER_LANE = 4  # so that an engine that is done early finds another piece
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_sampler(given: Given, settings: RunSettings, accelerator: Accelerator) -> None:
+def check_sampler(given: Given, settings: RunSettings) -> None:
     """Refuse an engine that cannot work, before any weight is loaded.
 
     Raises:
@@ -46,40 +47,31 @@ def check_sampler(given: Given, settings: RunSettings, accelerator: Accelerator)
             " too; leave one of them out"
         )
     if settings.rollout.uses_vllm:
-        _check_vllm(given, settings, accelerator)
-    elif shards_asked(accelerator) != "none":
-        raise ConfigError(
-            "rollout_engine='ray' with ray_engine='embedded' copies a whole policy, and this one is"
-            " cut over ranks; train with data parallelism (multi_gpu.yaml)"
-        )
+        from kedge.backends.vllm.build import check_vllm
+
+        check_vllm(settings.rollout, settings.sampling, model=given.model)
 
 
-def _check_vllm(given: Given, settings: RunSettings, accelerator: Accelerator) -> None:
-    from kedge.backends.vllm.build import check_vllm
+def whole_copy(
+    policy: nn.Module, given: Given, settings: RunSettings, accelerator: Accelerator
+) -> nn.Module | None:
+    """A copy of the policy for an engine that holds one, made before ranks cut the policy up.
 
-    check_vllm(
-        settings.rollout,
-        settings.sampling,
-        model=given.model,
-        ranks=accelerator.num_processes,
-        sharded=shards_asked(accelerator) != "none",
-    )
+    None where the engine samples from the learner's own modules, or can copy them later.
+    """
+    held = settings.rollout.kind != "embedded" or settings.max_lag > 0
+    if not held or given.rollout_engine is not None or shards_asked(accelerator) == "none":
+        return None
+    return copy.deepcopy(policy).requires_grad_(False).to(accelerator.device)
 
 
-def check_sharded(learner: HFLearner, settings: RunSettings, algorithm: Algorithm) -> None:
+def check_sharded(learner: HFLearner, algorithm: Algorithm) -> None:
     """Refuse what a policy that is cut over ranks cannot do.
 
     Raises:
         ConfigError: naming the option, its value and the way out.
     """
-    if not learner.sharded:
-        return
-    if settings.max_lag > 0:
-        raise ConfigError(
-            f"max_lag={settings.max_lag} needs a second, whole copy of a policy that is cut over"
-            " ranks; set max_lag=0, or train with data parallelism (multi_gpu.yaml)"
-        )
-    if algorithm.resample:
+    if learner.sharded and algorithm.resample:
         raise ConfigError(
             f"dynamic_sampling={algorithm.resample} lets ranks sample unequally often, and a policy"
             " that is cut over ranks is gathered by all of them together; set it to 0"
@@ -94,8 +86,18 @@ def sampler_of(
     *,
     tokenizer: Any,
     pad_id: int,
+    policy: nn.Module | None = None,
 ) -> RolloutEngine:
     """The engine that the user gave, or the one that the options describe.
+
+    Args:
+        given: what the user handed over.
+        learner: holds the policy that is sampled from.
+        settings: the options.
+        algorithm: the learning rule.
+        tokenizer: the policy's.
+        pad_id: fills responses after their end.
+        policy: what ``whole_copy`` made.
 
     Raises:
         ConfigError: it cannot be started, or ranks would ask it unequally often.
@@ -107,7 +109,7 @@ def sampler_of(
     if options.kind == "embedded":
         return learner.sampler(
             EmbeddedEngine(
-                learner.policy,
+                policy or learner.policy,
                 pad_id=pad_id,
                 tokenizer=tokenizer,
                 live=settings.max_lag == 0,
@@ -128,7 +130,7 @@ def sampler_of(
         )
     make = partial(
         _elsewhere,
-        learner.policy,
+        policy or learner.policy,
         options,
         pad_id=pad_id,
         tokenizer=tokenizer if settings.sampling.stop_strings else None,

@@ -285,7 +285,9 @@ class HFLearner:
     def probe(self, rows: Experience) -> PolicyOutput:
         """The forward pass of ``update`` without gradient or step."""
         set_training(self.module, self.settings.gradient_checkpointing)
-        return self._output(to_device(rows, self.device), only_value=False)
+        output = self._output(to_device(rows, self.device), only_value=False)
+        reshard(self._held() if self.sharded else [])  # no backward pass will do it
+        return output
 
     def _sum_gradients(self) -> None:
         """Loss weights sum to 1 over all ranks, so gradients just add.

@@ -26,27 +26,17 @@ from kedge.types import Sampling
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def check_vllm(
-    options: RolloutOptions, sampling: Sampling, *, model: Any, ranks: int, sharded: bool
-) -> None:
+def check_vllm(options: RolloutOptions, sampling: Sampling, *, model: Any) -> None:
     """Refuse what cannot work, before any weight is loaded.
 
     Args:
         options: the engine.
         sampling: the distribution that it shall sample from.
         model: the policy, or the folder or name that it will be loaded from.
-        ranks: processes that train together.
-        sharded: weights are cut over them.
 
     Raises:
         ConfigError: naming the option, its value and the way out.
     """
-    if sharded:
-        raise ConfigError(
-            f"rollout_engine={options.kind!r} with a policy that is cut over {ranks} processes:"
-            " vLLM starts from a whole one; train with data parallelism (multi_gpu.yaml), or use"
-            " rollout_engine='embedded'"
-        )
     if sampling.truncates:
         raise ConfigError(
             f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the"
