@@ -32,6 +32,7 @@ from kedge.backends.hf.optim import (
     advance,
     build_optimizer,
     build_schedule,
+    learning_rates,
     load_schedule,
     norms,
     parameter_groups,
@@ -255,10 +256,7 @@ class HFLearner:
         return metrics | self._take_step()
 
     def _standing(self) -> dict[str, float]:
-        rates = {g.get("name"): g["lr"] for g in reversed(self.optimizer.param_groups)}
-        first = self.optimizer.param_groups[0]["lr"]
-        found = {"lr": rates.get("policy", first), "skipped_steps": self.skipped}
-        return found | ({"lr/value": rates["value"]} if "value" in rates else {})
+        return learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
         slots = None if self.value is None else rows.value_mask

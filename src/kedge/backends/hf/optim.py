@@ -43,6 +43,13 @@ def parameter_groups(
     return groups
 
 
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """``lr`` of the policy, or of the first group where none has a name; ``lr/value`` if there."""
+    rates = {group.get("name"): group["lr"] for group in reversed(optimizer.param_groups)}
+    found = {"lr": rates.get("policy", optimizer.param_groups[0]["lr"])}
+    return found | ({"lr/value": rates["value"]} if "value" in rates else {})
+
+
 class TFAdamW(Optimizer):
     """AdamW as TensorFlow computes it: epsilon is added before the bias correction.
 
