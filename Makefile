@@ -1,4 +1,5 @@
 # make demo   the main job        make test   the whole test suite        make setup   the set-up
+# make docs   the site of docs/, in site/
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +9,7 @@ SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo test test-vllm lint fast setup bench clean help
+.PHONY: demo docs test test-vllm lint fast setup bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -18,13 +19,16 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[dev,pipeline,math]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,pipeline,math,docs]"
 	@touch $@
 
 setup: $(STAMP)
 
 demo: setup
 	$(BIN)/python examples/demo/run.py
+
+docs: setup
+	$(BIN)/mkdocs build --strict
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -59,4 +63,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.ppo_vs_trl
 
 clean:
-	rm -rf $(VENV) $(VLLM) runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) site runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

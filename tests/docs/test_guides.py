@@ -1,0 +1,86 @@
+"""What guides and cookbook name in Kedge exists: options, commands, metrics, pages."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge import GRPOConfig, PPOConfig, RLOOConfig
+from kedge.cli.main import COMMANDS
+from kedge.engine.metrics import NAMES, PREFIXES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+OF_COMMANDS = {  # options of the command line alone
+    *("model_name_or_path", "dataset_name", "reward_funcs", "algorithm", "config_file"),
+    *("use_peft", "lora_r", "dataset_mixer_list"),
+    *("apply_verifiable_reward", "verification_reward", "reward_model_multiplier"),
+    "add_r1_style_format_reward",
+}
+
+
+def options() -> set[str]:
+    return {f.name for config in (PPOConfig, RLOOConfig, GRPOConfig) for f in fields(config)}
+
+
+def own_column(page: Path) -> list[str]:
+    """The last cell of every row, and where it says the same, the first."""
+    found = []
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if len(cells) > 1 and not set(cells[0]) <= {"-"}:
+            found.append(" ".join(cells) if cells[-1].startswith("the same") else cells[-1])
+    return found
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.stem)
+def test_options_of_guides_exist(page: Path) -> None:
+    named = {n for cell in own_column(page) for n in re.findall(r"`--([a-z_0-9]+)", cell)}
+    assert named - options() - OF_COMMANDS == set()
+    commands = {n for n in re.findall(r"`kedge ([a-z-]+)", page.read_text())}
+    assert commands <= {*COMMANDS}
+
+
+def test_the_same_means_the_same() -> None:
+    text = (DOCS / "guides" / "from-trl-rloo.md").read_text()
+    named = set(re.findall(r"`([a-z_]+)`", text)) - {"kedge"}
+    assert {n for n in named if n in options()} >= {"rloo_k", "token_level_kl", "num_iterations"}
+
+
+def test_the_cookbook_names_metrics_and_options_that_exist() -> None:
+    text = (DOCS / "cookbook.md").read_text()
+    first = re.findall(r"^\| (`[^|]*)\|", text, flags=re.MULTILINE)
+    for name in {n for cell in first for n in re.findall(r"`([^`]+)`", cell)}:
+        assert name in NAMES or name.startswith(tuple(PREFIXES)), name
+    known = options() | {*NAMES} | {*OF_COMMANDS, "length_close_to", "eval_completions"}
+    for name in set(re.findall(r"`([a-z]+_[a-z_]+)`", text)):
+        assert name in known, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {page for page in listed if not (DOCS / page).is_file()} == set()
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert {page for page in there - listed if not page.startswith("adr/")} == set()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    mkdocs = shutil.which("mkdocs", path=str(Path(sys.executable).parent)) or shutil.which("mkdocs")
+    if mkdocs is None:
+        pytest.skip("mkdocs is not installed: pip install 'kedge[docs]'")
+    command: list[Any] = [mkdocs, "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("index.html"))
+    assert len(pages) >= len(list(DOCS.rglob("*.md")))
+    outside = [p for p in pages if "fonts.googleapis" in p.read_text(encoding="utf-8")]
+    assert outside == []
