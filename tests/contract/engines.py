@@ -99,6 +99,24 @@ def ray_embedded():
     return engine
 
 
+@functools.cache
+def ray_vllm_of():
+    """A vLLM in an actor."""
+    from kedge.backends.ray.build import ray_engines
+    from kedge.config.ppo import PPOConfig
+    from kedge.config.rollout import rollout_options
+
+    local()
+    options = rollout_options(PPOConfig(output_dir="unused", rollout_engine="ray"))
+    return ray_engines(policy(), options, pad_id=PAD)
+
+
+def ray_vllm():
+    engine = ray_vllm_of()
+    engine.load_weights(trained(policy()), 0)
+    return engine
+
+
 ENGINES = [
     scripted,
     embedded,
@@ -106,6 +124,7 @@ ENGINES = [
     pytest.param(vllm, marks=needs_vllm),
     pytest.param(vllm_server, marks=needs_vllm),
     pytest.param(ray_embedded, marks=needs_ray),
+    pytest.param(ray_vllm, marks=[*needs_ray, *needs_vllm]),
 ]
 
 

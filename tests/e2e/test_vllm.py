@@ -113,6 +113,17 @@ def test_a_sync_that_is_skipped_is_caught(kind, shared, tmp_path, close, monkeyp
     assert made.engine.step == 2
 
 
+def test_two_servers_share_the_rows_of_a_batch(shared, tmp_path, close):
+    made = trainer(shared, tmp_path, updates=2, rollout_engine="vllm_server", vllm_num_engines=2)
+    close(made)
+    made.train()
+    one, two = made.engine.rollouts.lanes
+    assert one.service.pid != two.service.pid
+    assert one.service.version() == two.service.version() == 2
+    gap, kl = agreement(made)
+    assert max(gap, kl) <= 1e-4
+
+
 def test_a_server_that_runs_is_attached_to_and_left_running(shared, tmp_path, close):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -69,6 +69,16 @@ def test_a_run_has_the_numbers_of_one_without_ray(engines, max_lag, close):
     assert [row["objective/scores"] for row in want] == pytest.approx(scores, rel=1e-5)
 
 
+def test_engines_on_ray_are_lanes_of_their_own(close):
+    run = {"max_lag": 1, "total_episodes": 16, "rollout_schedule": "as_completed"}
+    made = small(**ON_RAY, vllm_num_engines=2, **run)
+    close(made)
+    found = numbers(made)
+    assert len(found) == 4
+    assert all(row["rollout/lag"] <= 1 for row in found)
+    assert len(made.engine.rollouts.lanes) == 2
+
+
 def engine_of(count=2, **limits):
     from kedge.backends.ray.build import ray_engines
     from kedge.config.ppo import PPOConfig

@@ -29,8 +29,8 @@ def cluster():
     local()
 
 
-def on_two(job):
-    return launch(job, learners=[2], limits=QUICK, say=lambda text: None)
+def on_two(job, **about):
+    return launch(job, learners=[2], limits=QUICK, say=lambda text: None, **about)
 
 
 def processes():
@@ -79,6 +79,16 @@ def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_
     assert steps == [1, 2, 3, 4, 1, 2, 3, 4]
     assert "learner 0, 1" in said[0]
     assert "engine 1" in said[0]
+
+
+def test_weights_cut_over_ranks_train_as_whole_ones(tmp_path):
+    options = {"adam_epsilon": 1e-3, "learning_rate": 1e-3}  # rounding stays small
+    whole, _ = on_two(Train(options=options | {"output_dir": str(tmp_path / "whole")}))
+    job = Train(options=options | {"output_dir": str(tmp_path / "cut")})
+    found, _ = on_two(job, environment={"ACCELERATE_USE_FSDP": "true"})
+    names = ("objective/scores", "objective/kl", "loss/policy_avg", "grad_norm")
+    for a, b in zip(found, whole, strict=True):
+        assert [a[n] for n in names] == pytest.approx([b[n] for n in names], rel=1e-3, abs=1e-5)
 
 
 def test_the_root_error_comes_first_and_what_followed_after_it(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -24,6 +25,51 @@ ON_RAY = {"rollout_engine": "ray", "vllm_num_engines": 2}
 def cluster():
     if has_vllm:
         local()
+
+
+def stories(shared, folder, **changes):
+    """The sentiment run, short: 32 prompts an update, 24 tokens."""
+    from benchmarks.stories_on_ray import trainer as full
+
+    made = full(
+        "synchronous",
+        0,
+        10,
+        output_dir=str(folder),
+        per_device_train_batch_size=32 // int(os.environ.get("WORLD_SIZE", "1")),
+        response_length=24,
+        **changes,
+    )
+    made.train()
+    close = getattr(made.engine.rollouts, "close", None)
+    if close is not None:
+        close()
+    rows = [row for row in made.state.log_history if "objective/scores" in row]
+    names = ("objective/scores", "rollout/lag", "rollout/logprob_gap")
+    return [[row.get(name, 0.0) for name in names] for row in rows]
+
+
+@pytest.mark.slow
+def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_trainer_does(
+    shared, tmp_path
+):
+    from kedge.backends.ray import Limits, launch
+
+    want = stories(shared, tmp_path / "here")
+    apart = {**ON_RAY, "max_lag": 1, "sampler_correction": "truncate"}
+    found = launch(
+        functools.partial(stories, shared, tmp_path / "ray", **apart),
+        learners=[2],
+        engines=2,
+        limits=Limits(room=30.0),
+        say=lambda text: None,
+    )
+    assert [lag for _, lag, _ in found] == [0] + [1] * 9
+    assert max(gap for *_, gap in found) < 1e-4
+    first, last = found[0][0], sum(score for score, *_ in found[-3:]) / 3
+    reached = sum(score for score, *_ in want[-3:]) / 3
+    assert reached - want[0][0] > 1.0
+    assert last - first > 0.6 * (reached - want[0][0])
 
 
 def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(

@@ -11,7 +11,7 @@ from kedge.engine.evaluate import Evaluation, evaluate
 from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine
 from kedge.engine.verdicts import solved, win_rate
-from kedge.protocols import PromptSource
+from kedge.protocols import PromptSource, RolloutEngine
 from kedge.trainers.completions import completion_rows
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.start import Start
@@ -109,7 +109,7 @@ class Evaluator:
             each.source,
             batches=batches,
             rows=each.rows,
-            rollouts=self.engine.rollouts,
+            rollouts=self._rested(),
             judge=self.engine.judge,
             learner=self.engine.learner,
             sampling=self._sampling(),
@@ -123,6 +123,15 @@ class Evaluator:
         if self.settings.evaluation.completions > 1:
             return usual
         return replace(usual, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
+
+    def _rested(self) -> RolloutEngine:
+        """The sampler, idle and with the newest weights: evaluations do not depend on timing."""
+        engine = self.engine
+        _ = engine.in_flight  # waits for what is being sampled
+        engine.supply.settle()
+        if engine.pieces:
+            engine.rollouts.load_weights(engine.learner.weights(), engine.learner.version)
+        return engine.rollouts
 
     def _table(self, each: EvalSet, found: Evaluation) -> list[dict[str, object]]:
         # The last batch is filled up with prompts from the start, once more.
