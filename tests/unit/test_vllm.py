@@ -351,3 +351,35 @@ def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_p
     )
     assert done.stdout.startswith(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "learners", "count", "each", "want"),
+    [
+        (0, None, "1", 2, 1, [None, None]),
+        (1, None, "1", 1, 1, [None]),
+        (4, None, "1", 2, 1, ["1", "2"]),
+        (4, None, "2", 1, 2, ["2,3"]),
+        (4, "3,5,6,7", "1", 3, 1, ["5", "6", "7"]),
+    ],
+)
+def test_servers_get_the_gpus_that_no_learner_has(
+    gpus, visible, learners, count, each, want, monkeypatch
+):
+    from kedge.backends.vllm.build import gpus_of_servers
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", learners)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_of_servers(count, each) == want
+
+
+def test_more_servers_than_gpus_are_refused(monkeypatch):
+    from kedge.backends.vllm.build import gpus_of_servers
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="need 3, and there are 2"):
+        gpus_of_servers(2, 1)

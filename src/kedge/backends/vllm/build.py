@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -112,7 +113,10 @@ def vllm_engine(
     """
     blueprint = Blueprint.of(policy, tokenizer)
     name = str(dtype or torch.float32).removeprefix("torch.")
-    arguments = {"dtype": name, **({"enable_sleep_mode": True} if options.sleep else {})}
+    arguments: dict[str, Any] = {
+        "dtype": name,
+        **({"enable_sleep_mode": True} if options.sleep else {}),
+    }
     arguments |= options.engine_args
     low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
     default = LOW_PRECISION if low else FULL_PRECISION
@@ -128,13 +132,18 @@ def vllm_engine(
             sleeps=options.sleep,
         )
 
-    if starts is None and options.num_engines == 1:
-        return make(lambda: _service(blueprint, weights, options, arguments))
-    found = (
-        [partial(_service, blueprint, weights, options, arguments)] * options.num_engines
-        if starts is None
-        else starts(blueprint, weights, arguments)
-    )
+    if starts is None:
+        each = int(arguments.get("tensor_parallel_size", 1))
+        gpus = (
+            gpus_of_servers(options.num_engines, each) if options.kind == "vllm_server" else [None]
+        )
+        found: Sequence[Start] = [
+            partial(_service, blueprint, weights, options, arguments, devices) for devices in gpus
+        ]
+        if len(found) == 1:
+            return make(found[0])
+    else:
+        found = starts(blueprint, weights, arguments)
     engines = together([partial(make, start) for start in found], undo=on_close)
     config: Any = policy.config
     return SplitEngine(
@@ -150,6 +159,7 @@ def _service(
     weights: Mapping[str, Tensor],
     options: RolloutOptions,
     arguments: Mapping[str, Any],
+    devices: str | None,
 ) -> Service:
     if options.kind == "vllm":
         return InProcess(blueprint, weights, arguments)
@@ -163,6 +173,7 @@ def _service(
             start_timeout=options.start_timeout,
             heartbeat=options.heartbeat,
             patience=options.patience,
+            devices=devices,
         )
     remote = Remote(
         options.url,
@@ -182,3 +193,31 @@ def _service(
         remote.close()
         raise
     return remote
+
+
+def gpus_of_servers(count: int, each: int) -> list[str | None]:
+    """The GPUs of every server, as in ``CUDA_VISIBLE_DEVICES``: those that no learner has.
+
+    None where there are no GPUs, or one server has to share the learners' own.
+
+    Args:
+        count: servers.
+        each: GPUs of one.
+
+    Raises:
+        ConfigError: several servers, and too few GPUs besides those of the learners.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = torch.cuda.device_count()
+    names = visible.split(",")[:number] if visible else [str(i) for i in range(number)]
+    learners = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    free = names[learners:]
+    if len(free) >= count * each:
+        return [",".join(free[i * each : (i + 1) * each]) for i in range(count)]
+    if names and count > 1:
+        raise ConfigError(
+            f"vllm_num_engines={count} servers of {each} GPUs and {learners} learners need"
+            f" {count * each + learners}, and there are {len(names)}; ask for fewer, or use"
+            " rollout_engine='ray' with more machines"
+        )
+    return [None] * count

@@ -54,6 +54,7 @@ class Server:
         start_timeout: most seconds that starting, or exchanging weights, may take.
         heartbeat: seconds between two signs of life asked of it while it generates.
         patience: seconds without one after which it counts as hung and is killed.
+        devices: GPUs it sees, as in ``CUDA_VISIBLE_DEVICES``; None: those of this process.
 
     Raises:
         ConfigError: it does not start; with the end of what it said.
@@ -70,6 +71,7 @@ class Server:
         start_timeout: float = 600.0,
         heartbeat: float = 5.0,
         patience: float = 60.0,
+        devices: str | None = None,
     ) -> None:
         self.restarts = 0
         self._home = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
@@ -85,6 +87,7 @@ class Server:
             ],
             log=home / "log",
             eager=bool(arguments.get("enforce_eager")),
+            devices=devices,
         )
         self._start_timeout = start_timeout
         self._remote = Remote(
@@ -201,12 +204,16 @@ class Server:
 class Process:
     """A command with a keeper: it ends with this process, however that ends."""
 
-    def __init__(self, command: Sequence[str], *, log: Path, eager: bool) -> None:
+    def __init__(
+        self, command: Sequence[str], *, log: Path, eager: bool, devices: str | None = None
+    ) -> None:
         self._command = [sys.executable, keeper.__file__, str(_GRACE), *command]
         self._log = log
         self._environment = {**_ENVIRONMENT, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         if eager:
             self._environment["TORCHDYNAMO_DISABLE"] = "1"
+        if devices is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = devices
         self._running: subprocess.Popen[bytes] | None = None
         self._end: Any = None
 
