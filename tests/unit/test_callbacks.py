@@ -12,8 +12,9 @@ from kedge.backends.trackers import Memory
 from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.errors import CheckpointError, ConfigError
-from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks, tables_of
+from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from kedge.trainers.hooks import TrainerHooks
+from kedge.trainers.services import tables_of
 from kedge.types import PromptBatch, Rollout
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]

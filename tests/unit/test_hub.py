@@ -1,5 +1,6 @@
 """Pushes ask the hub for the right things, and failures say what to do."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from kedge.backends.hub import Hub, repo_name
 from kedge.errors import HubError, KedgeError
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.model_card import model_card, write_model_card
+from kedge.trainers.publishing import hub_of
 from kedge.trainers.pushing import PushOnSave
 
 
@@ -193,6 +195,47 @@ def test_a_local_base_model_is_named_in_the_text_alone(tmp_path):
     front, body = card(base_model=str(tmp_path))
     assert "base_model" not in front
     assert str(tmp_path) in body
+
+
+def test_the_card_shows_command_curves_and_where_else_the_run_is():
+    _, body = card(
+        command="kedge ppo --learning_rate 1e-5",
+        curves="curves.png",
+        links={"hub": "https://hub/me/x", "wandb": "https://wandb/run/1"},
+    )
+    assert "```bash\nkedge ppo --learning_rate 1e-5\n```" in body
+    assert "![curves of the run](curves.png)" in body
+    assert "[wandb](https://wandb/run/1)" in body
+    assert "https://hub/me/x" not in body  # that is where the card is
+
+
+@pytest.mark.parametrize(("given", "private"), [(None, True), (True, True), (False, False)])
+def test_a_repository_is_private_unless_it_is_said_not_to_be(given, private):
+    args = SimpleNamespace(
+        hub_model_id="x", output_dir=None, hub_token=None, hub_private_repo=given, hub_revision=None
+    )
+    assert hub_of(args).private is private
+
+
+def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
+    from kedge.trainers import publishing
+    from tests.e2e.small import small
+
+    api = FakeApi()
+    monkeypatch.setattr(publishing, "Hub", lambda *a, **k: Hub(*a, **k, api=api))
+    trainer = small(
+        output_dir=str(tmp_path), push_to_hub=True, hub_model_id="x", report_to=["tensorboard"]
+    )
+    trainer.train()
+    url = "https://huggingface.co/me/x"
+    assert json.loads((tmp_path / "run.json").read_text())["links"] == {"hub": url}
+    events = "".join(str(f.read_bytes()) for f in tmp_path.rglob("events*"))
+    assert url in events
+    trainer.push_to_hub()
+    assert api.calls[0][1]["private"] is True
+    text = (tmp_path / "README.md").read_text()
+    assert "curves.png" in text
+    assert "## Command" in text
 
 
 def test_an_empty_card_has_no_empty_sections():

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
+from kedge.backends.trackers.links import note, run_links
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,7 +199,7 @@ def test_tables_go_to_wandb_and_trackio(monkeypatch):
     wandb, trackio = FakeService("wandb"), FakeService("trackio")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
-    tables = Tables(["mlflow", "wandb", "trackio"])
+    tables = Tables(["comet_ml", "wandb", "trackio"])
     tables.log({"lr": 1.0}, step=3)
     tables.table("completions", ROWS, step=3)
     tables.table("completions", [], step=4)
@@ -209,6 +210,35 @@ def test_tables_go_to_wandb_and_trackio(monkeypatch):
     wandb.run = None  # not rank 0, or not started
     tables.table("completions", ROWS, step=5)
     assert len(wandb.sent) == 1
+
+
+def test_links_of_runs_and_facts_for_them(monkeypatch):
+    noted = {}
+    wandb, trackio, mlflow = (FakeService(name) for name in ("wandb", "trackio", "mlflow"))
+    wandb.run = SimpleNamespace(url="https://wandb/run/1")
+    wandb.config = SimpleNamespace(update=lambda facts, **_: noted.update(wandb=facts))
+    trackio.config = SimpleNamespace(update=lambda facts, **_: noted.update(trackio=facts))
+    space = SimpleNamespace(get=lambda: "me/board")
+    trackio.context_vars = SimpleNamespace(current_space_id=space)
+    info = SimpleNamespace(experiment_id="3", run_id="ab")
+    mlflow.active_run = lambda: SimpleNamespace(info=info)
+    mlflow.get_tracking_uri = lambda: "http://server:5000/"
+    mlflow.set_tags = lambda facts: noted.update(mlflow=facts)
+    for service in (wandb, trackio, mlflow):
+        monkeypatch.setitem(sys.modules, service.__name__, service)
+    names = ["wandb", "trackio", "mlflow", "comet_ml"]
+    assert run_links(names) == {
+        "wandb": "https://wandb/run/1",
+        "trackio": "https://huggingface.co/spaces/me/board",
+        "mlflow": "http://server:5000/#/experiments/3/runs/ab",
+    }
+    mlflow.get_tracking_uri, wandb.run.url = (lambda: "sqlite:///x.db"), None
+    assert set(run_links(names)) == {"trackio"}
+    facts, texts = {"hub_repository": "https://hub/me/x"}, []
+    writer = SimpleNamespace(add_text=lambda *args: texts.append(args))
+    note(names, facts, tensorboard=lambda: writer)
+    assert noted == {"wandb": facts, "trackio": facts, "mlflow": facts}
+    assert texts == [("hub_repository", "https://hub/me/x")]
 
 
 def test_tables_go_to_tensorboard_as_text():

@@ -10,7 +10,10 @@ from kedge.errors import HubError
 
 STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
 # What a run leaves beside the model: other pushes, hidden folders, and texts of the dataset.
-RUN_FILES = ("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*")
+RUN_FILES = (
+    *("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*", "start/*"),
+    "report*.html",
+)
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
@@ -48,6 +51,14 @@ class Hub:
             api = HfApi()
         self.repo_id, self.private, self.revision = repo_id, private, revision
         self._token, self._api, self._ready = token, api, False
+
+    @property
+    def url(self) -> str:
+        """Address of the repository, with the account's name once it is made."""
+        from huggingface_hub.constants import ENDPOINT
+
+        branch = "" if self.revision in (None, "main") else f"/tree/{self.revision}"
+        return f"{ENDPOINT}/{self.repo_id}{branch}"
 
     def create(self) -> str:
         """Make the repository and branch unless they exist; returns the repository's full name.

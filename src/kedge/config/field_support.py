@@ -140,7 +140,7 @@ INHERITED: dict[str, Support] = {
     ),
     "push_to_hub": Honoured(_HUB),
     "hub_token": Honoured(_HUB),
-    "hub_private_repo": Honoured(_HUB),
+    "hub_private_repo": Honoured(_HUB + "; unset is private"),
     "hub_model_id": Honoured(_HUB),
     "hub_strategy": Honoured(_HUB),
     "hub_revision": Honoured(_HUB),

@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -51,11 +52,29 @@ def write_about(made_of: Provenance, args: Any, *, device: str) -> Path:
         "options": options,
     }
     file = Path(args.output_dir) / FILE
+    _write(file, about)
+    return file
+
+
+def add_links(output_dir: str | Path, links: Mapping[str, str]) -> None:
+    """Note where else the run is seen: tracker or hub -> address."""
+    about = read_about(output_dir)
+    if about:
+        _write(Path(output_dir) / FILE, about | {"links": dict(links)})
+
+
+def read_about(output_dir: str | Path | None) -> dict[str, Any]:
+    """What ``run.json`` says; empty if there is none."""
+    file = Path(output_dir or ".") / FILE
+    found = json.loads(file.read_text(encoding="utf-8")) if output_dir and file.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, about: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(about, indent=1, default=str) + "\n", encoding="utf-8")
     part.replace(file)
-    return file
 
 
 _SECRETS = ("hub_token", "api_key", "auth_token", "password", "secret")

@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.engine.loop import Engine
 from kedge.errors import ConfigError
-from kedge.trainers.about import write_about
+from kedge.trainers.about import read_about, write_about
 from kedge.trainers.given import Given
 from kedge.trainers.prompts import eval_sets
 from kedge.trainers.publishing import hub_of, provenance, write_card
@@ -116,6 +116,7 @@ class TrainerShell:
                 self._made_of,
                 self.args,
                 self.state.log_history,
+                about=read_about(self.args.output_dir),
                 model_name=model_name,
                 dataset_name=dataset_name,
                 tags=tags,

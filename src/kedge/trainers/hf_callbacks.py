@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
     TensorBoardCallback,
     get_reporting_integration_callbacks,
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-from kedge.backends.trackers import Many, Tables
+from kedge.backends.trackers import Many
 from kedge.errors import CheckpointError, ConfigError
 from kedge.protocols import Tracker
 
@@ -238,14 +237,6 @@ def _checked(callback: Any) -> Any:
             "class made from transformers.TrainerCallback"
         )
     return callback
-
-
-def tables_of(callbacks: Callbacks) -> Tables:
-    """The tracker that sends tables where ``report_to`` sends metrics."""
-    reporters = {type(c): c for c in callbacks.handler.callbacks}
-    services = [name for name, made in INTEGRATION_TO_CALLBACK.items() if made in reporters]
-    writer = reporters.get(INTEGRATION_TO_CALLBACK["tensorboard"])
-    return Tables(services, tensorboard=lambda: getattr(writer, "tb_writer", None))
 
 
 def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -81,6 +82,9 @@ def model_card(
     args: Any = None,
     log_history: Sequence[Mapping[str, Any]] = (),
     tags: Iterable[str] = (),
+    command: str = "",
+    links: Mapping[str, str] = MappingProxyType({}),
+    curves: str | None = None,
 ) -> str:
     """The text of a model card.
 
@@ -93,6 +97,9 @@ def model_card(
         args: the config; of its fields only those in ``HYPERPARAMETERS`` are shown.
         log_history: logged rows; the first and the last value of each main metric are shown.
         tags: more tags.
+        command: the command line that trained it.
+        links: tracker -> address of the run there; the hub itself is left out.
+        curves: file of a picture of the curves, beside the card.
     """
     head = {
         "library_name": "transformers",
@@ -105,8 +112,12 @@ def model_card(
     }
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
     papers = "\n\n".join(f"```bibtex\n{paper}\n```" for paper in CITATIONS.get(algorithm, ()))
+    seen = [f"[{name}]({url})" for name, url in links.items() if name != "hub"]
     sections = {
         "Results": _table(("metric", "start", "end"), _results(log_history)),
+        "Curves": f"![curves of the run]({curves})" if curves else "",
+        "Run": f"The run is on {', '.join(seen)}." if seen else "",
+        "Command": f"```bash\n{command}\n```" if command else "",
         "Hyperparameters": _table(("name", "value"), _hyperparameters(args)),
         "Versions": _table(("package", "version"), versions()),
         "Citation": papers,

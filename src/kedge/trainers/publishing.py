@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,12 @@ def write_card(
     args: Any,
     log_history: Sequence[dict[str, Any]],
     *,
+    about: Mapping[str, Any],
     model_name: str | None = None,
     dataset_name: str | None = None,
     tags: str | list[str] | None = None,
 ) -> Path:
-    """Write ``README.md`` into ``output_dir``.
+    """Write ``README.md`` into ``output_dir``; ``about`` is what ``run.json`` says.
 
     Raises:
         ConfigError: there is no ``output_dir``.
@@ -62,6 +63,9 @@ def write_card(
         rewards=made_of.rewards,
         args=args,
         log_history=log_history,
+        command=about.get("command", ""),
+        links=about.get("links", {}),
+        curves="curves.png" if (Path(args.output_dir) / "curves.png").is_file() else None,
         tags=[tags] if isinstance(tags, str) else tags or (),
     )
 
@@ -71,7 +75,7 @@ def hub_of(args: Any, *, token: str | None = None, revision: str | None = None) 
     return Hub(
         repo_name(args.hub_model_id, args.output_dir),
         token=token or args.hub_token,
-        private=args.hub_private_repo,
+        private=args.hub_private_repo is not False,  # unset: what a run made is not public
         revision=revision or args.hub_revision,
     )
 

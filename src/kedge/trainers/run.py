@@ -24,9 +24,11 @@ from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.engine.recording import Recorder, pack, unpack
 from kedge.errors import CheckpointError, ConfigError
 from kedge.trainers.evaluation import Evaluator
-from kedge.trainers.hf_callbacks import Callbacks, tables_of
+from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.hooks import TrainerHooks
+from kedge.trainers.linking import link
 from kedge.trainers.saving import earlier_run, numbers_of, recording_of, write_models
+from kedge.trainers.services import tables_of
 from kedge.trainers.token_rows import TokenRows, token_rows
 from kedge.types import Judgement, Rollout
 
@@ -77,6 +79,7 @@ class Run:
         self.callbacks.begin(
             max_steps=plan.updates, epochs=plan.updates / per_epoch, batch_size=plan.local_rows
         )
+        link(self.callbacks, self.args)
         rows = token_rows(self.args, self._when(), self.learner, self.tokenizer)
         engine.hooks = hooks = TrainerHooks(
             self.callbacks,

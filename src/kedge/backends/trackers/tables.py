@@ -10,7 +10,7 @@ Rows = Sequence[Mapping[str, object]]
 
 
 class Tables:
-    """Sends tables to wandb, trackio and tensorboard.
+    """Sends tables to wandb, trackio, mlflow and tensorboard.
 
     Args:
         services: the names in ``report_to``; others have no tables and are passed over.
@@ -20,7 +20,7 @@ class Tables:
     def __init__(
         self, services: Sequence[str], *, tensorboard: Callable[[], Any] = lambda: None
     ) -> None:
-        senders = {"wandb": _wandb, "trackio": _trackio}
+        senders = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
         self._send = [senders[name] for name in services if name in senders]
         self._tensorboard = tensorboard
 
@@ -68,3 +68,11 @@ def _trackio(name: str, rows: Rows, step: int) -> None:
 
     frame = importlib.import_module("pandas").DataFrame([dict(row) for row in rows])
     trackio.log({name: trackio.Table(dataframe=frame)})
+
+
+def _mlflow(name: str, rows: Rows, step: int) -> None:
+    import mlflow
+
+    if mlflow.active_run() is not None:
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        mlflow.log_table(columns, f"{name}/step-{step:06d}.json")

@@ -9,7 +9,7 @@ function el(tag, given = {}, ...children) {
     else if (name in made && name !== "list" && name !== "style") made[name] = value;
     else made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter((c) => c !== null && c !== undefined));
+  made.append(...children.flat(2).filter((c) => c !== null && c !== undefined));
   return made;
 }
 

@@ -71,9 +71,11 @@ function provenance({ about }) {
     ["rewards", (about.rewards || []).join(", ")], ["device", about.device], ["processes", about.processes], ["machine", about.machine],
     ...Object.entries(about.versions || {}),
   ].filter(([, x]) => x !== undefined && x !== null && x !== "");
+  const links = Object.entries(about.links || {}).filter(([, url]) => /^https?:/.test(url));
   return el("div", { className: "card" }, el("h2", {}, "What ran"),
     rows.length ? el("table", {}, rows.map(([k, x]) => el("tr", {}, el("td", { className: "quiet" }, k), el("td", { className: "num", style: "overflow-wrap:anywhere" }, String(x)))))
       : el("div", { className: "quiet" }, "The folder has no run.json: the run is of an older version, or only its log was given."),
+    links.length ? el("div", {}, "Also on ", links.map(([name, url]) => [el("a", { href: url, rel: "noreferrer" }, name), " "])) : null,
     about.command ? el("div", {}, el("h3", { style: "margin-top:10px" }, "Command"), el("pre", { className: "command mono" }, about.command)) : null);
 }
 
