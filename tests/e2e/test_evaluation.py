@@ -117,6 +117,15 @@ def test_win_rate_needs_prompts() -> None:
         small(eval_against_start=True)
 
 
+def test_tables_have_a_column_for_every_source(tmp_path: Path) -> None:
+    def none(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if i % 2 else 2.0 for i in range(len(completions))]
+
+    trainer(tmp_path, reward_funcs=[short, none], max_steps=2).train()
+    for row in tables(tmp_path)[2]:
+        assert row["score"] == row["short"] + (row["none"] or 0.0)
+
+
 def work(folder: str, out: str) -> None:
     """What each process does."""
     world = int(os.environ["WORLD_SIZE"])

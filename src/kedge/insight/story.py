@@ -106,6 +106,8 @@ def _updates(log: RunLog) -> str:
     moved, clipped = log.last("policy/approxkl_avg", 1.0), log.last("policy/clipfrac_avg", 1.0)
     if moved is None:
         return ""
+    if moved < 1e-9:
+        return "Every batch was learned from in one step, so the ratio to what sampled it stays 1."
     text = f"An update moves the policy by {moved:.2g} nats a token"
     if clipped is not None:
         text += f", and the clip holds back {clipped:.1%} of what it learns from"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from kedge.types import Judgement, Rollout
 def completion_rows(
     samples: Iterable[tuple[Rollout, Judgement]], tokenizer: Any, *, limit: int | None = None
 ) -> list[dict[str, object]]:
-    """Query, response and score of each sampled row, as text.
+    """Query, response and score of each sampled row, as text; of several sources, each score.
 
     Args:
         samples: what was sampled and what it scored.
@@ -29,10 +30,18 @@ def completion_rows(
                     "query": tokenizer.decode(prompts.ids[i][prompts.mask[i]]),
                     "model response": tokenizer.decode(rollout.ids[i][rollout.present[i]]),
                     "score": float(judgement.scores[i]),
+                    **_by_source(judgement, i),
                     **{name: shown(values[i]) for name, values in judgement.extras.items()},
                 }
             )
     return rows
+
+
+def _by_source(judgement: Judgement, i: int) -> dict[str, object]:
+    if len(judgement.parts) < 2:
+        return {}
+    scores = {name: float(part[i]) for name, part in judgement.parts.items()}
+    return {name: None if math.isnan(x) else x for name, x in scores.items()}
 
 
 def shown(value: object) -> object:

@@ -6,7 +6,7 @@ function completions(data) {
   }
   const { given } = place();
   const source = el("select", { title: "which prompts" }, names.map((n) => el("option", { value: n }, n)));
-  source.value = names.includes(given.get("from")) ? given.get("from") : names.reduce((a, b) => (rowCount(data.tables[b]) > rowCount(data.tables[a]) ? b : a));
+  source.value = names.includes(given.get("from")) ? given.get("from") : (names.find((n) => n.startsWith("eval_")) || names[0]);
   const search = el("input", { type: "search", placeholder: "in prompt or response…", value: given.get("find") || "" });
   const count = el("span", { className: "quiet" }), detail = el("div", { className: "detail" });
   let prompts = [], sorted = [];
@@ -14,8 +14,8 @@ function completions(data) {
   const list = virtualList({
     height: 58,
     draw: (p) => el("div", {}, el("div", { className: "top" },
-      el("span", {}, p.answers.length > 1 ? `${p.answers.length} steps, ${p.kinds} ${p.kinds > 1 ? "answers" : "answer"}` : `step ${p.answers[0].step}`),
-      scoreChip(p.answers[0].score, sorted), p.answers.length > 1 ? ["→ ", scoreChip(p.answers[p.answers.length - 1].score, sorted)] : null),
+      el("span", {}, p.steps.length > 1 ? `${p.steps.length} steps, ${p.kinds} ${p.kinds > 1 ? "answers" : "answer"}` : `step ${p.steps[0].step}`),
+      scoreChip(average(p.steps[0]), sorted), p.steps.length > 1 ? ["→ ", scoreChip(average(p.steps[p.steps.length - 1]), sorted)] : null),
     el("div", { className: "line" }, p.prompt)),
     choose: show,
   });
@@ -25,20 +25,22 @@ function completions(data) {
     for (const { step, rows } of data.tables[source.value]) {
       for (const row of rows) {
         const { query, "model response": response, score, ...rest } = row;
-        if (!known.has(query)) known.set(query, { prompt: query, answers: [] });
-        known.get(query).answers.push({ step, response, score, rest });
+        if (!known.has(query)) known.set(query, { prompt: query, steps: [] });
+        const { steps } = known.get(query);
+        if (!steps.length || steps[steps.length - 1].step !== step) steps.push({ step, to: step, answers: [] });
+        steps[steps.length - 1].answers.push({ response, score, rest });
       }
     }
     prompts = [...known.values()];
-    for (const p of prompts) p.kinds = new Set(p.answers.map((a) => a.response)).size;
+    for (const p of prompts) p.kinds = new Set(p.steps.flatMap((s) => s.answers.map((a) => a.response))).size;
     prompts.sort((a, b) => b.kinds - a.kinds); // those that changed most first
-    sorted = prompts.flatMap((p) => p.answers.map((a) => a.score)).filter((s) => s !== null).sort((a, b) => a - b);
+    sorted = prompts.flatMap((p) => p.steps.flatMap((s) => s.answers.map((a) => a.score))).filter((s) => s !== null).sort((a, b) => a - b);
     fill();
   }
 
   function fill() {
     const word = search.value.trim().toLowerCase();
-    const found = prompts.filter((p) => !word || p.prompt.toLowerCase().includes(word) || p.answers.some((a) => a.response.toLowerCase().includes(word)));
+    const found = prompts.filter((p) => !word || p.prompt.toLowerCase().includes(word) || p.steps.some((s) => s.answers.some((a) => a.response.toLowerCase().includes(word))));
     count.textContent = `${fmt(found.length)} of ${fmt(prompts.length)} prompts, ${fmt(sorted.length)} responses`;
     remember({ find: word, from: source.value });
     list.fill(found, 0);
@@ -47,17 +49,19 @@ function completions(data) {
   function show(p) {
     if (!p) { detail.replaceChildren(el("p", { className: "quiet" }, "No prompt or response has that text.")); return; }
     const word = search.value.trim().toLowerCase();
-    const said = []; // answers that are the same at successive steps are one
-    for (const a of p.answers) {
+    const said = []; // successive steps with the same answers are one
+    for (const s of p.steps) {
       const last = said[said.length - 1];
-      if (last && last.response === a.response && last.score === a.score) last.to = a.step;
-      else said.push({ ...a, to: a.step });
+      if (last && JSON.stringify(last.answers) === JSON.stringify(s.answers)) last.to = s.step;
+      else said.push({ ...s });
     }
-    const cards = said.map((a, i) => el("div", { className: "card" },
-      el("h3", {}, a.to === a.step ? `step ${a.step}` : `steps ${a.step} to ${a.to}`, scoreChip(a.score, sorted), Object.entries(a.rest).map(([n, x]) => el("span", { className: "chip" }, `${n} ${fmt(x)}`))),
-      el("pre", {}, word ? marked(a.response, word) : compared(a.response, i ? said[i - 1].response : null))));
+    const cards = said.map((s, i) => el("div", { className: "card" },
+      el("h3", {}, s.to === s.step ? `step ${s.step}` : `steps ${s.step} to ${s.to}`, s.answers.length > 1 ? el("span", { className: "quiet" }, `mean ${fmt(average(s))}`) : null),
+      s.answers.map((a, k) => el("div", { className: "answer" },
+        el("div", {}, scoreChip(a.score, sorted), Object.entries(a.rest).map(([n, x]) => [" ", el("span", { className: "chip" }, `${n} ${typeof x === "number" ? fmt(x) : x}`)])),
+        el("pre", {}, word ? marked(a.response, word) : compared(a.response, i && s.answers.length === 1 ? said[i - 1].answers[0].response : null))))));
     detail.replaceChildren(el("div", { className: "card" }, el("h3", { className: "quiet" }, "Prompt"), el("pre", {}, marked(p.prompt, word))),
-      p.answers.length > 1 ? el("div", { className: "quiet" }, "Words that the response before did not have are marked.") : null, el("div", { className: "strips" }, cards));
+      p.steps.length > 1 && p.steps[0].answers.length === 1 ? el("div", { className: "quiet" }, "Words that the response before did not have are marked.") : null, el("div", { className: "strips" }, cards));
     detail.scrollTop = 0;
   }
 
@@ -81,3 +85,8 @@ function compared(text, before) {
     return left > 0 ? w : el("ins", {}, w);
   });
 }
+
+const average = ({ answers }) => {
+  const scores = answers.map((a) => a.score).filter((s) => s !== null);
+  return scores.length ? mean(scores) : null;
+};

@@ -42,7 +42,7 @@ function tokens(data) {
 
   const list = virtualList({
     height: 58,
-    draw: (r) => el("div", {}, el("div", { className: "top" }, `step ${r.step}`, scoreChip(r.row.score, scores), `${fmt(r.row.length)} tokens`, r.row.finished ? "" : "· cut off"),
+    draw: (r) => el("div", {}, el("div", { className: "top" }, `step ${r.step}`, scoreChip(r.row.score, scores), `${fmt(r.row.length)} tokens`, r.row.finished ? "" : " · cut off"),
       el("div", { className: "line" }, r.text || "(empty)")),
     choose: (r) => { current = r; show(); },
   });
