@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,6 +34,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eval_dataset=PROMPTS[:3],
         eval_strategy="steps",
         eval_steps=2,
+        num_generations_eval=2,
         num_sample_generations=2,
     )
     trainer.train()
@@ -56,6 +58,7 @@ def opened(browser: str, page: Path, where: str, folder: Path) -> str:
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert said == []
     assert "data-ready=" in done.stdout
+    assert not re.search(r">(null|undefined|NaN|\[object)", done.stdout)
     return done.stdout
 
 

@@ -61,7 +61,7 @@ function completions(data) {
         el("div", {}, scoreChip(a.score, sorted), Object.entries(a.rest).map(([n, x]) => [" ", el("span", { className: "chip" }, `${n} ${typeof x === "number" ? fmt(x) : x}`)])),
         el("pre", {}, word ? marked(a.response, word) : compared(a.response, i && s.answers.length === 1 ? said[i - 1].answers[0].response : null))))));
     detail.replaceChildren(el("div", { className: "card" }, el("h3", { className: "quiet" }, "Prompt"), el("pre", {}, marked(p.prompt, word))),
-      p.steps.length > 1 && p.steps[0].answers.length === 1 ? el("div", { className: "quiet" }, "Words that the response before did not have are marked.") : null, el("div", { className: "strips" }, cards));
+      p.steps.length > 1 && p.steps[0].answers.length === 1 ? el("div", { className: "quiet" }, "Words that the response before did not have are marked.") : "", el("div", { className: "strips" }, cards));
     detail.scrollTop = 0;
   }
 
