@@ -9,8 +9,11 @@ from typing import Any
 
 from kedge.cli import memory
 from kedge.cli.arguments import Options, parse, parser
+from kedge.cli.async_ppo import options_of
 from kedge.cli.data import load_prompts
+from kedge.cli.plan_split import job_of, show_split, take_flags
 from kedge.cli.ppo import Names, load_algorithm, load_tokenizer, lora, model_names
+from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.cadence import warmup_updates
 from kedge.config.grpo import GRPOConfig, GRPOSettings, resolve_grpo
 from kedge.config.on_policy import OnPolicyConfig
@@ -21,6 +24,7 @@ from kedge.engine.plan import BatchPlan, plan_batches
 from kedge.errors import ConfigError
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
+    "async-ppo": AsyncPPOConfig,
     "ppo": PPOv2Config,
     "rloo": RLOOConfig,
     "grpo": GRPOConfig,
@@ -31,7 +35,10 @@ PROMPT_GUESS = 512  # tokens, where there is no dataset to look at
 def main(argv: Sequence[str]) -> None:
     """``kedge plan ppo [flags]``, or of another command that trains."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [the flags of the same]")
+        print(
+            f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [the flags of the same]\n"
+            "async-ppo, besides: [--hardware a100|h100|h200|cpu] [--devices N]"
+        )
         return
     name, *rest = argv
     if name not in CONFIGS:
@@ -41,7 +48,23 @@ def main(argv: Sequence[str]) -> None:
         parser(prog, config).print_help()
         return
     processes, rest = _processes(rest)
-    show(*plan(parse(rest, prog=prog, config=config), processes))
+    if config is AsyncPPOConfig:
+        _plan_async(rest, processes)
+    else:
+        show(*plan(parse(rest, prog=prog, config=config), processes))
+
+
+def _plan_async(argv: list[str], processes: int | None) -> None:
+    from rich.console import Console
+
+    asked, argv = take_flags(argv)
+    options = options_of(argv, prog="kedge plan async-ppo")
+    assert isinstance(options.config, AsyncPPOConfig)
+    learners = sum(options.config.actor_num_gpus_per_node or [1])
+    options, batches, facts, needs = plan(options, processes or learners)
+    show(options, batches, facts, needs)
+    job = job_of(options, batches, model_names(options), longest(facts))
+    show_split(job, options, asked, Console())
 
 
 def plan(
