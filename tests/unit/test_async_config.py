@@ -14,7 +14,7 @@ from kedge import AsyncPPOConfig
 from kedge.cli import async_ppo
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.async_data import asked, dressed, load_mixed
-from kedge.config.support import Refused, default_of
+from kedge.config.support import Refused, default_of, elsewhere
 from kedge.errors import ConfigError, DataError
 
 from .text_toys import word_tokenizer
@@ -273,13 +273,9 @@ def flags_of(script: Path, tmp_path: Path) -> list[str]:
         ),
     ],
 )  # fmt: skip
-def test_the_scripts_say_what_they_mean(
-    name: str, means: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
-    monkeypatch.setattr("kedge.config.ray.importlib.util.find_spec", lambda package: package)
-    monkeypatch.setattr("kedge.config.field_support.INHERITED", {}, raising=False)
-    options = async_ppo.options_of([*flags_of(SCRIPTS / name, tmp_path), "--use_cpu"])
+def test_the_scripts_say_what_they_mean(name: str, means: dict[str, Any], tmp_path: Path) -> None:
+    with elsewhere():
+        options = async_ppo.options_of([*flags_of(SCRIPTS / name, tmp_path), "--use_cpu"])
     assert {key: getattr(options.config, key) for key in means} == means
     assert options.script.value_model_path == options.config.reward_model_path
     assert options.script.apply_verifiable_reward

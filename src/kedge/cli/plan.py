@@ -20,6 +20,7 @@ from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.resolve import PPOSettings, RunSettings, resolve
 from kedge.config.rloo import RLOOConfig, resolve_rloo
+from kedge.config.support import elsewhere
 from kedge.engine.plan import BatchPlan, plan_batches
 from kedge.errors import ConfigError
 
@@ -58,10 +59,11 @@ def _plan_async(argv: list[str], processes: int | None) -> None:
     from rich.console import Console
 
     asked, argv = take_flags(argv)
-    options = options_of(argv, prog="kedge plan async-ppo")
-    assert isinstance(options.config, AsyncPPOConfig)
-    learners = sum(options.config.actor_num_gpus_per_node or [1])
-    options, batches, facts, needs = plan(options, processes or learners)
+    with elsewhere():
+        options = options_of(argv, prog="kedge plan async-ppo")
+        assert isinstance(options.config, AsyncPPOConfig)
+        learners = sum(options.config.actor_num_gpus_per_node or [1])
+        options, batches, facts, needs = plan(options, processes or learners)
     show(options, batches, facts, needs)
     job = job_of(options, batches, model_names(options), longest(facts))
     show_split(job, options, asked, Console())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.config.support import option
+from kedge.config.support import installed, option
 from kedge.errors import ConfigError
 
 
@@ -62,7 +61,7 @@ def ray_options(config: Any) -> RayOptions:
         value = getattr(config, name)
         if not read and value != RayArguments.__dataclass_fields__[name].default:
             raise ConfigError(f"{name}={value!r} is not read without {reader}; leave it out")
-    if (on_ray or workers) and importlib.util.find_spec("ray") is None:
+    if (on_ray or workers) and not installed("ray"):
         raise ConfigError(
             f"rollout_engine={config.rollout_engine!r} with"
             f" ray_reward_workers={config.ray_reward_workers} needs Ray: pip install 'kedge[ray]'"

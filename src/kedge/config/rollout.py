@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kedge.config.ray import RayArguments, RayOptions, ray_options
-from kedge.config.support import Honoured, Support, option
+from kedge.config.support import Honoured, Support, installed, option
 from kedge.errors import ConfigError
 
 ENGINES = ("embedded", "vllm", "vllm_server", "ray")
@@ -105,11 +104,6 @@ class RolloutOptions:
     def uses_vllm(self) -> bool:
         """Whether a vLLM samples, wherever it runs."""
         return self.kind != "embedded" and (self.kind != "ray" or self.ray.engine == "vllm")
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
-    return importlib.util.find_spec(package) is not None
 
 
 def rollout_options(config: Any) -> RolloutOptions:

@@ -6,7 +6,10 @@ default, with the reason and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import importlib.util
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
@@ -39,6 +42,24 @@ class Refused:
     reason: str
     way_out: str
     also: tuple[Any, ...] = ()
+
+
+_ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Inside, options are of a run on another machine: any package may be installed there."""
+    token = _ELSEWHERE.set(True)
+    try:
+        yield
+    finally:
+        _ELSEWHERE.reset(token)
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return _ELSEWHERE.get() or importlib.util.find_spec(package) is not None
 
 
 Support = Honoured | Moved | Refused
