@@ -9,6 +9,7 @@
     ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or of another run
     ├── LaunchError (RuntimeError)    a process of a run on Ray failed, died or hung
+    ├── JudgeError (RuntimeError)     a judge cannot be asked, or says nothing that can be counted
     └── HubError (RuntimeError)       the Hugging Face Hub refused, or cannot be reached
 
 A message names the thing, its value, and the way out.
@@ -51,6 +52,10 @@ class CheckpointError(KedgeError, RuntimeError):
 
 class LaunchError(KedgeError, RuntimeError):
     """A process of a run on Ray failed, died or hung."""
+
+
+class JudgeError(KedgeError, RuntimeError):
+    """A judge cannot be asked, or returned something that is no answer."""
 
 
 class HubError(KedgeError, RuntimeError):

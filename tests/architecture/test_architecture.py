@@ -28,6 +28,7 @@ KEDGE_RULES = {
     "testing": {"types", "errors"},
     "rewards": {"rewards", "errors"},
     "insight": {"insight", "errors"},
+    "judges": {"judges", "errors"},
 }
 THIRD_PARTY = {
     "errors": set(),
@@ -38,6 +39,7 @@ THIRD_PARTY = {
     "config": {"transformers"},
     "engine": {"torch", "safetensors"},
     "insight": set(),
+    "judges": set(),
     "rewards": {"math_verify"},  # imported by the worker process alone
 }
 LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}

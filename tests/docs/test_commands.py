@@ -57,6 +57,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tokenizer.save_pretrained(tmp_path / folder)
     rows = "".join(f'{{"prompt": "w{i} w{i + 1}"}}\n' for i in range(3, 15))
     (tmp_path / "prompts.jsonl").write_text(rows)
+    answer = '{"prompt": "w3 w4", "completion": "w5", "reference": "w6"}'
+    (tmp_path / "ours.jsonl").write_text(answer)
     source = (ROOT / "docs" / "getting-started.md").read_text()
     (function,) = re.findall(r"    # reward\.py\n((?:    .*\n)+)", source)
     (tmp_path / "reward.py").write_text(re.sub(r"^    ", "", function, flags=re.MULTILINE))

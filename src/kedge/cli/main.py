@@ -17,6 +17,8 @@ COMMANDS = {
     "compare": "draw runs over one another, with bands over seeds",
     "doctor": "say what is wrong with a run, from its log, and what to try",
     "report": "write one HTML page of a run: curves, completions, tokens",
+    "generate": "sample answers of a model to prompts, by any engine",
+    "judge": "say which of two sets of answers a judge prefers, with an interval",
     "serve-reward": "serve reward functions over HTTP, for trainers that run elsewhere",
 }
 
@@ -29,6 +31,8 @@ _WHERE = {
     "compare": "kedge.cli.compare",
     "doctor": "kedge.cli.doctor",
     "report": "kedge.cli.report",
+    "generate": "kedge.cli.generate",
+    "judge": "kedge.cli.judge",
     "serve-reward": "kedge.cli.serve_reward",
 }
 

@@ -1,0 +1,60 @@
+"""Summaries of a model, and which a judge prefers: these (response1) or references (response0).
+
+    python examples/scripts/evals/generate_tldr.py --model_name_or_path MODEL \
+        --output_path evals/ppo_tldr.csv --n 1000 \
+        [--dataset_name PROMPTS] [--judge_url http://127.0.0.1:8000/v1 --judge_model NAME]
+
+PROMPTS has columns prompt and completion (the reference).  Without a judge it only writes.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from kedge.cli.data import Splits
+from kedge.cli.generate import answered, write
+from kedge.cli.main import guarded
+from kedge.judges import Endpoint, match
+
+
+def main(argv: list[str]) -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--model_name_or_path", required=True)
+    flags.add_argument("--output_path", default="tldr.csv")
+    flags.add_argument("--n", type=int, default=1000)
+    flags.add_argument("--dataset_name", default="trl-lib/tldr")
+    flags.add_argument("--dataset_split", default="validation")
+    flags.add_argument("--max_new_tokens", type=int, default=53)
+    flags.add_argument("--temperature", type=float, default=0.01)
+    flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    flags.add_argument("--judge_url")
+    flags.add_argument("--judge_model", default="gpt-4o-mini")
+    args = flags.parse_args(argv)
+    rows = Splits(args.dataset_name).load(args.dataset_split)
+    found = answered(
+        args.model_name_or_path,
+        rows.select(range(min(args.n, len(rows)))),
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        engine=args.engine,
+    )
+    output = Path(args.output_path)
+    if args.judge_url is not None:
+        judge = Endpoint(args.judge_url, args.judge_model, cache=output.with_suffix(".sqlite"))
+        names = ("prompt", "completion", "reference")
+        prompts, ours, theirs = ([str(row[name]) for row in found] for name in names)
+        result = match(prompts, ours, theirs, judge)
+        said = {"win": "response1", "loss": "response0"}
+        for row, judged in zip(found, result.rows, strict=True):
+            row["preferred"] = said.get(judged.outcome, judged.outcome)
+        for name in sorted({row["preferred"] for row in found}):
+            print(f"{name}    {sum(row['preferred'] == name for row in found)}")
+        low, high = result.interval()
+        print(f"win rate {result.win_rate:.1%} ({low:.1%} .. {high:.1%})")
+    write(output, found)
+    print(f"{len(found)} summaries are in {output}")
+
+
+if __name__ == "__main__":
+    if code := guarded(main, sys.argv[1:], name="generate_tldr.py"):
+        sys.exit(code)

@@ -1,0 +1,47 @@
+"""How often a model's summaries beat the references, as a judge sees it.
+
+    python examples/scripts/evals/judge_tldr.py --model_name_or_path MODEL \
+        --judge_url http://127.0.0.1:8000/v1 --judge_model NAME --num_examples 1000
+
+The prompts have columns prompt and completion (the reference).  Summaries, judgements and the table
+are in --output_dir, and replies, so that a run that was stopped pays for nothing twice.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from kedge.cli import generate, judge
+from kedge.cli.main import guarded
+
+
+def main(argv: list[str]) -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--model_name_or_path", required=True)
+    flags.add_argument("--dataset_name", default="trl-lib/tldr")
+    flags.add_argument("--dataset_split", default="validation")
+    flags.add_argument("--num_examples", default="1000")
+    flags.add_argument("--max_new_tokens", default="200")
+    flags.add_argument("--judge_url", default="https://api.openai.com/v1")
+    flags.add_argument("--judge_model", default="gpt-4o-mini")
+    flags.add_argument("--output_dir", default="judge_tldr")
+    args, more = flags.parse_known_args(argv)
+    output = str(Path(args.output_dir) / "completions.jsonl")
+    generate.main(
+        [
+            *(args.model_name_or_path, args.dataset_name, "--split", args.dataset_split),
+            *("--limit", args.num_examples, "--max_new_tokens", args.max_new_tokens),
+            *("--output", output),
+        ]
+    )
+    judge.main(
+        [
+            *(output, "@reference", "--endpoint", args.judge_url, "--model", args.judge_model),
+            *("--output_dir", args.output_dir, *more),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    if code := guarded(main, sys.argv[1:], name="judge_tldr.py"):
+        sys.exit(code)

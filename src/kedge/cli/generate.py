@@ -1,0 +1,168 @@
+"""``kedge generate``: answers of a model to prompts, by any engine, as jsonl and CSV."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kedge.errors import ConfigError, DataError
+
+EPILOG = """\
+PROMPTS is a file, a folder or a hub name, as for training.  Each line of the output has the prompt,
+the completion and the other columns of its row, for `kedge judge OUT.jsonl @reference ...`.
+example: kedge generate MODEL prompts.jsonl --output ppo.jsonl --max_new_tokens 53"""
+BATCH = 64
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = _Parser(
+        prog="kedge generate",
+        description="Sample answers to prompts.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("model", help="folder or hub name")
+    made.add_argument("prompts", help="dataset with a column prompt")
+    made.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
+    made.add_argument("--split", default="test", help="default: %(default)s")
+    made.add_argument("--limit", type=int, help="the first so many prompts")
+    made.add_argument("--max_new_tokens", type=int, default=53)
+    made.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
+    made.add_argument("--max_prompt_length", type=int, help="longer prompts are left out")
+    made.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+def main(argv: Sequence[str]) -> None:
+    """Sample and write."""
+    flags = parser().parse_args(list(argv))
+    from kedge.cli.data import Splits
+
+    rows = Splits(flags.prompts).load(flags.split)
+    if flags.limit is not None:
+        rows = rows.select(range(min(flags.limit, len(rows))))
+    found = answered(
+        flags.model,
+        rows,
+        max_new_tokens=flags.max_new_tokens,
+        temperature=flags.temperature,
+        max_prompt_length=flags.max_prompt_length,
+        engine=flags.engine,
+        seed=flags.seed,
+    )
+    write(Path(flags.output), found)
+    sys.stdout.write(f"kedge: {len(found)} completions are in {flags.output}\n")
+
+
+def answered(
+    name: str,
+    dataset: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    max_prompt_length: int | None = None,
+    engine: str = "embedded",
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """The rows of a dataset with a ``completion`` each, without special tokens.
+
+    A column ``completion`` of the dataset becomes ``reference``.
+
+    Args:
+        name: folder or hub name of a causal language model with a tokenizer.
+        dataset: with a column of prompts, as for training.
+        max_new_tokens: most tokens of an answer; it ends at the tokenizer's end of text.
+        temperature: 0 takes the most likely tokens.
+        max_prompt_length: tokens; longer prompts are left out.
+        engine: ``embedded`` or ``vllm``.
+        seed: of the draws.
+
+    Raises:
+        ConfigError, DataError: a model, an engine or prompts that cannot be used.
+    """
+    from kedge.backends.data import DatasetPrompts
+    from kedge.cli.arguments import ModelArguments
+    from kedge.cli.ppo import load_policy, load_tokenizer
+    from kedge.types import Sampling
+
+    options = ModelArguments()
+    tokenizer, model = load_tokenizer(name, options), load_policy(name, options).eval()
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token to stop at")
+    size = min(BATCH, max(len(dataset), 1))
+    prompts = DatasetPrompts(
+        dataset,
+        tokenizer,
+        prompts_per_step=size,
+        seed=seed,
+        shuffle=False,
+        max_prompt_length=max_prompt_length,
+    )
+    sampler = _engine(engine, model, tokenizer)
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        stop_ids=(int(tokenizer.eos_token_id),),
+    )
+    found: list[dict[str, Any]] = []
+    for step in range(-(-len(prompts) // size)):
+        batch = prompts.batch(step)
+        rollout = sampler.generate(batch, sampling=sampling, seed=seed + step)
+        for i in range(len(rollout)):
+            columns = {n: values[i] for n, values in batch.columns.items()}
+            if "completion" in columns:
+                columns["reference"] = columns.pop("completion")
+            text = tokenizer.decode(rollout.ids[i][rollout.present[i]], skip_special_tokens=True)
+            found.append({**columns, "completion": text})
+    return found[: len(prompts)]  # the last batch is filled up from the start
+
+
+def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if kind == "embedded":
+        import torch
+
+        from kedge.backends.hf.rollout import EmbeddedEngine
+
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return EmbeddedEngine(model, pad_id=pad, tokenizer=tokenizer, live=True)
+    from kedge.config.support import installed
+
+    if not installed("vllm"):
+        raise ConfigError("--engine vllm needs vLLM: pip install 'kedge[vllm]'; or use embedded")
+    from kedge.backends.vllm import Blueprint, InProcess, VLLMEngine
+
+    blueprint = Blueprint.of(model)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return VLLMEngine(InProcess(blueprint, weights), blueprint, pad_id=pad)
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows as jsonl, or as CSV by the file's ending.
+
+    Raises:
+        DataError: there are none.
+    """
+    if not rows:
+        raise DataError(f"{file}: there is no prompt to answer")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix != ".csv":
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return
+    with file.open("w", newline="", encoding="utf-8") as out:
+        table = csv.DictWriter(out, fieldnames=list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)

@@ -1,0 +1,105 @@
+"""Judges that are Python functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kedge.errors import JudgeError
+from kedge.judges.base import Answer, Pair, Prefer
+
+Preference = Callable[[list[str], list[str], list[str]], Sequence[float | None]]
+Score = Callable[[list[str], list[str]], Sequence[float | None]]
+
+
+class FunctionJudge:
+    """A function ``f(prompts, firsts, seconds)``: for each, how likely the first is better.
+
+    1 is the first, 0 the second, 0.5 a tie, None no answer.
+
+    Args:
+        function: see above.
+        name: for tables; the function's own if unset.
+    """
+
+    def __init__(self, function: Preference, name: str | None = None) -> None:
+        self._function = function
+        self._name = str(name or getattr(function, "__name__", type(function).__name__))
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self._name
+
+    def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
+        """One answer a pair.
+
+        Raises:
+            JudgeError: the function failed, or returned something else.
+        """
+        columns = [[getattr(p, n) for p in pairs] for n in ("prompt", "first", "second")]
+        found = _called(self._function, columns, len(pairs), self.name)
+        for value in found:
+            if value is not None and not 0 <= value <= 1:
+                raise JudgeError(
+                    f"judge {self.name} returned {value!r}; 1 is the first, 0 the second, 0.5 a tie"
+                )
+        return [Answer(prefer=_side(value, 0.5)) for value in found]
+
+
+class ScoreJudge:
+    """Compares the scores that a function ``f(prompts, answers)`` gives to each answer by itself.
+
+    Args:
+        score: see above; None is no answer.
+        name: for tables.
+        margin: scores closer than this are a tie.
+    """
+
+    def __init__(self, score: Score, name: str | None = None, *, margin: float = 0.0) -> None:
+        self._score, self._margin = score, margin
+        self._name = str(name or getattr(score, "__name__", type(score).__name__))
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self._name
+
+    def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
+        """One answer a pair.
+
+        Raises:
+            JudgeError: the function failed, or returned something else.
+        """
+        prompts = [p.prompt for p in pairs]
+        answers = [p.first for p in pairs] + [p.second for p in pairs]
+        scores = _called(self._score, [prompts * 2, answers], 2 * len(pairs), self.name)
+        found = []
+        for a, b in zip(scores[: len(pairs)], scores[len(pairs) :], strict=True):
+            if a is None or b is None:
+                found.append(Answer(prefer="invalid"))
+            elif abs(a - b) <= self._margin:
+                found.append(Answer(prefer="tie", said=f"{a:.6g} {b:.6g}"))
+            else:
+                found.append(Answer(prefer=_side(a, b), said=f"{a:.6g} {b:.6g}"))
+        return found
+
+
+def _side(value: float | None, middle: float) -> Prefer:
+    if value is None:
+        return "invalid"
+    if value == middle:
+        return "tie"
+    return "first" if value > middle else "second"
+
+
+def _called(
+    function: Callable[..., Sequence[float | None]], columns: list[list[str]], rows: int, name: str
+) -> list[float | None]:
+    try:
+        found = [None if x is None else float(x) for x in function(*columns)]
+    except Exception as error:
+        raise JudgeError(f"judge {name} raised {type(error).__name__}: {error}") from error
+    if len(found) != rows:
+        raise JudgeError(f"judge {name} returned {len(found)} values for {rows}")
+    return [None if x is None or math.isnan(x) else x for x in found]

@@ -1,0 +1,210 @@
+"""A match: which of two sets of answers a judge prefers, and how sure that is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from kedge.errors import JudgeError
+from kedge.judges.base import Answer, Judge, Pair
+
+Outcome = Literal["win", "loss", "tie", "invalid"]
+RESAMPLES = 2000
+_WORTH: dict[Outcome, float] = {"win": 1.0, "tie": 0.5, "loss": 0.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One prompt of a match."""
+
+    prompt: str
+    ours: str
+    theirs: str
+    swapped: bool  # the judge saw theirs first
+    outcome: Outcome
+    answer: Answer
+
+    @property
+    def worth(self) -> float | None:
+        """1 for a win, 0.5 for a tie, 0 for a loss, None where the answer is invalid."""
+        return _WORTH.get(self.outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """All rows of a match, and what they come to."""
+
+    judge: str
+    rows: list[Row]
+
+    def count(self, outcome: Outcome) -> int:
+        """Rows with that outcome."""
+        return sum(row.outcome == outcome for row in self.rows)
+
+    @property
+    def win_rate(self) -> float:
+        """Share of wins among the valid answers, a tie as half a win.
+
+        Raises:
+            JudgeError: no answer is valid.
+        """
+        worths = self._worths()
+        return sum(worths) / len(worths)
+
+    def interval(self, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+        """Bootstrap interval of the win rate over prompts (Efron 1979), percentile method."""
+        worths, draw = self._worths(), random.Random(seed)
+        means = sorted(
+            sum(draw.choices(worths, k=len(worths))) / len(worths) for _ in range(RESAMPLES)
+        )
+        tail = (1 - level) / 2
+        last = len(means) - 1
+        return means[round(tail * last)], means[round((1 - tail) * last)]
+
+    @property
+    def controlled(self) -> float | None:
+        """Length-controlled win rate: what it would be if both answers were equally long.
+
+        A logistic regression of the outcome on a constant and tanh(difference of lengths in
+        characters / its standard deviation); the rate at difference 0.  This is the model of Dubois
+        et al. 2024 (arXiv:2404.04475), equation 2, without its term for how hard a prompt is.
+        None where the answers do not differ in length, or outcome follows length alone.
+        """
+        rows = [row for row in self.rows if row.worth is not None]
+        gaps = [len(row.ours) - len(row.theirs) for row in rows]
+        spread = math.sqrt(sum(g * g for g in gaps) / max(len(gaps), 1))
+        if not spread or len(set(gaps)) < 2:
+            return None
+        found = _logistic([math.tanh(g / spread) for g in gaps], self._worths())
+        return None if found is None else 1 / (1 + math.exp(-found[0]))
+
+    def summary(self) -> dict[str, float | int | str | None]:
+        """Everything in numbers, as JSON values."""
+        low, high = self.interval()
+        answers = [row.answer for row in self.rows]
+        return {
+            "judge": self.judge,
+            "prompts": len(self.rows),
+            "wins": self.count("win"),
+            "losses": self.count("loss"),
+            "ties": self.count("tie"),
+            "invalid": self.count("invalid"),
+            "win_rate": self.win_rate,
+            "win_rate_low": low,
+            "win_rate_high": high,
+            "length_controlled_win_rate": self.controlled,
+            "mean_length_ours": _mean([len(row.ours) for row in self.rows]),
+            "mean_length_theirs": _mean([len(row.theirs) for row in self.rows]),
+            "first_preferred": _mean([float(row.answer.prefer == "first") for row in self.rows]),
+            "prompt_tokens": sum(a.prompt_tokens for a in answers if not a.cached),
+            "completion_tokens": sum(a.completion_tokens for a in answers if not a.cached),
+            "cached": sum(a.cached for a in answers),
+        }
+
+    def _worths(self) -> list[float]:
+        worths = [worth for row in self.rows if (worth := row.worth) is not None]
+        if not worths:
+            raise JudgeError(f"judge {self.judge} gave no valid answer to {len(self.rows)} pairs")
+        return worths
+
+
+def match(
+    prompts: Sequence[str],
+    ours: Sequence[str],
+    theirs: Sequence[str],
+    judge: Judge,
+    *,
+    seed: int = 0,
+) -> Match:
+    """Have a judge compare two answers to every prompt, in an order drawn for each.
+
+    Args:
+        prompts: what was asked.
+        ours: answers whose win rate is wanted.
+        theirs: answers to beat.
+        judge: compares.
+        seed: of the order in which the judge sees the two.
+
+    Raises:
+        JudgeError: there is nothing to compare, or the judge cannot be asked.
+    """
+    if not prompts or not len(prompts) == len(ours) == len(theirs):
+        raise JudgeError(
+            f"a match needs equally many prompts and answers, at least one: {len(prompts)} prompts,"
+            f" {len(ours)} of ours, {len(theirs)} of theirs"
+        )
+    swaps = [_coin(seed, i, prompt) for i, prompt in enumerate(prompts)]
+    pairs = [
+        Pair(prompt, b, a) if swap else Pair(prompt, a, b)
+        for prompt, a, b, swap in zip(prompts, ours, theirs, swaps, strict=True)
+    ]
+    answers = judge.judge(pairs)
+    rows = [
+        Row(
+            prompt=prompt,
+            ours=a,
+            theirs=b,
+            swapped=swap,
+            outcome=_outcome(answer, swap),
+            answer=answer,
+        )
+        for prompt, a, b, swap, answer in zip(prompts, ours, theirs, swaps, answers, strict=True)
+    ]
+    return Match(judge.name, rows)
+
+
+def rank(
+    prompts: Sequence[str], answers: Mapping[str, Sequence[str]], judge: Judge, *, seed: int = 0
+) -> dict[str, float]:
+    """Every player against every other: name -> mean win rate over its matches, best first."""
+    if len(answers) < 2:
+        raise JudgeError(f"a ranking needs two sets of answers or more, got {len(answers)}")
+    rates: dict[str, list[float]] = {name: [] for name in answers}
+    for one, other in combinations(answers, 2):
+        rate = match(prompts, answers[one], answers[other], judge, seed=seed).win_rate
+        rates[one].append(rate)
+        rates[other].append(1 - rate)
+    means = {name: _mean(found) for name, found in rates.items()}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def _coin(seed: int, row: int, prompt: str) -> bool:
+    digest = hashlib.blake2b(f"{seed}/{row}/{prompt}".encode(), digest_size=1).digest()
+    return bool(digest[0] & 1)
+
+
+def _outcome(answer: Answer, swapped: bool) -> Outcome:
+    if answer.prefer in ("tie", "invalid"):
+        return answer.prefer
+    return "win" if (answer.prefer == "first") != swapped else "loss"
+
+
+def _mean(xs: Sequence[float]) -> float:
+    return sum(xs) / len(xs)
+
+
+def _logistic(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
+    """Constant and slope of a logistic regression, by Newton's method; None if it has no end."""
+    constant = slope = 0.0
+    for _ in range(50):
+        ps = [1 / (1 + math.exp(-max(-30.0, min(30.0, constant + slope * x)))) for x in xs]
+        errors = [y - p for y, p in zip(ys, ps, strict=True)]
+        ws = [p * (1 - p) for p in ps]
+        g0, g1 = sum(errors), sum(e * x for e, x in zip(errors, xs, strict=True))
+        h00, h01 = sum(ws), sum(w * x for w, x in zip(ws, xs, strict=True))
+        h11 = sum(w * x * x for w, x in zip(ws, xs, strict=True))
+        area = h00 * h11 - h01 * h01
+        if area < 1e-12:
+            return None
+        step0, step1 = (h11 * g0 - h01 * g1) / area, (h00 * g1 - h01 * g0) / area
+        constant, slope = constant + step0, slope + step1
+        if abs(constant) > 20 or abs(slope) > 40:
+            return None  # the outcomes are separated
+        if abs(step0) + abs(step1) < 1e-9:
+            return constant, slope
+    return None

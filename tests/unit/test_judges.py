@@ -1,0 +1,440 @@
+"""Judges and matches: counting, intervals, length, failures of an endpoint, paying once."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge.cli.main import main
+from kedge.errors import JudgeError
+from kedge.judges import Endpoint, FunctionJudge, Match, Pair, Row, ScoreJudge, match, rank
+from kedge.judges.base import Answer
+from kedge.judges.endpoint import winner_in
+from kedge.testing import tiny_reward_model
+
+from .text_toys import word_tokenizer
+
+PROMPTS = [f"prompt {i}" for i in range(40)]
+GOOD, BAD = [f"good {i}" for i in range(40)], [f"bad {i}" for i in range(40)]
+
+
+def prefers_good(prompts: list[str], a: list[str], b: list[str]) -> list[float]:
+    return [float(x.startswith("good")) for x in a]
+
+
+def prefers_first(prompts: list[str], a: list[str], b: list[str]) -> list[float]:
+    return [1.0 for _ in a]
+
+
+def rows(outcomes: list[tuple[str, int, int]]) -> Match:
+    """A match of outcomes and lengths."""
+    return Match(
+        "j",
+        [
+            Row(
+                prompt="p",
+                ours="x" * ours,
+                theirs="x" * theirs,
+                swapped=False,
+                outcome=outcome,  # type: ignore[arg-type]
+                answer=Answer(prefer="first"),
+            )
+            for outcome, ours, theirs in outcomes
+        ],
+    )
+
+
+def test_the_better_side_wins_whatever_the_order() -> None:
+    judge = FunctionJudge(prefers_good)
+    assert match(PROMPTS, GOOD, BAD, judge).win_rate == 1.0
+    assert match(PROMPTS, BAD, GOOD, judge).win_rate == 0.0
+
+
+def test_a_judge_that_likes_the_first_answer_decides_nothing() -> None:
+    found = match(PROMPTS, GOOD, BAD, FunctionJudge(prefers_first), seed=3)
+    swapped = sum(row.swapped for row in found.rows)
+    assert 10 < swapped < 30  # the order is drawn
+    assert found.win_rate == 1 - swapped / 40
+    assert found.summary()["first_preferred"] == 1.0
+    again = match(PROMPTS, GOOD, BAD, FunctionJudge(prefers_first), seed=3)
+    assert [r.swapped for r in again.rows] == [r.swapped for r in found.rows]
+
+
+def test_ties_are_half_and_invalid_answers_are_left_out_and_counted() -> None:
+    found = rows([("win", 1, 1)] * 3 + [("tie", 1, 1)] * 2 + [("loss", 1, 1), ("invalid", 1, 1)])
+    assert found.win_rate == pytest.approx(4 / 6)
+    summary = found.summary()
+    assert [summary[n] for n in ("wins", "losses", "ties", "invalid")] == [3, 1, 2, 1]
+    with pytest.raises(JudgeError, match="no valid answer to 1 pairs"):
+        rows([("invalid", 1, 1)]).summary()
+
+
+def test_the_interval_is_that_of_the_mean() -> None:
+    found = rows([("win", 1, 1)] * 60 + [("loss", 1, 1)] * 40)
+    low, high = found.interval()
+    assert low == pytest.approx(0.6 - 1.96 * math.sqrt(0.24 / 100), abs=0.02)
+    assert high == pytest.approx(0.6 + 1.96 * math.sqrt(0.24 / 100), abs=0.02)
+    assert found.interval() == (low, high)  # seeded
+
+
+def test_length_control_takes_out_what_length_bought() -> None:
+    draw = random.Random(0)
+    outcomes = []
+    for _ in range(4000):
+        gap = draw.choice([-20, -10, 0, 10, 20, 30])  # longer more often than not
+        chance = 1 / (1 + math.exp(-3 * math.tanh(gap / 17.8)))  # length alone decides
+        outcomes.append(("win" if draw.random() < chance else "loss", 50 + gap, 50))
+    found = rows(outcomes)
+    assert found.win_rate > 0.55
+    assert found.controlled == pytest.approx(0.5, abs=0.03)
+    assert rows([("win", 5, 5), ("loss", 5, 5)]).controlled is None
+
+
+def test_scores_are_compared_and_may_tie() -> None:
+    judge = ScoreJudge(lambda prompts, answers: [float(a.startswith("good")) for a in answers])
+    assert match(PROMPTS, GOOD, BAD, judge).win_rate == 1.0
+    assert match(PROMPTS, GOOD, GOOD, judge).count("tie") == 40
+    near = ScoreJudge(lambda prompts, answers: [len(a) / 100 for a in answers], margin=0.05)
+    assert match(PROMPTS, GOOD, BAD, near).count("tie") == 40
+
+
+def test_a_ranking_of_three() -> None:
+    judge = ScoreJudge(lambda prompts, answers: [float(len(a)) for a in answers])
+    players = {"short": ["a"] * 3, "long": ["aaa"] * 3, "middle": ["aa"] * 3}
+    assert rank(["p"] * 3, players, judge) == {"long": 1.0, "middle": 0.5, "short": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        (FunctionJudge(lambda p, a, b: [2.0 for _ in p], "f"), "returned 2.0; 1 is the first"),
+        (FunctionJudge(lambda p, a, b: [1.0], "f"), "returned 1 values for 40"),
+        (FunctionJudge(lambda p, a, b: 1 / 0, "f"), "judge f raised ZeroDivisionError"),  # type: ignore[arg-type, return-value]
+    ],
+)
+def test_functions_that_fail_are_named(judge: FunctionJudge, said: str) -> None:
+    with pytest.raises(JudgeError, match=said):
+        match(PROMPTS, GOOD, BAD, judge)
+
+
+@pytest.mark.parametrize(
+    ("text", "prefer"),
+    [
+        ("It is right.\nWinner: A", "first"),
+        ("winner: response_B", "second"),
+        ('"Winner: tie"', "tie"),
+        ("Winner: A? No.\nWinner: B", "second"),
+        ("**Winner: B**", "second"),
+        ("A", "first"),
+        (" b. ", "second"),
+        ("Both are fine.", "invalid"),
+        ("A is good and B is bad", "invalid"),
+        ("Winner: Anna", "invalid"),
+        ("", "invalid"),
+    ],
+)
+def test_what_a_judge_says_is_read(text: str, prefer: str) -> None:
+    assert winner_in(text) == prefer
+
+
+# -- an endpoint ------------------------------------------------------------------------------
+
+
+class Server:
+    """An OpenAI-compatible endpoint that does what a script says; counts what it was asked."""
+
+    def __init__(self, script: Callable[[int, dict[str, Any]], Any]) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paid = 0
+        outer, turn = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with turn:
+                    number = len(outer.asked)
+                    outer.asked.append(body)
+                    outer.headers.append(dict(self.headers))
+                found = script(number, body)
+                status, extra, reply = found if isinstance(found, tuple) else (200, {}, found)
+                data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                outer.paid += status == 200
+                self.send_response(status)
+                for name, value in extra.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def start(script: Callable[[int, dict[str, Any]], Any]) -> Server:
+        made.append(Server(script))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.close()
+
+
+def reply(text: str) -> dict[str, Any]:
+    usage = {"prompt_tokens": 11, "completion_tokens": 3}
+    return {"choices": [{"message": {"content": text}}], "usage": usage}
+
+
+def honest(number: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Prefers the answer that says good."""
+    text = body["messages"][0]["content"]
+    first = text.split("<response_A>\n")[1].split("\n")[0]
+    return reply(f"It is better.\nWinner: {'A' if first.startswith('good') else 'B'}")
+
+
+def endpoint(server: Server, **options: Any) -> tuple[Endpoint, list[float]]:
+    waits: list[float] = []
+    return Endpoint(server.url, "judge-1", sleep=waits.append, **options), waits
+
+
+def test_an_endpoint_is_asked_and_counted(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    server = serve(honest)
+    judge, _ = endpoint(server, key_env="MY_KEY")
+    found = match(PROMPTS, GOOD, BAD, judge)
+    assert found.win_rate == 1.0
+    assert len(server.asked) == 40
+    assert server.asked[0]["model"] == "judge-1"
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    summary = found.summary()
+    assert (summary["prompt_tokens"], summary["completion_tokens"]) == (440, 120)
+
+
+def test_texts_with_braces_and_places_are_passed_on_as_they_are(serve: Any) -> None:
+    server = serve(honest)
+    judge, _ = endpoint(server)
+    judge.judge([Pair("{first} {x}", "good {second}", "bad")])
+    assert "{first} {x}" in server.asked[0]["messages"][0]["content"]
+    assert "good {second}" in server.asked[0]["messages"][0]["content"]
+
+
+def test_requests_run_at_the_same_time_but_no_more_than_allowed(serve: Any) -> None:
+    running, most, turn = 0, 0, threading.Lock()
+
+    def slow(number: int, body: dict[str, Any]) -> Any:
+        nonlocal running, most
+        with turn:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.03)
+        with turn:
+            running -= 1
+        return honest(number, body)
+
+    judge, _ = endpoint(serve(slow), concurrency=3)
+    match(PROMPTS[:12], GOOD[:12], BAD[:12], judge)
+    assert 1 < most <= 3
+
+
+def test_rate_limits_and_server_errors_are_tried_again(serve: Any) -> None:
+    def flaky(number: int, body: dict[str, Any]) -> Any:
+        if number == 0:
+            return 429, {"Retry-After": "7"}, {"error": "slow down"}
+        if number == 1:
+            return 503, {}, b"<html>busy</html>"
+        if number == 2:
+            return b"this is no JSON"
+        if number == 3:
+            return {"choices": []}
+        return honest(number, body)
+
+    server = serve(flaky)
+    judge, waits = endpoint(server, concurrency=1)
+    assert match(PROMPTS[:1], GOOD[:1], BAD[:1], judge).win_rate == 1.0
+    assert len(server.asked) == 5
+    assert waits[0] == 7.0
+    assert 1.0 <= waits[1] <= 2.0
+    assert 2.0 <= waits[2] <= 4.0
+
+
+def test_a_time_out_is_tried_again(serve: Any) -> None:
+    def hangs(number: int, body: dict[str, Any]) -> Any:
+        if number == 0:
+            time.sleep(0.6)
+        return honest(number, body)
+
+    judge, waits = endpoint(serve(hangs), timeout=0.2)
+    assert match(PROMPTS[:1], GOOD[:1], BAD[:1], judge).win_rate == 1.0
+    assert len(waits) == 1
+
+
+def test_malformed_answers_are_counted_not_asked_again(serve: Any) -> None:
+    server = serve(lambda number, body: reply("Hard to say." if number % 2 else "Winner: A"))
+    judge, _ = endpoint(server, concurrency=1)
+    found = match(PROMPTS, GOOD, BAD, judge)
+    assert found.count("invalid") == 20
+    assert len(server.asked) == 40
+
+
+def test_a_refusal_ends_at_once_and_never_shows_the_key(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    server = serve(lambda number, body: (401, {}, {"error": "bad key"}))
+    judge, waits = endpoint(server, concurrency=2)
+    with pytest.raises(JudgeError, match=r"HTTP 401: .*bad key.*OPENAI_API_KEY") as caught:
+        match(PROMPTS, GOOD, BAD, judge)
+    assert "sk-secret" not in str(caught.value)
+    assert waits == []
+    assert len(server.asked) <= 4
+
+
+def test_a_server_killed_half_way_is_not_paid_twice(serve: Any, tmp_path: Path) -> None:
+    up = False
+
+    def dies(number: int, body: dict[str, Any]) -> Any:
+        return honest(number, body) if up or number < 17 else (500, {}, {"error": "gone"})
+
+    server, cache = serve(dies), tmp_path / "deep" / "replies.sqlite"
+    with pytest.raises(JudgeError, match="17 of 40 pairs have an answer, which is cached"):
+        match(PROMPTS, GOOD, BAD, endpoint(server, retries=1, concurrency=4, cache=cache)[0])
+    assert server.paid == 17
+    up = True
+    found = match(
+        PROMPTS, GOOD, BAD, endpoint(server, cache=cache)[0]
+    )  # another process, as it were
+    assert found.win_rate == 1.0
+    assert server.paid == 40
+    assert sum(row.answer.cached for row in found.rows) == 17
+    assert found.summary()["prompt_tokens"] == 23 * 11
+
+
+def test_another_question_is_another_key(serve: Any, tmp_path: Path) -> None:
+    server = serve(honest)
+    pair = [Pair("p", "good", "bad")]
+    for options in ({}, {}, {"temperature": 0.5}, {"max_tokens": 9}):
+        endpoint(server, cache=tmp_path / "c.sqlite", **options)[0].judge(pair)
+    assert len(server.asked) == 3  # the second was known
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"template": "{prompt} {first}"}, r"template has no \{second\}"),
+        ({"base_url": "localhost:8000"}, "must begin with http"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(JudgeError, match=said):
+        Endpoint(**({"base_url": "http://x", "model": "m"} | options))
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    ours = [
+        {"prompt": p, "completion": g, "reference": b}
+        for p, g, b in zip(PROMPTS, GOOD, BAD, strict=True)
+    ]
+    theirs = [{"prompt": p, "completion": b} for p, b in zip(PROMPTS[::-1], BAD[::-1], strict=True)]
+    return write(tmp_path / "ours.jsonl", ours), write(tmp_path / "theirs.jsonl", theirs)
+
+
+def test_the_command_with_an_endpoint(
+    files: tuple[str, str], serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, out = serve(honest), tmp_path / "out"
+    flags = ["--endpoint", server.url, "--model", "m", "--output_dir", str(out)]
+    flags += ["--price_in", "2", "--price_out", "10"]
+    assert main(["judge", *files, *flags]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["win_rate"] == 1.0
+    assert summary["cost"] == pytest.approx((440 * 2 + 120 * 10) / 1e6)
+    lines = (out / "judgements.jsonl").read_text().splitlines()
+    assert len(lines) == 40
+    assert json.loads(lines[3])["ours"] == "good 3"
+    assert json.loads(lines[3])["theirs"] == "bad 3"  # by prompt, not by place
+    assert len((out / "judgements.csv").read_text().splitlines()) > 40
+    assert "100.0%" in capsys.readouterr().out
+    assert main(["judge", *files, *flags]) == 0
+    assert len(server.asked) == 40
+
+
+def test_the_command_with_functions_and_a_reference_column(
+    files: tuple[str, str], tmp_path: Path
+) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text("def longer(prompts, answers):\n    return [len(a) for a in answers]\n")
+    flags = ["--score", f"{code}:longer", "--output_dir", str(tmp_path / "out"), "--limit", "5"]
+    assert main(["judge", files[0], "@reference", *flags]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["prompts"], summary["wins"]) == (5, 5)
+
+
+def test_the_command_with_a_reward_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tiny_reward_model(vocab_size=32).save_pretrained(model)
+    word_tokenizer().save_pretrained(model)
+    rows = [{"prompt": "w3 ", "completion": f"w{i} w5", "reference": "w7"} for i in range(3, 9)]
+    ours = write(tmp_path / "ours.jsonl", rows)
+    flags = ["--reward_model", str(model), "--output_dir", str(tmp_path / "out")]
+    assert main(["judge", ours, "@reference", *flags]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["wins"] + summary["losses"] + summary["ties"] == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--endpoint", "http://x"], "--endpoint needs --model"),
+        (["--function", "none.py:f"], "none.py"),
+        ([], "one of the arguments"),
+    ],
+)
+def test_mistakes_are_one_line(
+    change: list[str], said: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["judge", *files, *change]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_missing_files_columns_and_prompts_are_named(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score = ["--score", "x.py:f", "--output_dir", str(tmp_path / "out")]
+    for ours, theirs, said in (
+        (files[0], "nothing.jsonl", "there is no file nothing.jsonl"),
+        (files[0], "@gold", "has no text in column 'gold'"),
+        (files[0], write(tmp_path / "few.jsonl", [{"prompt": "a", "completion": "b"}]), "40 of 40"),
+        (write(tmp_path / "list.jsonl", [[1]]), files[1], "no object with columns"),  # type: ignore[list-item]
+    ):
+        assert main(["judge", ours, theirs, *score]) == 2
+        assert said in capsys.readouterr().err
