@@ -94,7 +94,11 @@ def show_split(job: costs.Job, options: Options, asked: Asked, console: Any) -> 
     told = costs.plan_split(job, device, learners=learners, engines=engines)
     table = Table(title=f"seconds of an update on {device.name}, estimated", title_justify="left")
     for column in ("devices", *costs.STAGES, "update"):
-        table.add_column(column, justify="left" if column == "devices" else "right")
+        table.add_column(
+            column,
+            justify="left" if column == "devices" else "right",
+            no_wrap=column == "devices",
+        )
     best = costs.splits(job, device, total)
     for split in [told, *(s for s in best[:SHOWN] if s != told)]:
         who = f"{split.learners} learn, {split.engines} sample"
