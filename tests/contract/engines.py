@@ -10,7 +10,7 @@ import torch
 
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.testing import ScriptedRollouts, tiny_policy
-from tests.ray.clusters import local, needs_ray
+from tests.on_ray.clusters import local, needs_ray
 
 PAD = 0
 has_vllm = importlib.util.find_spec("vllm") is not None

@@ -11,7 +11,7 @@ from typing import Any
 from kedge import PPOConfig
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, small
-from tests.ray.clusters import local, needs_ray
+from tests.on_ray.clusters import local, needs_ray
 from tests.unit.text_toys import word_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ray.md").read_text(encoding="utf-8")

@@ -47,12 +47,12 @@ class TestPlan:
         assert plan.strategy == "PACK"
         assert {seat.gpus for seat in plan.seats} == {0}
 
-    @pytest.mark.parametrize("engines", [1, 2, 3])
+    @pytest.mark.parametrize("engines", [1, 2, 3, 7])
     def test_one_gpu_is_shared_by_learner_and_engines(self, engines):
         plan = plan_seats(learners=[1], engines=engines, gpus=True, single_gpu_mode=True)
         (bundle,) = plan.bundles
-        assert bundle["GPU"] == pytest.approx(1.0)
-        assert sum(seat.gpus for seat in plan.seats) == pytest.approx(1.0)
+        assert 0.999 < bundle["GPU"] <= 1.0
+        assert sum(seat.gpus for seat in plan.seats) == pytest.approx(bundle["GPU"])
         assert plan.of("learner")[0].gpus == 0.5
 
     def test_one_gpu_is_not_for_several_learners(self):

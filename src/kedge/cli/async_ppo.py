@@ -94,6 +94,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
             engines=engines,
             gpus_per_engine=config.vllm_tensor_parallel_size,
             rewards=config.ray_reward_workers,
+            gpus_per_reward=config.ray_reward_gpus,
             single_gpu_mode=config.single_gpu_mode,
             address=config.ray_address,
             environment=environment_of(config, sum(learners)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Literal, TypeVar
@@ -26,7 +27,7 @@ class SplitEngine:
         engines: they hold copies of one policy.
         pad_id: fills ``Rollout.ids`` after the end of a response.
         check: refuses prompts that cannot be answered, with their place in the whole batch.
-        on_close: called after the engines were closed.
+        on_close: called once, after the engines were closed or when nobody holds this any more.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class SplitEngine:
     ) -> None:
         self.engines = list(engines)
         self._pad_id = pad_id
-        self._check, self._on_close = check, on_close
+        self._check = check
+        self._release = weakref.finalize(self, on_close) if on_close is not None else None
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
 
     @property
@@ -101,8 +103,8 @@ class SplitEngine:
             self._all(closing)
         finally:
             self._threads.shutdown(wait=True)
-            if self._on_close is not None:
-                self._on_close()
+            if self._release is not None:
+                self._release()
 
     def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The results of calls made at the same time; an error once all are over."""

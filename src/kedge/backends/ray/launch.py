@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import signal
 import sys
 import threading
@@ -15,9 +17,10 @@ from kedge.backends.ray import cluster
 from kedge.backends.ray.placement import Placement, place, plan_seats
 from kedge.backends.ray.rank import Failure, Rank
 from kedge.backends.ray.seat import Board, Here
-from kedge.errors import KedgeError, LaunchError
+from kedge.errors import ConfigError, KedgeError, LaunchError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _PULSE = "pulse"  # a thread of its own inside an actor
 _LOOK = 0.2  # seconds between two looks at the ranks
 _ECHO = 3.0  # seconds in which other ranks tell what they know of a failure
@@ -66,7 +69,8 @@ def launch(
         address: of a Ray cluster that runs; None: ``RAY_ADDRESS``, or one of its own here.
         environment: variables of the ranks, e.g. accelerate's: ``ACCELERATE_USE_FSDP``.
         limits: how long to wait.
-        on_row: gets every row of metrics that the first rank logs.
+        on_row: gets every row of metrics that the first rank logs; warnings of all ranks are logged
+            here in any case.
         say: gets the plan as text; None: standard output.
 
     Raises:
@@ -119,6 +123,7 @@ class _Crew:
     ranks: list[Any] = field(default_factory=list)
     where: list[tuple[int, str]] = field(default_factory=list)  # process id and node
     pulses: dict[int, tuple[Any, float]] = field(default_factory=dict)  # asked, and when
+    hung: set[int] = field(default_factory=set)
 
     def start(self) -> None:
         import ray
@@ -204,7 +209,13 @@ class _Crew:
                 rank=rank, ranks=len(self.ranks), placement=self.placement, board=self.board
             )
             variables = {name: str(value) for name, value in own.items()} | dict(environment)
-            running[actor.run.remote(job, variables, place)] = rank
+            try:
+                running[actor.run.remote(job, variables, place)] = rank
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                raise ConfigError(
+                    f"the job cannot be sent to the learners: {error}; build models and data"
+                    " inside it"
+                ) from error
         return running
 
     def _ping(self, rank: int) -> Any:
@@ -213,14 +224,15 @@ class _Crew:
     def _pass_on(self) -> None:
         import ray
 
-        if self.on_row is None:
-            return
         try:
-            rows = ray.get(self.board.take.remote(), timeout=self.limits.patience)
+            rows, notes = ray.get(self.board.take.remote(), timeout=self.limits.patience)
         except ray.exceptions.RayError:
             return  # a board that died is no reason to end a run
-        for row in rows:
-            self.on_row(row)
+        if self.on_row is not None:
+            for row in rows:
+                self.on_row(row)
+        for note in notes:
+            logger.warning("%s", note)
 
     def _outcome(self, ref: Any, rank: int) -> tuple[Any, Failure | None]:
         import ray
@@ -243,12 +255,13 @@ class _Crew:
         import ray
 
         now, found = time.monotonic(), []
-        for rank in running.values():
+        for rank in set(running.values()) - self.hung:
             ref, asked = self.pulses.setdefault(rank, (self._ping(rank), now))
             if ray.wait([ref], timeout=0)[0]:
                 if now - asked > self.limits.heartbeat:
                     self.pulses.pop(rank)
             elif now - asked > self.limits.patience:
+                self.hung.add(rank)
                 found.append(self._death(rank, f"no sign of life for {self.limits.patience:g} s"))
         return found
 

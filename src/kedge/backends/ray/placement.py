@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -112,7 +113,8 @@ def plan_seats(
         add("learner", ranks, whole / both if single_gpu_mode else whole)
     for i in range(engines):
         if single_gpu_mode:
-            add("engine", 1, whole / both / engines, fresh=i == 0 and not learners)
+            share = math.floor(whole / both / engines * 1e4) / 1e4  # Ray counts in ten-thousandths
+            add("engine", 1, share, fresh=i == 0 and not learners)
         else:
             add("engine", 1, whole * gpus_per_engine)
     for _ in range(rewards):
@@ -139,9 +141,8 @@ class Placement:
 
     def text(self) -> str:
         """The plan, with the nodes it got."""
-        from ray.util import placement_group_table
-
         import ray
+        from ray.util import placement_group_table
 
         address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         table = placement_group_table(self.group)["bundles_to_node_id"]
@@ -150,9 +151,8 @@ class Placement:
 
     def release(self) -> None:
         """Give the room back; actors in it end."""
-        from ray.util import remove_placement_group
-
         import ray
+        from ray.util import remove_placement_group
 
         if ray.is_initialized():
             remove_placement_group(self.group)

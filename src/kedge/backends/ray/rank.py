@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
@@ -61,12 +62,24 @@ class Rank:
         """What the job returns on the first rank, or why it failed on this one."""
         os.environ.update(environment)
         sit(place)
+        logging.getLogger("kedge").addHandler(_Notes(place))
         try:
             result = job()
             _leave()
             return (result if place.rank == 0 else None), None
         except (Exception, SystemExit) as error:
             return None, failure(place.rank, error)
+
+
+class _Notes(logging.Handler):
+    """Takes Kedge's warnings to the driver, which has the screen."""
+
+    def __init__(self, place: Here) -> None:
+        super().__init__(logging.WARNING)
+        self._place = place
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._place.note(record.getMessage())
 
 
 def failure(rank: int, error: BaseException) -> Failure:

@@ -16,15 +16,21 @@ class Board:
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+        self._notes: list[str] = []
         self._stop = False
 
     def post(self, row: dict[str, Any]) -> None:
         """Add a row of metrics."""
         self._rows.append(row)
 
-    def take(self) -> list[dict[str, Any]]:
-        """The rows since the last call."""
-        found, self._rows = self._rows, []
+    def note(self, text: str) -> None:
+        """Add a warning."""
+        self._notes.append(text)
+
+    def take(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The rows and the warnings since the last call."""
+        found = self._rows, self._notes
+        self._rows, self._notes = [], []
         return found
 
     def stop(self) -> None:
@@ -49,6 +55,10 @@ class Here:
     def post(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to the driver."""
         self.board.post.remote(dict(row))
+
+    def note(self, text: str) -> None:
+        """Send a warning to the driver."""
+        self.board.note.remote(f"learner {self.rank}: {text}")
 
     def stopping(self) -> bool:
         """Whether the driver wished to stop, as far as the answer is there; never waits."""

@@ -14,8 +14,8 @@ from kedge.backends.ray.rewards import between_groups, joined
 from kedge.errors import ConfigError, RewardError
 from kedge.types import Judgement
 from tests.e2e.small import VOCAB, small
-from tests.ray.clusters import local, needs_ray
-from tests.ray.test_engines import numbers
+from tests.on_ray.clusters import local, needs_ray
+from tests.on_ray.test_engines import numbers
 from tests.unit.text_toys import neox_reward
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}", "wanted": f"w{i % 5}"} for i in range(3, 16)]

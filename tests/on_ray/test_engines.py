@@ -19,11 +19,11 @@ from kedge.testing import tiny_policy
 from kedge.types import Sampling
 from tests.contract.test_rollout_engine import prompts
 from tests.e2e.small import VOCAB, rows, small
-from tests.ray.clusters import local, needs_ray
+from tests.on_ray.clusters import local, needs_ray
 
 pytestmark = needs_ray
 ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded"}
-QUICK = {"vllm_heartbeat": 0.2, "vllm_patience": 1.0}
+QUICK = {"vllm_heartbeat": 0.5, "vllm_patience": 5.0}
 LONG = Sampling(max_new_tokens=100)
 
 

@@ -15,7 +15,7 @@ from kedge.types import Sampling
 from tests.contract.engines import has_vllm, needs_vllm
 from tests.contract.test_rollout_engine import prompts
 from tests.e2e.test_vllm import UPDATES, agreement, trainer
-from tests.ray.clusters import local, needs_ray
+from tests.on_ray.clusters import local, needs_ray
 
 pytestmark = [*needs_ray, *needs_vllm]
 ON_RAY = {"rollout_engine": "ray", "vllm_num_engines": 2}

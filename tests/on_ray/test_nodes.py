@@ -10,17 +10,16 @@ import torch
 from kedge.backends.ray import Limits, launch
 from kedge.backends.ray.placement import place, plan_seats
 from kedge.errors import ConfigError
-from tests.ray.clusters import needs_ray
-from tests.ray.jobs import Train
+from tests.on_ray.clusters import needs_ray
+from tests.on_ray.jobs import Train
 
 pytestmark = needs_ray
 
 
 @pytest.fixture(scope="module")
 def nodes():
-    from ray.cluster_utils import Cluster
-
     import ray
+    from ray.cluster_utils import Cluster
 
     ray.shutdown()
     made = Cluster(

@@ -10,7 +10,7 @@ import pytest
 
 from kedge.cli.main import main
 from kedge.testing import tiny_policy
-from tests.ray.clusters import needs_ray
+from tests.on_ray.clusters import needs_ray
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 pytestmark = needs_ray

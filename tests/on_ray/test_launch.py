@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +18,9 @@ import torch
 from kedge.backends.ray import Limits, launch
 from kedge.backends.ray.launch import _Wishes
 from kedge.errors import ConfigError, LaunchError
-from tests.ray import jobs
-from tests.ray.clusters import local, needs_ray
-from tests.ray.jobs import Both, Train
+from tests.on_ray import jobs
+from tests.on_ray.clusters import local, needs_ray
+from tests.on_ray.jobs import Both, Train
 
 pytestmark = needs_ray
 QUICK = Limits(heartbeat=0.5, patience=5.0, room=5.0, stop=60.0)
@@ -104,6 +106,25 @@ def test_the_root_error_comes_first_and_what_followed_after_it(tmp_path):
     assert time.monotonic() - begin < 60
 
 
+def test_a_job_that_cannot_be_sent_is_refused():
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="the job cannot be sent to the learners"):
+        launch(lambda: lock, limits=QUICK, say=lambda text: None)
+
+
+def warn():
+    logging.getLogger("kedge.some.part").warning("rank %s warns", os.environ["RANK"])
+    time.sleep(1.0)
+
+
+def test_warnings_of_the_ranks_are_heard_by_the_driver(caplog):
+    on_two(warn)
+    assert {r.getMessage() for r in caplog.records} >= {
+        "learner 0: rank 0 warns",
+        "learner 1: rank 1 warns",
+    }
+
+
 def test_an_error_of_kedge_comes_as_it_is(tmp_path):
     job = Train(options={"output_dir": str(tmp_path), "num_mini_batches": 3})
     with pytest.raises(ConfigError, match="num_mini_batches=3"):
@@ -145,7 +166,7 @@ def test_learners_without_room_are_one_clear_error():
 def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):
     code = f"""
         from kedge.backends.ray import Limits, launch
-        from tests.ray.jobs import Train
+        from tests.on_ray.jobs import Train
 
         options = {{"total_episodes": 80000, "max_lag": 1, "output_dir": {str(tmp_path)!r}}}
         launch(
