@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -10,8 +11,8 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -36,15 +37,12 @@ def on_two(job, **about):
 
 
 def processes():
-    """Process ids of actors on this machine."""
+    """Process ids of the actors that this process has to answer for."""
     found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if line.startswith(("ray::Rank", "ray::Host", "ray::Board")):
-            found.add(int(folder.name))
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "".join(process.cmdline()).startswith(("ray::Rank", "ray::Host", "ray::Board")):
+                found.add(process.pid)
     return found
 
 
@@ -180,10 +178,14 @@ def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):
     for line in process.stdout:
         if line.strip() == "3":
             break
+    theirs = psutil.Process(process.pid).children(recursive=True)
+    assert len(theirs) > 4
     process.send_signal(signal.SIGTERM)
     process.stdout.read()
     process.stdout.close()
     assert process.wait(60) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(theirs, timeout=15)
+    assert alive == []
     kept = [folder.name for folder in tmp_path.glob("checkpoint-*")]
     assert len(kept) == 1
     assert int(kept[0].split("-")[1]) >= 3

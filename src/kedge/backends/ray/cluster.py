@@ -30,9 +30,9 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
         raise ConfigError(f"Ray is not installed: pip install 'kedge[ray]' ({error})") from error
     if ray.is_initialized():
         return False
-    where = address or os.environ.get("RAY_ADDRESS")
+    where = address or os.environ.get("RAY_ADDRESS") or "local"  # else Ray joins any it finds here
     own: dict[str, Any] = {}
-    if where is None:
+    if where == "local":
         own = {"num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "include_dashboard": False}
     try:
         ray.init(address=where, configure_logging=False, log_to_driver=False, **own)
