@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from kedge.backends.engines import SplitEngine
 from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.backends.ray.actor import LostError
 from kedge.errors import ConfigError, RolloutError
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
@@ -123,6 +124,28 @@ def alive(pid, seconds=10):
             return False
         time.sleep(0.05)
     return True
+
+
+def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weights():
+    engine = engine_of(1)
+    actor = engine.engines[0].actor
+    engine.load_weights(dict(tiny_policy("llama", seed=1).named_parameters()), 5)
+    want = engine.generate(prompts(), sampling=LONG, seed=0)
+    revive, lost = actor._revive, []
+
+    def late(mine):
+        if not lost:
+            lost.append(mine.pid)
+            raise LostError("no sign of life")  # though it lives
+        revive(mine)
+
+    actor._revive = late
+    os.kill(actor.pid, signal.SIGKILL)
+    found = engine.generate(prompts(), sampling=LONG, seed=0)
+    assert actor.restarts == 2
+    assert torch.equal(found.ids, want.ids)
+    assert not alive(lost[0])
+    engine.close()
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_run(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -124,10 +123,14 @@ class Actor:
         logger.warning("%s; making it again", error)
         self.restarts += 1
         self._kill()
-        with contextlib.suppress(LostError):  # found again by the next call
+        try:
             self._start()
             if self._revive is not None:
                 self._revive(self)
+        except LostError as lost:
+            logger.warning("%s", lost)
+            self._kill()  # it may be alive, and must not be asked without what it shall hold
+        else:
             self.up = True
         return tries + 1
 
@@ -174,9 +177,8 @@ class Actor:
 
     def _get(self, ref: Any) -> Any:
         """What a finished call returned."""
-        from ray.exceptions import RayError, RayTaskError
-
         import ray
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             return ray.get(ref)

@@ -62,8 +62,18 @@ class RayEngine:
         return "sampled"
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row; each depends on (weights, prompt, row, seed) alone."""
+        """One response per row; each depends on (weights, prompt, row, seed) alone.
+
+        Raises:
+            SyncError: it was sampled with other weights than were loaded.
+        """
         found = self.actor.call("generate", bare(prompts), sampling=sampling, seed=seed)
+        version = self._held[1] if self._held is not None else 0
+        if not bool((found.version == version).all()):
+            raise SyncError(
+                f"{self.actor.name} sampled with version {int(found.version.min())}, and was given"
+                f" version {version}"
+            )
         return answering(found, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:

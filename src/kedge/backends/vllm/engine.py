@@ -72,6 +72,7 @@ class VLLMEngine:
         Raises:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract, or vLLM failed.
+            SyncError: it sampled with other weights than were loaded.
         """
         config: Any = self.blueprint.skeleton.config
         check(sampling, config.get_text_config().vocab_size)
@@ -84,6 +85,7 @@ class VLLMEngine:
             self.service.sleep()
         if len(answers) != len(asks):
             raise RolloutError(f"vLLM answered {len(answers)} of {len(asks)} rows")
+        self._check_versions({answer.version for answer in answers})
         return rollout_of(
             answers,
             prompts,
@@ -92,6 +94,13 @@ class VLLMEngine:
             tokenizer=self.blueprint.tokenizer,
             spare_slot=self._spare_slot,
         )
+
+    def _check_versions(self, said: set[int]) -> None:
+        if self._last is not None and (wrong := said - {self._last.version, -1}):  # -1: unknown
+            raise SyncError(
+                f"vLLM sampled with version {min(wrong)} after version {self._last.version} was"
+                " confirmed: it lost its weights, or somebody else exchanges them"
+            )
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Sample from ``weights`` from now on.
