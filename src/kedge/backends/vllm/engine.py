@@ -55,6 +55,7 @@ class VLLMEngine:
         self._spare_slot = spare_slot
         self._sleeps = sleeps
         self._last: _Sync | None = None
+        self._sent: int | None = None  # the version
 
     @property
     def live(self) -> Literal[False]:
@@ -96,10 +97,10 @@ class VLLMEngine:
         )
 
     def _check_versions(self, said: set[int]) -> None:
-        if self._last is not None and (wrong := said - {self._last.version, -1}):  # -1: unknown
+        if self._sent is not None and (wrong := said - {self._sent, -1}):  # -1: unknown
             raise SyncError(
-                f"vLLM sampled with version {min(wrong)} after version {self._last.version} was"
-                " confirmed: it lost its weights, or somebody else exchanges them"
+                f"vLLM sampled with version {min(wrong)} after it was sent version {self._sent}: it"
+                " lost its weights, or somebody else exchanges them"
             )
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
@@ -112,6 +113,7 @@ class VLLMEngine:
             SyncError: they do not fit the policy, or vLLM computes something else.
         """
         parcel = self.blueprint.parcel(weights)
+        self._sent = version
         sent = _Sync(version, fingerprint(weights), self.blueprint.logprobs(weights))
         if self._sleeps:
             self.service.wake()
