@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
 from kedge.insight.compare import AXES, Band, band, ends
 from kedge.insight.log import RunLog, read_log
@@ -18,14 +19,9 @@ several seeds: the line is their mean, the band their range.
 example: kedge compare ppo=runs/ppo-0,runs/ppo-1 rloo=runs/rloo-0,runs/rloo-1 --output both.png"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def main(argv: Sequence[str]) -> None:
     """Draw and print."""
-    flags = _Parser(
+    flags = Flags(
         prog="kedge compare",
         description="Draw runs over one another.",
         epilog=EPILOG,

@@ -8,8 +8,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
 
 EPILOG = """\
@@ -19,14 +20,9 @@ example: kedge generate MODEL prompts.jsonl --output ppo.jsonl --max_new_tokens 
 BATCH = 64
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = _Parser(
+    made = Flags(
         prog="kedge generate",
         description="Sample answers to prompts.",
         epilog=EPILOG,

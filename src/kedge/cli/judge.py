@@ -7,8 +7,9 @@ import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
 from kedge.judges import Endpoint, FunctionJudge, Match, ScoreJudge, match
 from kedge.judges.base import Judge
@@ -25,14 +26,9 @@ judges:
 example: kedge judge ppo.jsonl @reference --endpoint http://127.0.0.1:8000/v1 --model qwen"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = _Parser(
+    made = Flags(
         prog="kedge judge",
         description="Compare two sets of answers.",
         epilog=EPILOG,

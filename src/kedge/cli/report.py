@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from kedge.cli.flags import Flags
 from kedge.engine.metrics import NAMES, PREFIXES
 from kedge.errors import ConfigError
 from kedge.insight.log import log_file
@@ -19,14 +19,9 @@ open it from the disk.
 example: kedge report runs/one --output one.html"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def main(argv: Sequence[str]) -> None:
     """Write the page."""
-    flags = _Parser(
+    flags = Flags(
         prog="kedge report",
         description="One HTML page of a run: overview, curves, completions, tokens.",
         epilog=EPILOG,

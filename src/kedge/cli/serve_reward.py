@@ -6,8 +6,9 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
 from kedge.rewards import VERIFIERS, by_column
 from kedge.rewards.remote import TOKEN_ENV
@@ -20,14 +21,9 @@ The token is read from the environment variable {TOKEN_ENV}; without one, the se
 this machine alone.  Code that a verifier runs is run on this machine."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = _Parser(
+    made = Flags(
         prog="kedge serve-reward",
         description="Serve reward functions over HTTP.",
         epilog=EPILOG,

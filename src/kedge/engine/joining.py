@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kedge.engine.drawing import Sample
+from kedge.math.sequences import widened
 from kedge.types import Judgement, PromptBatch, Rollout
 
 T = TypeVar("T", Rollout, Judgement)
@@ -98,14 +98,7 @@ def _joined_fields(found: Sequence[T], **settled: object) -> T:
 
 def _stacked(parts: Sequence[Tensor], *, left: bool = False, fill: int = 0) -> Tensor:
     wide = [max(sizes) for sizes in zip(*(x.shape[1:] for x in parts), strict=True)]
-
-    def widened(x: Tensor) -> Tensor:
-        room: list[int] = []
-        for have, want in reversed(list(zip(x.shape[1:], wide, strict=True))):
-            room += [want - have, 0] if left else [0, want - have]
-        return pad(x, room, value=fill) if any(room) else x
-
-    return torch.cat([widened(x) for x in parts])
+    return torch.cat([widened(x, wide, left=left, fill=fill) for x in parts])
 
 
 def _means(judgements: Sequence[Judgement]) -> dict[str, float]:

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kedge.math.advantage import group_std
+from kedge.math.sequences import widened
 from kedge.types import Judgement, PromptBatch, Rollout
 
 _FIRST = 2**40  # steps from here on name prompts of no training step
@@ -119,11 +119,5 @@ def _placed(
 ) -> Tensor:
     """``mine`` with the rows ``index`` of ``other``, both padded to the wider of them."""
     wide = [max(a, b) for a, b in zip(mine.shape[1:], other.shape[1:], strict=True)]
-
-    def widened(x: Tensor) -> Tensor:
-        room: list[int] = []
-        for have, want in reversed(list(zip(x.shape[1:], wide, strict=True))):
-            room += [want - have, 0] if left else [0, want - have]
-        return pad(x, room, value=fill) if any(room) else x
-
-    return torch.index_copy(widened(mine), 0, index.to(mine.device), widened(other))
+    mine, other = (widened(x, wide, left=left, fill=fill) for x in (mine, other))
+    return torch.index_copy(mine, 0, index.to(mine.device), other)

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
+from kedge.math.sequences import widened
 from kedge.types import Experience
 
 _LEFT = ("prompt_ids", "prompt_mask")  # padded on the left
@@ -37,11 +37,9 @@ def pool_rows(mine: Experience, device: torch.device, ranks: int) -> Experience:
     for name, x in held.items():
         sizes = torch.tensor(x.shape[1:], device=device)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-        room: list[int] = []
-        for have, want in reversed(list(zip(x.shape[1:], sizes.tolist(), strict=True))):
-            room += [want - have, 0] if name in _LEFT else [0, want - have]
         sent = x.byte() if x.dtype == torch.bool else x
-        sent = pad(sent, room, value=_UNUSED.get(name, 0)).to(device).contiguous()
+        fill = _UNUSED.get(name, 0)
+        sent = widened(sent, sizes.tolist(), left=name in _LEFT, fill=fill).to(device).contiguous()
         parts = [torch.empty_like(sent) for _ in range(ranks)]
         dist.all_gather(parts, sent)
         pooled[name] = torch.cat(parts).to(device=x.device, dtype=x.dtype)
