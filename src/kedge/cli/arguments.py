@@ -171,7 +171,26 @@ def parse(
         ConfigError: an unknown flag or key (with the nearest known one), or a value that is no
             such thing.
     """
-    made = parser(prog, config)
+    (script, settings, model), given = read(parser(prog, config), argv, defaults)
+    if isinstance(model, ModelArgumentsBeside):
+        model.trust_remote_code = settings.trust_remote_code
+    _check(script, model)
+    return Options(script=script, config=settings, model=model, given=given)
+
+
+def read(
+    made: Parser, argv: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> tuple[tuple[Any, ...], frozenset[str]]:
+    """The dataclasses of a parser out of flags and files, and the names that were given.
+
+    Args:
+        made: the parser.
+        argv: the flags; ``--config FILE.yaml`` reads a file, and flags win.
+        defaults: values that count where neither flags nor file say anything.
+
+    Raises:
+        ConfigError: an unknown flag or key, or a value that is no such thing.
+    """
     known = {action.dest for action in made._actions if action.dest != "help"}
     files, argv = _take_config(list(argv))
     tokens: list[str] = []
@@ -184,11 +203,7 @@ def parse(
     _, extra = made.parse_known_args(tokens)
     if extra:
         raise ConfigError(_unknown(extra[0], known))
-    script, settings, model = made.parse_args_into_dataclasses(tokens, look_for_args_file=False)
-    if isinstance(model, ModelArgumentsBeside):
-        model.trust_remote_code = settings.trust_remote_code
-    _check(script, model)
-    return Options(script=script, config=settings, model=model, given=given)
+    return made.parse_args_into_dataclasses(tokens, look_for_args_file=False), given
 
 
 def _take_config(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -108,18 +108,22 @@ def scores_of(name: str) -> Any:
     """A function that scores answers with a reward model, one at a time, so without padding."""
     import torch
 
+    from kedge.backends.rewards.heads import SHIFT
     from kedge.backends.rewards.load import load_model, load_tokenizer
 
     model, tokenizer = load_model(name).eval(), load_tokenizer(name)
     if tokenizer is None:
         raise ConfigError(f"--reward_model {name}: there is no tokenizer beside it")
 
+    shift = float(getattr(model.config, SHIFT, 0.0))
+
     @torch.inference_mode()
     def score(prompts: list[str], answers: list[str]) -> list[float]:
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         encoded = (tokenizer(text, return_tensors="pt") for text in texts)
         return [
-            float(
+            shift
+            + float(
                 model(input_ids=each["input_ids"], attention_mask=each["attention_mask"]).logits[
                     0, 0
                 ]

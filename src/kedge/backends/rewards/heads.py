@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kedge.errors import RewardError
 
+SHIFT = "kedge_score_shift"  # in a configuration: added to every score (backends/trl/reward.py)
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
 

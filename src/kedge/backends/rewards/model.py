@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.rewards.heads import head_of
+from kedge.backends.rewards.heads import SHIFT, head_of
 from kedge.backends.rewards.packing import chunks, filled, packed, padded
 from kedge.backends.rewards.retokenize import Retokenizer
 from kedge.backends.rewards.texts import TextCache, row_name
@@ -63,6 +63,7 @@ class RewardModel:
         self.name = name or type(bare).__name__
         self._head = head_of(bare)
         self._config = getattr(bare, "config", None)
+        self._shift = float(getattr(self._config, SHIFT, 0.0))
         self._label = _label(self._config, reward_label, self.name)
         self._vocab = _vocab(bare)
         self._pad = _pad(self._config, self._vocab)
@@ -125,7 +126,7 @@ class RewardModel:
                 f"reward model {self.name} gave {logits.shape[1]} numbers per row; name the one"
                 " that is the reward with reward_label"
             )
-        return logits[:, self._label or 0]
+        return logits[:, self._label or 0] + self._shift
 
     def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
         if self._autocast is None:

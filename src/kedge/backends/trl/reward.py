@@ -1,0 +1,129 @@
+"""Reward models from preferences, with the details that PPO relies on.
+
+Huang et al. 2024 (arXiv:2403.17031), details on reward models; Stiennon et al. 2020
+(arXiv:2009.01325), appendix B.1: the head starts with deviation 1 / sqrt(hidden + 1), and after
+training the score is shifted so that reference answers score 0 on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kedge.backends.rewards.heads import SHIFT
+from kedge.errors import ConfigError, DataError
+
+
+def score_layer(model: nn.Module) -> nn.Linear:
+    """The layer that turns the last hidden state into the score.
+
+    Raises:
+        ConfigError: the model has no such layer.
+    """
+    for name in ("score", "classifier"):
+        layer = getattr(model, name, None)
+        layer = getattr(layer, "out_proj", layer)
+        if isinstance(layer, nn.Linear):
+            return layer
+    raise ConfigError(
+        f"{type(model).__name__} has no score or classifier layer to draw anew; use --no_fresh_head"
+    )
+
+
+def init_head(model: nn.Module, *, seed: int = 0) -> None:
+    """Draw the score head anew, with deviation 1 / sqrt(hidden + 1); a bias starts at 0."""
+    head = score_layer(model)
+    draw = torch.Generator().manual_seed(seed)
+    deviation = 1 / math.sqrt(head.weight.shape[1] + 1)
+    with torch.no_grad():
+        drawn = torch.randn(head.weight.shape, generator=draw) * deviation
+        head.weight.copy_(drawn.to(head.weight))
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def train_reward(
+    model: Any,
+    tokenizer: Any,
+    config: Any,
+    train: Any,
+    test: Any = None,
+    *,
+    references: Any = None,
+    fresh_head: bool = True,
+    peft: Any = None,
+) -> Any:
+    """Train on preferences, shift the score, and save.
+
+    Args:
+        model: a sequence-classification model with one label.
+        tokenizer: its own.
+        config: ``trl.RewardConfig``.
+        train: rows with ``chosen`` and ``rejected``, and ``prompt`` where these do not hold it.
+        test: rows to evaluate on.
+        references: texts, prompt and answer in one, that shall score 0 on average; None: no shift.
+        fresh_head: draw the score head anew.
+        peft: a PEFT configuration.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    missing = {"chosen", "rejected"} - set(train.column_names)
+    if missing:
+        raise DataError(
+            f"preferences need columns chosen and rejected; {', '.join(sorted(missing))} is missing"
+            f" among {', '.join(train.column_names)}"
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if fresh_head:
+        init_head(model, seed=config.seed)
+    trainer = RewardTrainer(
+        model=model,
+        args=config,
+        train_dataset=train,
+        eval_dataset=test,
+        processing_class=tokenizer,
+        peft_config=peft,
+    )
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    if references is not None:
+        shift_scores(trainer.model, tokenizer, references)
+    trainer.save_model(config.output_dir)
+    tokenizer.save_pretrained(config.output_dir)
+    return trainer
+
+
+def shift_scores(model: Any, tokenizer: Any, references: Sequence[str]) -> float:
+    """Make texts score 0 on average; the shift is saved with the configuration.
+
+    Every loader in Kedge adds it (``kedge.backends.rewards``).  Called again, it starts from the
+    score without shift.
+
+    Returns:
+        The shift.
+    """
+    if not len(references):
+        raise DataError("no reference text to shift scores by")
+    scores = torch.cat(list(_scores(model, tokenizer, references)))
+    shift = -float(scores.double().mean())
+    setattr(model.config, SHIFT, shift)
+    return shift
+
+
+@torch.no_grad()
+def _scores(model: Any, tokenizer: Any, texts: Sequence[str]) -> Iterator[Tensor]:
+    was, device = model.training, next(model.parameters()).device
+    model.eval()
+    for text in texts:  # one at a time: no padding, whatever the tokenizer's
+        ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
+        yield model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float().cpu()
+    model.train(was)

@@ -1,0 +1,172 @@
+"""``kedge sft`` and ``kedge reward``: details that PPO relies on, and models that RL can use."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from kedge.backends.rewards import RewardModel
+from kedge.backends.rewards.heads import SHIFT
+from kedge.cli.main import main
+from kedge.testing import tiny_policy, tiny_reward_model
+from kedge.types import PromptBatch, Rollout
+
+from .text_toys import word_tokenizer
+
+pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
+pytestmark = [  # TRL's defaults use names that transformers will drop
+    pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+]
+SMALL = [
+    *("--use_cpu", "--max_steps", "3", "--per_device_train_batch_size", "4", "--disable_tqdm"),
+    *("--learning_rate", "1e-2", "--save_strategy", "no"),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    tiny_policy(vocab_size=32).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    tell = [{"prompt": f"w{i} w4", "completion": " w5 w6"} for i in range(7, 27)]
+    prefer = [
+        {"prompt": f"w{i} w4", "chosen": " w5 w6 w7", "rejected": " w8"} for i in range(9, 29)
+    ]
+    for name, rows in (("sft", tell), ("pairs", prefer)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def flags(place: Path, data: str, out: str, *more: str) -> list[str]:
+    return [
+        *("--model_name_or_path", str(place / "model"), "--output_dir", str(place / out)),
+        *("--dataset_name", str(place / f"{data}.jsonl"), *SMALL, *more),
+    ]
+
+
+@pytest.mark.slow
+def test_a_supervised_model_learns_completions_and_to_stop(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    seen = {}
+    train = SFTTrainer.train
+
+    def watched(self: SFTTrainer, *args: object, **kwargs: object) -> object:
+        row = self.train_dataset[0]
+        seen["ids"], seen["labels"] = row["input_ids"], row["labels"]
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(SFTTrainer, "train", watched)
+    assert main(["sft", *flags(place, "sft", "sft", "--max_steps", "30")]) == 0
+    assert seen["ids"][-1] == 0  # <eos> ends every completion
+    assert seen["labels"] == [-100, -100, *seen["ids"][2:]]  # it is learned, the prompt is not
+    model = AutoModelForCausalLM.from_pretrained(place / "sft")
+    tokenizer = word_tokenizer()
+    ids = tokenizer("w9 w4", return_tensors="pt")["input_ids"]
+    said = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, 2:]
+    assert said.tolist() == tokenizer("w5 w6")["input_ids"] + [0]
+
+
+@pytest.mark.slow
+def test_references_score_nothing_on_average_wherever_the_model_is_loaded(place: Path) -> None:
+    assert main(["reward", *flags(place, "pairs", "reward")]) == 0
+    from kedge.cli.judge import scores_of
+
+    score = scores_of(str(place / "reward"))
+    prompts = [f"w{i} w4" for i in range(9, 29)]
+    chosen = score(prompts, [" w5 w6 w7"] * 20)
+    assert abs(sum(chosen) / 20) < 1e-5
+    assert sum(score(prompts, [" w8"] * 20)) < 0  # learned: the other is worse
+    out = place / "ppo"
+    code = main(
+        [
+            *("ppo", "--model_name_or_path", str(place / "model"), "--output_dir", str(out)),
+            *("--reward_model_path", str(place / "reward"), "--use_cpu", "--disable_tqdm"),
+            *("--dataset_name", str(place / "sft.jsonl"), "--total_episodes", "4"),
+            *(
+                "--per_device_train_batch_size",
+                "4",
+                "--response_length",
+                "3",
+                "--stop_token",
+                "eos",
+            ),
+        ]
+    )
+    assert code == 0
+
+
+def test_the_reward_of_training_has_the_shift() -> None:
+    model = tiny_reward_model(vocab_size=32)
+    plain = RewardModel(model).score(batch())
+    setattr(model.config, SHIFT, 2.5)
+    assert torch.allclose(RewardModel(model).score(batch()).scores, plain.scores + 2.5)
+
+
+def batch() -> Rollout:
+    ids = torch.tensor([[3, 4], [5, 6]])
+    real, flag = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
+    row = torch.arange(2)
+    prompts = PromptBatch(ids=ids, mask=real, group=row, row=row)
+    return Rollout(
+        prompts=prompts, ids=ids, mask=real, present=real, finished=flag, version=row * 0
+    )
+
+
+def test_the_head_starts_with_the_deviation_of_the_source() -> None:
+    from kedge.backends.trl.reward import init_head
+
+    model = tiny_reward_model(vocab_size=32, hidden_size=256)
+    init_head(model, seed=1)
+    weight = model.score.weight.detach()
+    assert float(weight.std()) == pytest.approx(1 / math.sqrt(257), rel=0.1)
+    init_head(model, seed=1)
+    assert torch.equal(model.score.weight, weight)
+
+
+def test_the_shift_is_in_the_configuration_and_starts_anew(tmp_path: Path) -> None:
+    from kedge.backends.trl.reward import shift_scores
+
+    model, tokenizer = tiny_reward_model(vocab_size=32), word_tokenizer()
+    texts = ["w3 w4 w5", "w6", "w7 w8"]
+    found = shift_scores(model, tokenizer, texts)
+    with torch.no_grad():
+        rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+        raw = [float(model(row).logits[0, 0]) for row in rows]
+    assert found == pytest.approx(-sum(raw) / 3, abs=1e-6)
+    assert shift_scores(model, tokenizer, texts) == pytest.approx(found, abs=1e-6)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert getattr(again.config, SHIFT) == found
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["sft", "--learnin_rate", "1"], "the nearest is --learning_rate"),
+        (["sft", "--output_dir", "x"], "--model_name_or_path is missing"),
+        (["reward", "--model_name_or_path", "m", "--output_dir", "x"], "--dataset_name is missing"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_missing_columns_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", *flags(place, "pairs", "out")]) == 2
+    assert "columns prompt and completion" in capsys.readouterr().err
+    assert main(["reward", *flags(place, "sft", "out", "--reference_column", "none")]) == 2
+    assert "chosen, rejected is missing" in capsys.readouterr().err
+    assert main(["reward", *flags(place, "pairs", "out", "--reference_column", "gold")]) == 2
+    assert "--reference_column gold is no column" in capsys.readouterr().err
