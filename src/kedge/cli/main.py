@@ -15,6 +15,7 @@ COMMANDS = {
     "async-ppo": "PPO whose engines sample on Ray with vLLM while the learners train",
     "sft": "train a supervised model, before RL, by TRL's trainer",
     "reward": "train a reward model from preferences, by TRL's trainer",
+    "pipeline": "run commands one after another, resumable: sft, reward, ppo, generate, judge",
     "plan": "show the sizes and the memory of a run, before any weight is loaded",
     "compare": "draw runs over one another, with bands over seeds",
     "doctor": "say what is wrong with a run, from its log, and what to try",
@@ -31,6 +32,7 @@ _WHERE = {
     "async-ppo": "kedge.cli.async_ppo",
     "sft": "kedge.cli.sft",
     "reward": "kedge.cli.reward",
+    "pipeline": "kedge.cli.pipeline",
     "plan": "kedge.cli.plan",
     "compare": "kedge.cli.compare",
     "doctor": "kedge.cli.doctor",
@@ -87,8 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    command = importlib.import_module(_WHERE[name]).main
-    return guarded(command, rest, name=f"kedge {name}")
+    return guarded(command_of(name), rest, name=f"kedge {name}")
+
+
+def command_of(name: str) -> Callable[[list[str]], object]:
+    """What runs a command of ``COMMANDS``."""
+    command: Callable[[list[str]], object] = importlib.import_module(_WHERE[name]).main
+    return command
 
 
 def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:

@@ -1,0 +1,191 @@
+"""``kedge pipeline``: checked before it runs, done once, resumed, never silently stale."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kedge.cli import pipeline
+from kedge.cli.main import main
+
+pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
+
+
+def write(tmp_path: Path, *stages: dict[str, Any], **more: Any) -> str:
+    file = tmp_path / "pipe.yaml"
+    text = {"output_dir": str(tmp_path / "out"), "stages": list(stages)} | more
+    file.write_text(yaml.safe_dump(text))
+    return str(file)
+
+
+SFT = {"sft": {"model_name_or_path": "m", "dataset_name": "d.jsonl"}}
+PPO = {"ppo": {"model_name_or_path": "${sft}", "dataset_name": "p.jsonl", "learning_rate": 1e-5}}
+JUDGE = {"judge": {"ours": "${ppo}/a.jsonl", "theirs": "@reference", "score": "f.py:f"}}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Commands that were run, instead of running them."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def command_of(name: str) -> Callable[[list[str]], None]:
+        return lambda words: calls.append((name, words))
+
+    monkeypatch.setattr("kedge.cli.main.command_of", command_of)
+    return calls
+
+
+def start(file: str, **options: Any) -> None:
+    folder, stages = pipeline.read(file)
+    pipeline.run(folder, stages, **options)
+
+
+def test_stages_get_one_anothers_folders(tmp_path: Path, ran: list[Any]) -> None:
+    start(write(tmp_path, SFT, PPO, JUDGE))
+    out = tmp_path / "out"
+    assert [name for name, _ in ran] == ["sft", "ppo", "judge"]
+    assert f"--model_name_or_path={out / 'sft'}" in ran[1][1]
+    assert ran[1][1][-2:] == ["--output_dir", str(out / "ppo")]
+    assert ran[2][1][:2] == [str(out / "ppo" / "a.jsonl"), "@reference"]
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, ran: list[Any]) -> None:
+    start(write(tmp_path, SFT, PPO))
+    start(write(tmp_path, SFT, PPO, JUDGE))
+    assert [name for name, _ in ran] == ["sft", "ppo", "judge"]
+
+
+def test_redoing_a_stage_redoes_what_uses_it(tmp_path: Path, ran: list[Any]) -> None:
+    other = {"sft": SFT["sft"], "name": "alone"}
+    file = write(tmp_path, SFT, other, PPO, JUDGE)
+    start(file)
+    ran.clear()
+    start(file, redo="sft")
+    assert [name for name, _ in ran] == ["sft", "ppo", "judge"]  # not the one by itself
+    ran.clear()
+    start(file)
+    assert ran == []
+
+
+def test_a_stage_with_other_options_is_never_silently_reused(
+    tmp_path: Path, ran: list[Any]
+) -> None:
+    start(write(tmp_path, SFT, PPO))
+    changed = {"ppo": PPO["ppo"] | {"learning_rate": 3e-5}}
+    with pytest.raises(pipeline.ConfigError, match=r"learning_rate: 1e-05 before, 3e-05 now"):
+        start(write(tmp_path, SFT, changed))
+    start(write(tmp_path, SFT, changed), redo="ppo")
+    assert [name for name, _ in ran] == ["sft", "ppo", "ppo"]
+
+
+def test_a_stage_that_failed_is_not_done_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def command_of(name: str) -> Callable[[list[str]], None]:
+        def command(words: list[str]) -> None:
+            calls.append(words)
+            if name == "ppo" and len(calls) == 2:
+                (tmp_path / "out" / "ppo" / "checkpoint-7").mkdir()
+                raise RuntimeError("killed")
+
+        return command
+
+    monkeypatch.setattr("kedge.cli.main.command_of", command_of)
+    file = write(tmp_path, SFT, PPO)
+    with pytest.raises(RuntimeError, match="killed"):
+        start(file)
+    assert not (tmp_path / "out" / "ppo" / "done.json").exists()
+    start(file)
+    assert len(calls) == 3
+    assert calls[2][-2:] == ["--resume_from_checkpoint", "True"]
+
+
+def test_a_dry_run_runs_nothing(
+    tmp_path: Path, ran: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(write(tmp_path, SFT, PPO), dry=True)
+    assert ran == []
+    assert "stage ppo: kedge ppo --" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ([{"pop": {}}], "no command 'pop'; the nearest is ppo"),
+        ([{"ppo": {"learnin_rate": 1}}], "no option 'learnin_rate'; the nearest is learning_rate"),
+        ([{"sft": {"learnin_rate": 1}}], "the nearest is learning_rate"),
+        ([PPO], r"\$\{sft\} is no earlier stage; there are none"),
+        ([SFT, SFT], "the name 'sft' is taken"),
+        ([{"sft": {}, "ppo": {}}], "must be one command, got ppo, sft"),
+        ([{"judge": {"ours": "a"}}], "judge needs theirs"),
+        ([{"sft": {"output_dir": "x"}}], "decided by the pipeline"),
+        (["sft"], "must be COMMAND"),
+        ([{"sft": [1]}], "must be name: value"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(
+    stages: list[Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pipeline.ConfigError, match=said):
+        pipeline.read(write(tmp_path, *stages))
+
+
+def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "list.yaml").write_text("[1]")
+    for file, said in (
+        ("none.yaml", "there is no such file"),
+        (str(tmp_path / "list.yaml"), "needs output_dir, and a list of stages"),
+        (tmp_path / "more.yaml", "unknown key 'stage'"),
+        (tmp_path / "number.yaml", "output_dir is missing"),
+    ):
+        if isinstance(file, Path):
+            more = {"stage": 1} if file.stem == "more" else {"output_dir": 3}
+            file = write(tmp_path, SFT, **more)  # noqa: PLW2901
+        assert main(["pipeline", file]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["pipeline", write(tmp_path, SFT), "--redo", "x"]) == 2
+
+
+@pytest.mark.slow
+def test_a_whole_pipeline_on_tiny_models(tmp_path: Path) -> None:
+    from kedge.testing import tiny_policy
+
+    from .text_toys import word_tokenizer
+
+    tiny_policy(vocab_size=32).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    tell = [{"prompt": f"w{i} w4", "completion": " w5 w6"} for i in range(7, 27)]
+    pairs = [{"prompt": f"w{i} w4", "chosen": " w5 w6", "rejected": " w8"} for i in range(7, 27)]
+    for name, rows in (("tell", tell), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text("def f(prompts, answers):\n    return map(len, answers)\n")
+    before = {"use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 4,
+              "disable_tqdm": True}  # fmt: skip
+    model, texts = str(tmp_path / "model"), str(tmp_path / "tell.jsonl")
+    file = write(
+        tmp_path,
+        {"sft": before | {"model_name_or_path": model, "dataset_name": texts}},
+        {"reward": before | {"model_name_or_path": "${sft}",
+                             "dataset_name": str(tmp_path / "pairs.jsonl")}},
+        {"rloo": {"model_name_or_path": "${sft}", "reward_model_path": "${reward}",
+                  "dataset_name": texts, "total_episodes": 8, "per_device_train_batch_size": 4,
+                  "response_length": 3, "stop_token": "eos", "use_cpu": True,
+                  "disable_tqdm": True}},
+        {"generate": {"model": "${rloo}", "prompts": texts, "split": "train", "limit": 6,
+                      "max_new_tokens": 3}},
+        {"judge": {"ours": "${generate}/completions.jsonl", "theirs": "@reference",
+                   "score": f"{tmp_path / 'mine.py'}:f"}},
+    )  # fmt: skip
+    assert main(["pipeline", file]) == 0
+    out = tmp_path / "out"
+    assert json.loads((out / "judge" / "summary.json").read_text())["prompts"] == 6
+    assert all((out / name / "done.json").is_file() for name in ("sft", "reward", "rloo", "judge"))
