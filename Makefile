@@ -9,7 +9,7 @@ SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo docs test test-vllm lint fast setup bench clean help
+.PHONY: demo docs test test-main vllm-env test-vllm lint fast setup bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -35,9 +35,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The environment of the second part is made while the first part runs.
 test: lint
+	$(MAKE) --no-print-directory -j2 test-main vllm-env
+	$(MAKE) --no-print-directory test-vllm
+
+test-main: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "($(SLOW)) and not vllm and not ray"
-	$(MAKE) test-vllm
+
+vllm-env:
+	@$(MAKE) --no-print-directory $(VLLM)/.kedge || true
 
 # vLLM for CPUs wants an older transformers than the rest of the suite, so it has an environment of its
 # own.  What vLLM brings along beside PyTorch is built against another one, and breaks imports.  Once
