@@ -127,6 +127,7 @@ def _vllm_starts(
     placement: Placement,
 ) -> list[Callable[[], Any]]:
     import ray
+
     from kedge.backends.ray.service import RayService
 
     seats = placement.plan.of("engine")
