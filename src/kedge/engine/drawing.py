@@ -79,4 +79,12 @@ class Drawing:
                 rounds=rounds,
             )
             times["rollout/resampled_groups"] = float(count)
+            _rest(engine)
         return rollout, judgement, times
+
+
+def _rest(engine: RolloutEngine) -> None:
+    """Let other ranks sample on, where they share the engine and some need more rounds."""
+    rest = getattr(engine, "rest", None)
+    if rest is not None:
+        rest()

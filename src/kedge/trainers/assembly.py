@@ -32,8 +32,8 @@ from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.rules import kl_controller
 from kedge.trainers.run import Run
 from kedge.trainers.sampling import (
+    check_resampling,
     check_sampler,
-    check_sharded,
     correction_of,
     pieces_of_run,
     sampler_of,
@@ -193,7 +193,7 @@ def engine_of(
     policy: nn.Module | None,
 ) -> Engine:
     """The loop with all its parts."""
-    check_sharded(learner, algorithm)
+    check_resampling(algorithm, prompts.plan)
     rollouts = sampler_of(
         given,
         learner,

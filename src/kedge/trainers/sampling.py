@@ -65,16 +65,17 @@ def whole_copy(
     return copy.deepcopy(policy).requires_grad_(False).to(accelerator.device)
 
 
-def check_sharded(learner: HFLearner, algorithm: Algorithm) -> None:
-    """Refuse what a policy that is cut over ranks cannot do.
+def check_resampling(algorithm: Algorithm, plan: BatchPlan) -> None:
+    """Refuse to sample groups anew that are spread over processes.
 
     Raises:
         ConfigError: naming the option, its value and the way out.
     """
-    if learner.sharded and algorithm.resample:
+    if algorithm.resample and plan.local_rows % plan.group:
         raise ConfigError(
-            f"dynamic_sampling={algorithm.resample} lets ranks sample unequally often, and a policy"
-            " that is cut over ranks is gathered by all of them together; set it to 0"
+            f"dynamic_sampling={algorithm.resample} samples whole groups anew, and the"
+            f" {plan.local_rows} responses of a process are not whole groups of {plan.group};"
+            " change per_device_train_batch_size, or set dynamic_sampling=0"
         )
 
 
@@ -117,11 +118,6 @@ def sampler_of(
                 autocast=dtype,
                 spare_slot=algorithm.spare_slot,
             )
-        )
-    if algorithm.resample and learner.ranks > 1:
-        raise ConfigError(
-            f"dynamic_sampling={algorithm.resample} lets ranks sample unequally often, and they"
-            f" share the engine of rollout_engine={options.kind!r}; set it to 0"
         )
     if settings.as_completed and learner.ranks > 1:
         raise ConfigError(

@@ -23,14 +23,25 @@ T = TypeVar("T")
 class _Ask:
     """What a rank wants of the engine."""
 
-    what: str  # what all ranks have to want at the same time
+    what: str = ""  # what all ranks have to want at the same time; empty: nothing
     prompts: PromptBatch | None = None
+    sampling: Sampling | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What a rank gets of a round of sampling."""
+
+    rollout: Rollout | None = None
+    more: bool = False  # others are still being served
 
 
 class SharedEngine:
     """The first rank holds the engine; the others send it their prompts and get their responses.
 
-    Every rank makes the same calls in the same order, as the loop does.  Draws are named by the row
+    Every rank makes the same calls in the same order, as the loop does; one that wants less than
+    others rests meanwhile.  Draws are named by the row
     in the batch of all ranks, so a response does not depend on the number of ranks.
 
     Args:
@@ -64,21 +75,19 @@ class SharedEngine:
         Raises:
             RolloutError: the engine failed; on every rank.
         """
+        what = f"generate with seed {seed} and {sampling}"
+        ask = _Ask(what=what, prompts=bare(prompts), sampling=sampling, seed=seed)
+        found = self._ask(ask, self._generate).rollout
+        assert found is not None  # prompts were brought
+        return answering(found, prompts)
 
-        def serve(engine: RolloutEngine, asks: list[_Ask]) -> list[Rollout]:
-            parts = [ask.prompts for ask in asks if ask.prompts is not None]
-            whole = stack_prompts(parts)
-            found = engine.generate(whole, sampling=sampling, seed=seed)
-            ends = [0]
-            for part in parts:
-                ends.append(ends[-1] + len(part))
-            return [
-                share_of(found, slice(start, start + len(part)), part, self._spare)
-                for part, start in zip(parts, ends, strict=False)
-            ]
+    def rest(self) -> None:
+        """Ask for nothing until no rank does; the first rank goes on serving the others.
 
-        ask = _Ask(what=f"generate with seed {seed} and {sampling}", prompts=bare(prompts))
-        return answering(self._ask(ask, serve), prompts)
+        For ranks that sample unequally often: afterwards all are at the same place again.
+        """
+        while self._ask(_Ask(), self._generate).more:
+            pass
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Sample from the first rank's ``weights`` from now on; every rank gets the receipt."""
@@ -94,13 +103,34 @@ class SharedEngine:
         if close is not None:
             close()
 
+    def _generate(self, engine: RolloutEngine, asks: list[_Ask]) -> list[_Share]:
+        """Every rank's responses, for those that brought prompts."""
+        active = [ask for ask in asks if ask.prompts is not None]
+        if not active:
+            return [_Share()] * len(asks)
+        parts = [ask.prompts for ask in active if ask.prompts is not None]
+        first = active[0]
+        assert first.sampling is not None
+        whole = engine.generate(stack_prompts(parts), sampling=first.sampling, seed=first.seed)
+        found, begin = [], 0
+        for ask in asks:
+            if ask.prompts is None:
+                found.append(_Share(more=True))
+                continue
+            rows = slice(begin, begin + len(ask.prompts))
+            found.append(_Share(rollout=share_of(whole, rows, ask.prompts, self._spare)))
+            begin = rows.stop
+        return found
+
     def _ask(self, ask: _Ask, serve: Callable[[RolloutEngine, list[_Ask]], list[T]]) -> T:
         def work(asks: list[_Ask]) -> list[T]:
             assert self.engine is not None
-            if len({each.what for each in asks}) > 1:
+            if len({each.what for each in asks if each.what}) > 1:
                 raise RolloutError(
                     "ranks ask different things of the engine that they share: "
-                    + "; ".join(f"rank {i}: {each.what}" for i, each in enumerate(asks))
+                    + "; ".join(
+                        f"rank {i}: {each.what or 'nothing'}" for i, each in enumerate(asks)
+                    )
                 )
             with self._turn:
                 return serve(self.engine, asks)

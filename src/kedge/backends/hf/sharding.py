@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.backends.hf.fingerprint import full
+from kedge.backends.hf.ranks import total
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -184,9 +185,20 @@ class GatheredEngine:
         return self.engine.logprobs
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row."""
+        """One response per row.  Every rank calls it, or rests."""
+        self._any_asks(True)
         with whole([self.policy]):
             return self.engine.generate(prompts, sampling=sampling, seed=seed)
+
+    def rest(self) -> None:
+        """Help the other ranks to gather weights until none of them samples any more."""
+        while self._any_asks(False):
+            with whole([self.policy]):
+                pass
+
+    def _any_asks(self, mine: bool) -> bool:
+        device = next(self.policy.parameters()).device
+        return bool(total(torch.tensor(int(mine), device=device), device))
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Tell the engine the version."""
