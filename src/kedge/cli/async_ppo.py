@@ -95,6 +95,8 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
             gpus_per_engine=config.vllm_tensor_parallel_size,
             rewards=config.ray_reward_workers,
             gpus_per_reward=config.ray_reward_gpus,
+            references=config.ray_ref_workers,
+            gpus_per_reference=config.ray_ref_gpus,
             single_gpu_mode=config.single_gpu_mode,
             address=config.ray_address,
             environment=environment_of(config, sum(learners)),

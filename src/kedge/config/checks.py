@@ -104,6 +104,8 @@ RANGES: dict[str, Range] = {
     "rollout_timeout": _POSITIVE,
     "ray_reward_workers": _WHOLE,
     "ray_reward_gpus": _NOT_NEGATIVE,
+    "ray_ref_workers": _WHOLE,
+    "ray_ref_gpus": _NOT_NEGATIVE,
     "ray_wait_seconds": _POSITIVE,
     "vllm_tolerance": Range(0, above=True, optional=True),
     "value_learning_rate": Range(0, optional=True),

@@ -1,4 +1,4 @@
-"""Options of engines and reward workers on Ray."""
+"""Options of engines and workers on Ray."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ class RayArguments:
     ray_reward_gpus: float = option(
         0.0, "GPUs of each of them, for reward models; may be a fraction."
     )
+    ray_ref_workers: int = option(
+        0,
+        "Actors that compute the reference's log-probabilities, for each learner; 0 computes them"
+        " in the learner's process.",
+    )
+    ray_ref_gpus: float = option(0.0, "GPUs of each of them; may be a fraction.")
     ray_wait_seconds: float = option(
         300.0, "Most seconds to wait until the Ray cluster has room for all actors."
     )
@@ -38,6 +44,8 @@ class RayOptions:
     address: str | None
     reward_workers: int
     reward_gpus: float
+    ref_workers: int
+    ref_gpus: float
     wait_seconds: float
 
 
@@ -50,26 +58,32 @@ def ray_options(config: Any) -> RayOptions:
     on_ray = config.rollout_engine == "ray"
     if config.ray_engine not in ("vllm", "embedded"):
         raise ConfigError(f"ray_engine={config.ray_engine!r} must be 'vllm' or 'embedded'")
-    workers = config.ray_reward_workers > 0
+    rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
+    asked = on_ray or rewards or references
+    anything = "rollout_engine='ray', ray_reward_workers or ray_ref_workers"
     needed = {
         "ray_engine": (on_ray, "rollout_engine='ray'"),
-        "ray_reward_gpus": (workers, "ray_reward_workers"),
-        "ray_address": (on_ray or workers, "rollout_engine='ray' or ray_reward_workers"),
-        "ray_wait_seconds": (on_ray or workers, "rollout_engine='ray' or ray_reward_workers"),
+        "ray_reward_gpus": (rewards, "ray_reward_workers"),
+        "ray_ref_gpus": (references, "ray_ref_workers"),
+        "ray_address": (asked, anything),
+        "ray_wait_seconds": (asked, anything),
     }
     for name, (read, reader) in needed.items():
         value = getattr(config, name)
         if not read and value != RayArguments.__dataclass_fields__[name].default:
             raise ConfigError(f"{name}={value!r} is not read without {reader}; leave it out")
-    if (on_ray or workers) and not installed("ray"):
+    if asked and not installed("ray"):
         raise ConfigError(
             f"rollout_engine={config.rollout_engine!r} with"
-            f" ray_reward_workers={config.ray_reward_workers} needs Ray: pip install 'kedge[ray]'"
+            f" ray_reward_workers={config.ray_reward_workers} and"
+            f" ray_ref_workers={config.ray_ref_workers} needs Ray: pip install 'kedge[ray]'"
         )
     return RayOptions(
         engine=config.ray_engine,
         address=config.ray_address,
         reward_workers=config.ray_reward_workers,
         reward_gpus=config.ray_reward_gpus,
+        ref_workers=config.ray_ref_workers,
+        ref_gpus=config.ray_ref_gpus,
         wait_seconds=config.ray_wait_seconds,
     )

@@ -105,6 +105,12 @@ class RolloutOptions:
         """Whether a vLLM samples, wherever it runs."""
         return self.kind != "embedded" and (self.kind != "ray" or self.ray.engine == "vllm")
 
+    @property
+    def actors(self) -> int:
+        """How many this process asks of a Ray cluster."""
+        engines = self.num_engines if self.kind == "ray" else 0
+        return engines + self.ray.reward_workers + self.ray.ref_workers
+
 
 def rollout_options(config: Any) -> RolloutOptions:
     """The part of a config about the rollout engine.
@@ -121,7 +127,8 @@ def rollout_options(config: Any) -> RolloutOptions:
         )
     ray = ray_options(config)
     readers = {f"ray {ray.engine}" if kind == "ray" else kind}
-    _check_unread(config, readers | ({"rewards"} if ray.reward_workers else set()))
+    workers = ray.reward_workers + ray.ref_workers > 0
+    _check_unread(config, readers | ({"workers"} if workers else set()))
     _check_installed(config, kind)
     folder = config.vllm_sync_folder
     if folder is not None and not Path(folder).is_dir():
@@ -144,7 +151,7 @@ def rollout_options(config: Any) -> RolloutOptions:
 
 
 _OURS = ("vllm", "vllm_server", "ray vllm")
-_ELSEWHERE = ("vllm_server", "url", "ray vllm", "ray embedded", "rewards")
+_ELSEWHERE = ("vllm_server", "url", "ray vllm", "ray embedded", "workers")
 _READ_BY: dict[str, tuple[str, ...]] = {
     "vllm_engine_args": _OURS,
     "vllm_num_engines": ("vllm_server", "ray vllm", "ray embedded"),

@@ -29,6 +29,7 @@ from kedge.trainers.judging import judge_of
 from kedge.trainers.launched import own_callbacks
 from kedge.trainers.models import Models, policy_of, reference_of, value_of
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
+from kedge.trainers.referring import check_reference, reference_elsewhere
 from kedge.trainers.rules import kl_controller
 from kedge.trainers.run import Run
 from kedge.trainers.sampling import (
@@ -78,6 +79,7 @@ def assemble(
     sets = eval_sets(given.eval_dataset, args, settings, tokenizer, accelerator)
     _fill_in(args, prompts.plan.derived())
     check_sampler(given, settings)
+    check_reference(given, settings, algorithm)
     models = models_of(given, settings, algorithm)
     callbacks = callbacks_of(given, models, accelerator)
     judge = judge_of(given, settings, tokenizer, accelerator, trainer_state=lambda: callbacks.state)
@@ -97,7 +99,7 @@ def assemble(
         callbacks=callbacks,
         tokenizer=tokenizer,
         sets=sets,
-        reference=models.reference is not None,
+        reference=algorithm.needs_reference,
         start=start_of(args, has_prompts=bool(sets), main=accelerator.is_main_process),
     )
     return Run(
@@ -133,13 +135,15 @@ def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Mode
     """Policy, reference and value model."""
     args, trust = given.args, trusts(given.args)
     policy = policy_of(given.model, given.peft_config, args.model_adapter_name, trust=trust)
+    elsewhere = settings.rollout.ray.ref_workers > 0
     reference, fresh = reference_of(
         policy,
         given.ref_model,
         args.ref_adapter_name,
-        wanted=algorithm.needs_reference,
+        wanted=algorithm.needs_reference and not elsewhere,
         trust=trust,
     )
+    fresh |= elsewhere and given.ref_model is None
     value = None
     if algorithm.needs_values:
         value = value_of(given.value_model, given.reward_model, policy, settings.value)
@@ -155,27 +159,29 @@ def learner_of(
 ) -> HFLearner:
     """The models that train, and their optimiser."""
     options, sampling = settings.learner, settings.sampling
+    how = LearnerSettings(
+        total_updates=plan.updates,
+        temperature=sampling.temperature,
+        min_new_tokens=sampling.min_new_tokens,
+        stop_ids=sampling.stop_ids,
+        value_learning_rate=settings.value.learning_rate,
+        max_grad_norm=options.max_grad_norm,
+        forward_rows=options.chunk,
+        gradient_checkpointing=options.gradient_checkpointing,
+        checkpointing_options=options.gradient_checkpointing_kwargs or None,
+        reuse_behavior_logprobs=options.precision == "no"
+        and settings.max_lag == 0
+        and settings.rollout.kind == "embedded"
+        and given.rollout_engine is None,  # what others record is checked, not believed
+        allow_low_precision_weights=options.allow_low_precision_weights,
+    )
     return HFLearner(
         models.policy,
         given.args,
-        LearnerSettings(
-            total_updates=plan.updates,
-            temperature=sampling.temperature,
-            min_new_tokens=sampling.min_new_tokens,
-            stop_ids=sampling.stop_ids,
-            value_learning_rate=settings.value.learning_rate,
-            max_grad_norm=options.max_grad_norm,
-            forward_rows=options.chunk,
-            gradient_checkpointing=options.gradient_checkpointing,
-            checkpointing_options=options.gradient_checkpointing_kwargs or None,
-            reuse_behavior_logprobs=options.precision == "no"
-            and settings.max_lag == 0
-            and settings.rollout.kind == "embedded"
-            and given.rollout_engine is None,  # what others record is checked, not believed
-            allow_low_precision_weights=options.allow_low_precision_weights,
-        ),
+        how,
         value=models.value,
         reference=models.reference,
+        elsewhere=reference_elsewhere(given, settings, models.policy, how, accelerator),
         accelerator=accelerator,
         optimizers=given.optimizers,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,7 @@ def sampler_of(
         policy: what ``whole_copy`` made.
 
     Raises:
-        ConfigError: it cannot be started, or ranks would ask it unequally often.
+        ConfigError: it cannot be started, or ranks cannot have engines of their own.
     """
     if given.rollout_engine is not None:
         return given.rollout_engine
@@ -119,40 +119,63 @@ def sampler_of(
                 spare_slot=algorithm.spare_slot,
             )
         )
-    if settings.as_completed and learner.ranks > 1:
-        raise ConfigError(
-            'rollout_schedule="as_completed" lets every rank sample at its own pace, and they share'
-            f" the engine of rollout_engine={options.kind!r}; set it to in_order"
-        )
     make = partial(
         _elsewhere,
         policy or learner.policy,
-        options,
         pad_id=pad_id,
         tokenizer=tokenizer if settings.sampling.stop_strings else None,
         dtype=dtype,
         spare_slot=algorithm.spare_slot,
         chunk_rows=settings.learner.chunk,
     )
+    if settings.as_completed and learner.ranks > 1:
+        return make(options=own_engines(options, ranks=learner.ranks), share=learner.rank)
     return shared(
-        make,
+        partial(make, options=options),
         ranks=learner.ranks,
         timeout=options.timeout + options.start_timeout,
         spare=int(algorithm.spare_slot),
     )
 
 
+def own_engines(options: RolloutOptions, *, ranks: int) -> RolloutOptions:
+    """The options of one rank's engines, where every rank samples at its own pace.
+
+    Raises:
+        ConfigError: the engines do not divide, or a rank cannot have some of its own.
+    """
+    schedule = f'rollout_schedule="as_completed" gives each of the {ranks} learners its own engines'
+    if options.kind not in ("ray", "vllm_server"):
+        raise ConfigError(
+            f"{schedule}, and {options.url or options.kind!r} is one; use"
+            " rollout_engine='vllm_server' or 'ray' with vllm_num_engines, or"
+            ' rollout_schedule="in_order"'
+        )
+    if options.num_engines % ranks:
+        raise ConfigError(
+            f"{schedule}, and vllm_num_engines={options.num_engines} does not divide by {ranks};"
+            f" set it to {ranks * max(1, round(options.num_engines / ranks))}, or"
+            ' rollout_schedule="in_order"'
+        )
+    return replace(options, num_engines=options.num_engines // ranks)
+
+
 def _elsewhere(
-    policy: nn.Module, options: RolloutOptions, *, chunk_rows: int, **about: Any
+    policy: nn.Module,
+    *,
+    options: RolloutOptions,
+    chunk_rows: int,
+    share: int | None = None,
+    **about: Any,
 ) -> RolloutEngine:
     """An engine that holds a copy of the policy, in this process or another."""
     if options.kind == "ray":
         from kedge.backends.ray.build import ray_engines
 
-        return ray_engines(policy, options, chunk_rows=chunk_rows, **about)
+        return ray_engines(policy, options, chunk_rows=chunk_rows, share=share, **about)
     from kedge.backends.vllm.build import vllm_engine
 
-    return vllm_engine(policy, options, **about)
+    return vllm_engine(policy, options, share=share is not None, **about)
 
 
 def pieces_of_run(settings: RunSettings, plan: BatchPlan, engine: RolloutEngine) -> int:

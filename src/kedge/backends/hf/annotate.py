@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,27 @@ from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.math.logprob import linear_kl, linear_logprob
 from kedge.types import Rollout
+
+
+def annotate_all(
+    module: ActorCritic,
+    reference: Reference | None,
+    rollout: Rollout,
+    groups: Sequence[Sequence[int]],
+    names: set[str],
+    settings: LearnerSettings,
+) -> dict[str, Tensor]:
+    """The fields ``names`` of an Annotation, ``groups`` of rows at a time; call in no_grad."""
+    device = rollout.ids.device
+    out = {name: torch.zeros(rollout.ids.shape, device=device) for name in names}
+    if "values" in names:
+        out["last_values"] = torch.zeros(len(rollout), device=device)
+    for rows in groups:
+        index = torch.tensor(rows, device=device)
+        found = annotate_rows(module, reference, rollout, index, names, settings)
+        for name, x in found.items():
+            out[name][index] = x
+    return out
 
 
 def annotate_rows(
@@ -64,6 +87,19 @@ def _refer(
         if "full_kl" in names and said.hidden is not None:
             found["full_kl"] = linear_kl(said.hidden, head, hidden, parts.head(), draw=ask.draw)
     return found
+
+
+def reference_logprobs(
+    reference: Reference, rollout: Rollout, index: Tensor, settings: LearnerSettings
+) -> Tensor:
+    """What the reference says of the rows ``index`` int64 [b] by itself: float32 [b, R]."""
+    ids, present, prompts = rollout.ids[index], rollout.present[index], rollout.prompts
+    draw = settings.draw(present, None if rollout.support is None else rollout.support[index])
+    with reference.active() as parts:
+        packed = parts.pack(prompts.ids[index], prompts.mask[index], ids, present)
+        hidden = parts.read(packed).flatten(0, 1)[packed.states(present)]
+        found, _ = linear_logprob(hidden, parts.head(), ids[present], draw=draw)
+    return place(found, present)
 
 
 def sampled_by(version: int, rollout: Rollout) -> bool:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
 from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
-from kedge.backends.hf.annotate import annotate_rows, sampled_by
+from kedge.backends.hf.annotate import annotate_all, sampled_by
 from kedge.backends.hf.attention import attending, gains
 from kedge.backends.hf.device import accelerator_for
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
@@ -48,7 +48,7 @@ from kedge.backends.hf.packing import (
     worth_padding,
 )
 from kedge.backends.hf.ranks import level, pool_rows, total
-from kedge.backends.hf.reference import Reference
+from kedge.backends.hf.reference import Elsewhere, Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
     GatheredEngine,
@@ -79,6 +79,7 @@ class HFLearner:
         settings: everything else.
         value: a model of its own, a head on the policy's trunk, or None.
         reference: what the policy is held to, or None.
+        elsewhere: computes the reference's log-probabilities in place of ``reference``.
         accelerator: device, precision and processes; None makes one from ``args``.
         optimizers: your own (optimizer, scheduler); None where it shall be made.
         parts: trunk and head of the policy; None: those of a causal language model.
@@ -95,6 +96,7 @@ class HFLearner:
         *,
         value: ScalarModel | ScalarHead | None = None,
         reference: Reference | None = None,
+        elsewhere: Elsewhere | None = None,
         accelerator: Accelerator | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         parts: LanguageModelParts | None = None,
@@ -105,6 +107,7 @@ class HFLearner:
         self.device = self.accelerator.device
         self.module = ActorCritic(policy, parts or causal_parts(policy), value).to(self.device)
         self.reference = None if reference is None else reference.to(self.device)
+        self.elsewhere = elsewhere
         self._prepare()
         if self.ranks > 1:
             level([self.module, *(self.reference.own if self.reference else [])])
@@ -189,38 +192,34 @@ class HFLearner:
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> Annotation:
         """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
-        if (reference or full_kl) and self.reference is None:
-            raise ConfigError("the reference was asked for, but the learner was given none")
-        if values and self.value is None:
-            raise ConfigError("values were asked for, but the learner was given no value model")
+        self._check(values=values, reference=reference, full_kl=full_kl)
         check_prompts(rollout.prompts.mask)
         home, rollout = rollout.ids.device, to_device(rollout, self.device)
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
-        shape, lengths = rollout.ids.shape, rollout.prompts.mask.sum(1) + rollout.present.sum(1)
+        lengths = rollout.prompts.mask.sum(1) + rollout.present.sum(1)
+        most = self.settings.forward_rows * int(lengths.max())
+        groups = by_length(lengths.tolist(), tokens=most, spare=self._spare)
+        begun = self.elsewhere.begin(rollout, groups) if self.elsewhere and reference else None
         names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
-        names |= {"ref_logprobs": reference, "full_kl": full_kl}
-        out = {n: torch.zeros(shape, device=self.device) for n, wanted in names.items() if wanted}
-        if values:
-            out["last_values"] = torch.zeros(len(rollout), device=self.device)
-        groups = by_length(
-            lengths.tolist(),
-            tokens=self.settings.forward_rows * int(lengths.max()),
-            spare=self._spare,
-        )
+        names |= {"ref_logprobs": reference and begun is None, "full_kl": full_kl}
+        wanted = {name for name, asked in names.items() if asked}
         gathered = whole(self._held() if self.sharded else [])
         with gathered, attending(self._short), self.accelerator.autocast():
-            for rows in groups:
-                index = torch.tensor(rows, device=self.device)
-                found = annotate_rows(
-                    self.module, self.reference, rollout, index, set(out), self.settings
-                )
-                for name, x in found.items():
-                    out[name][index] = x
+            out = annotate_all(self.module, self.reference, rollout, groups, wanted, self.settings)
+        if begun is not None:
+            out["ref_logprobs"] = begun()
         if reuse and rollout.behavior_logprobs is not None:
             out["logprobs"] = rollout.behavior_logprobs
         return Annotation(**{name: x.to(home) for name, x in out.items()})
+
+    def _check(self, *, values: bool, reference: bool, full_kl: bool) -> None:
+        held = self.reference is not None
+        if (reference and not (held or self.elsewhere)) or (full_kl and not held):
+            raise ConfigError("the reference was asked for, but the learner was given none")
+        if values and self.value is None:
+            raise ConfigError("values were asked for, but the learner was given no value model")
 
     def update(
         self,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kedge.backends.hf.encoder_decoder import parts_of
 from kedge.backends.hf.model import LanguageModelParts, no_dropout
+from kedge.types import Rollout
 
 
 class Reference(Protocol):
@@ -28,6 +29,14 @@ class Reference(Protocol):
     @property
     def own(self) -> list[nn.Module]:
         """Models that nobody else holds."""
+        ...
+
+
+class Elsewhere(Protocol):
+    """A reference that computes in other processes, while the learner goes on."""
+
+    def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
+        """Start on log-probabilities float32 [B, R], ``groups`` of rows at a time; then wait."""
         ...
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from kedge.backends.engines import SplitEngine, together
 from kedge.backends.hf.rollout import check_prompts
-from kedge.backends.ray import cluster
 from kedge.backends.ray.actor import limits_of
 from kedge.backends.ray.engine import RayEngine
-from kedge.backends.ray.placement import Placement, place, plan_seats
-from kedge.backends.ray.seat import here
+from kedge.backends.ray.placement import Plan, plan_seats
+from kedge.backends.ray.room import Room, address, held, of_its_own
 from kedge.backends.ray.shelf import Shelf
 from kedge.config.rollout import RolloutOptions
+from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 
 
@@ -31,6 +31,7 @@ def ray_engines(
     dtype: torch.dtype | None = None,
     spare_slot: bool = False,
     chunk_rows: int = 64,
+    share: int | None = None,
 ) -> RolloutEngine:
     """Engines in actors that share the rows of each batch.
 
@@ -42,15 +43,16 @@ def ray_engines(
         dtype: what the learner computes in; None is float32.
         spare_slot: leave one slot after the longest response.
         chunk_rows: rows that an embedded engine has in flight together.
+        share: the rank whose engines these are; None: they are of all ranks.
 
     Raises:
         ConfigError: the cluster has no room, or an engine does not start.
     """
-    placement, release = _room(options)
+    room = _room(options, share)
     if options.ray.engine == "embedded":
         settings = {"pad_id": pad_id, "spare_slot": spare_slot, "tokenizer": tokenizer}
         settings |= {"chunk_rows": chunk_rows, "autocast": dtype}
-        return _embedded(policy, settings, options, placement, release)
+        return _embedded(policy, settings, options, room)
     from kedge.backends.vllm.build import vllm_engine
 
     return vllm_engine(
@@ -60,61 +62,58 @@ def ray_engines(
         tokenizer=tokenizer,
         dtype=dtype,
         spare_slot=spare_slot,
-        starts=partial(_vllm_starts, options=options, placement=placement),
-        on_close=release,
+        starts=partial(_vllm_starts, options=options, room=room),
+        on_close=room.release,
     )
 
 
-def _room(options: RolloutOptions) -> tuple[Placement, Callable[[], None]]:
-    """Room for the engines, and how to give it back."""
-    place_of_launch = here()
-    if place_of_launch is not None and place_of_launch.placement.plan.of("engine"):
-        return place_of_launch.placement, _nothing
-    count = options.num_engines
-    cluster.connect(options.ray.address, cpus=count + options.ray.reward_workers)
-    plan = plan_seats(
-        engines=count,
-        gpus=cluster.has_gpus(),
-        gpus_per_engine=int(options.engine_args.get("tensor_parallel_size", 1)),
-    )
-    placement = place(plan, wait_seconds=options.ray.wait_seconds)
-    return placement, placement.release
+def _room(options: RolloutOptions, share: int | None) -> Room:
+    """Room for engines: all of them, or those of one rank."""
+    found = held("engine", count=options.num_engines, rank=share or 0)
+    if found is not None:
+        return found
+    if share is not None and address(options) is None:
+        raise ConfigError(
+            'rollout_schedule="as_completed" gives each learner its own engines, which have to be'
+            " in one cluster: name it in ray_address, or start the learners with"
+            " kedge.backends.ray.launch"
+        )
 
+    def plan(gpus: bool) -> Plan:
+        each = int(options.engine_args.get("tensor_parallel_size", 1))
+        return plan_seats(engines=options.num_engines, gpus=gpus, gpus_per_engine=each)
 
-def _nothing() -> None:
-    """What ``launch`` holds, it gives back itself."""
+    return of_its_own("engine", options, plan)
 
 
 def _embedded(
     policy: nn.Module,
     settings: Mapping[str, Any],
     options: RolloutOptions,
-    placement: Placement,
-    release: Callable[[], None],
+    room: Room,
 ) -> SplitEngine:
     import ray
 
-    seats = placement.plan.of("engine")
     model = ray.put(copy.deepcopy(policy).requires_grad_(False).cpu())
-    shelf = Shelf(len(seats))
+    shelf = Shelf(len(room.seats))
     makers = [
         partial(
             RayEngine,
             f"engine {seat.index}",
             model,
             settings,
-            options=placement.options(seat),
+            options=room.placement.options(seat),
             limits=limits_of(options),
             shelf=shelf,
         )
-        for seat in seats
+        for seat in room.seats
     ]
     config: Any = policy.config
     return SplitEngine(
-        together(makers, undo=release),
+        together(makers, undo=room.release),
         pad_id=int(settings["pad_id"]),
         check=partial(check_prompts, config=config),
-        on_close=release,
+        on_close=room.release,
     )
 
 
@@ -124,14 +123,13 @@ def _vllm_starts(
     arguments: Mapping[str, Any],
     *,
     options: RolloutOptions,
-    placement: Placement,
+    room: Room,
 ) -> list[Callable[[], Any]]:
     import ray
 
     from kedge.backends.ray.service import RayService
 
-    seats = placement.plan.of("engine")
-    drawn, shelf = ray.put(blueprint), Shelf(len(seats))
+    drawn, shelf = ray.put(blueprint), Shelf(len(room.seats))
     first = ray.put({name: x.detach().cpu() for name, x in weights.items()})
     return [
         partial(
@@ -140,9 +138,9 @@ def _vllm_starts(
             drawn,
             first,
             arguments,
-            options=placement.options(seat),
+            options=room.placement.options(seat),
             limits=limits_of(options),
             shelf=shelf,
         )
-        for seat in seats
+        for seat in room.seats
     ]

@@ -37,7 +37,7 @@ class Limits:
     stop: float = 300.0  # for the ranks to write a checkpoint and end, once asked to
 
 
-def launch(
+def launch(  # noqa: PLR0913
     job: Callable[[], T],
     *,
     learners: Sequence[int] = (1,),
@@ -45,6 +45,8 @@ def launch(
     gpus_per_engine: int = 1,
     rewards: int = 0,
     gpus_per_reward: float = 0.0,
+    references: int = 0,
+    gpus_per_reference: float = 0.0,
     single_gpu_mode: bool = False,
     address: str | None = None,
     environment: Mapping[str, str] | None = None,
@@ -55,7 +57,7 @@ def launch(
     """Run a job on every rank, and return what the first one returns.
 
     The job is what ``accelerate launch`` would run: it builds a trainer and trains.  Trainers in it
-    take their engines and reward workers from the plan, send what they log to ``on_row``, and
+    take their engines and workers from the plan, send what they log to ``on_row``, and
     write a checkpoint and end when this process gets SIGINT (Ctrl-C) or SIGTERM.
 
     Args:
@@ -65,6 +67,8 @@ def launch(
         gpus_per_engine: ``vllm_tensor_parallel_size`` of the trainer's config.
         rewards: reward workers of each learner; ``ray_reward_workers`` of the trainer's config.
         gpus_per_reward: ``ray_reward_gpus`` of the trainer's config.
+        references: workers with each learner's reference; ``ray_ref_workers`` of the config.
+        gpus_per_reference: ``ray_ref_gpus`` of the trainer's config.
         single_gpu_mode: the learner and all engines share one GPU.
         address: of a Ray cluster that runs; None: ``RAY_ADDRESS``, or one of its own here.
         environment: variables of the ranks, e.g. accelerate's: ``ACCELERATE_USE_FSDP``.
@@ -82,15 +86,17 @@ def launch(
     """
     limits = limits or Limits()
     seats = sum(learners)
-    ours = cluster.connect(address, cpus=seats * (1 + rewards) + engines)
+    ours = cluster.connect(address, cpus=seats * (1 + rewards + references) + engines)
     try:
         plan = plan_seats(
             learners=learners,
             engines=engines,
             rewards=rewards * seats,
+            references=references * seats,
             gpus=cluster.has_gpus(),
             gpus_per_engine=gpus_per_engine,
             gpus_per_reward=gpus_per_reward,
+            gpus_per_reference=gpus_per_reference,
             single_gpu_mode=single_gpu_mode,
         )
         placement = place(plan, wait_seconds=limits.room)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-Role = Literal["learner", "engine", "reward"]
+Role = Literal["learner", "engine", "reward", "reference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +66,24 @@ def plan_seats(
     learners: Sequence[int] = (),
     engines: int = 0,
     rewards: int = 0,
+    references: int = 0,
     gpus: bool = False,
     gpus_per_engine: int = 1,
     gpus_per_reward: float = 0.0,
+    gpus_per_reference: float = 0.0,
     single_gpu_mode: bool = False,
 ) -> Plan:
-    """Bundles: one per node of learners, one per engine, one per reward worker.
+    """Bundles: one per node of learners, one per engine, one per worker.
 
     Args:
         learners: ranks on each node; each has a GPU of its own where there are GPUs.
         engines: rollout engines.
         rewards: reward workers.
+        references: workers that hold the reference.
         gpus: whether the cluster has any.
         gpus_per_engine: of one engine.
         gpus_per_reward: of one reward worker; may be a fraction.
+        gpus_per_reference: of one worker with the reference; may be a fraction.
         single_gpu_mode: learner and engines share one GPU.
 
     Raises:
@@ -119,6 +123,8 @@ def plan_seats(
             add("engine", 1, whole * gpus_per_engine)
     for _ in range(rewards):
         add("reward", 1, gpus_per_reward)
+    for _ in range(references):
+        add("reference", 1, gpus_per_reference)
     strategy: Literal["PACK", "SPREAD"] = "SPREAD" if len(learners) > 1 else "PACK"
     return Plan(bundles=tuple(bundles), seats=tuple(seats), strategy=strategy)
 

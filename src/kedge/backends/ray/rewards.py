@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from kedge.backends.engines import together
-from kedge.backends.engines.rows import cut
-from kedge.backends.ray import cluster
+from kedge.backends.engines.rows import bare, cut
 from kedge.backends.ray.actor import Actor, Limits, limits_of
-from kedge.backends.ray.placement import Placement, Seat, place, plan_seats
+from kedge.backends.ray.placement import Plan, plan_seats
+from kedge.backends.ray.room import Room, held, of_its_own
 from kedge.backends.ray.seat import here
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, RewardError, RolloutError
-from kedge.types import Judgement, Metrics, PromptBatch, Rollout
+from kedge.types import Judgement, Metrics, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,10 @@ class RayRewards:
 
     Args:
         recipe: what each worker builds.
-        placement: where they run.
-        seats: one per worker.
+        room: where they run; one seat per worker.
         limits: how long to wait for one.
         log: gets what functions report.
         trainer_state: called for what functions see as ``trainer_state``.
-        on_close: called after the workers have ended.
 
     Raises:
         ConfigError: a worker does not start, or the recipe cannot work.
@@ -89,21 +87,19 @@ class RayRewards:
     def __init__(
         self,
         recipe: Recipe,
-        placement: Placement,
-        seats: Sequence[Seat],
+        room: Room,
         *,
         limits: Limits,
         log: RewardLog,
         trainer_state: Callable[[], object],
-        on_close: Callable[[], None],
     ) -> None:
         import ray
 
-        self._log, self._state, self._on_close = log, trainer_state, on_close
+        self._log, self._state, self._on_close = log, trainer_state, room.release
         try:
             sent = ray.put(recipe)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            on_close()
+            room.release()
             raise ConfigError(
                 f"a reward function or model cannot be sent to ray_reward_workers: {error}; define"
                 " it in a module, or set ray_reward_workers=0"
@@ -113,12 +109,12 @@ class RayRewards:
                 Actor,
                 f"reward worker {seat.index}",
                 lambda handle: handle.build.remote(Judge, sent),
-                options=placement.options(seat),
+                options=room.placement.options(seat),
                 limits=limits,
             )
-            for seat in seats
+            for seat in room.seats
         ]
-        self.workers = together(makers, undo=on_close)
+        self.workers = together(makers, undo=room.release)
         self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix="reward")
         self.columns: frozenset[str] | None = self.workers[0].call("columns")
 
@@ -172,29 +168,16 @@ def ray_rewards(
     Raises:
         ConfigError: the cluster has no room, or a worker does not start.
     """
-    at, asked = here(), options.ray
-    if at is not None and (held := at.placement.plan.of("reward")):
-        share = len(held) // at.ranks
-        seats = held[at.rank * share : (at.rank + 1) * share]
-        placement, release = at.placement, _nothing
-    else:
-        cluster.connect(asked.address, cpus=asked.reward_workers + options.num_engines)
-        plan = plan_seats(rewards=asked.reward_workers, gpus_per_reward=asked.reward_gpus)
-        placement = place(plan, wait_seconds=asked.wait_seconds)
-        seats, release = plan.of("reward"), placement.release
-    return RayRewards(
-        recipe,
-        placement,
-        seats,
-        limits=limits_of(options),
-        log=log,
-        trainer_state=trainer_state,
-        on_close=release,
-    )
+    asked = options.ray
+    at = here()
+    room = held("reward", count=asked.reward_workers, rank=0 if at is None else at.rank)
+    if room is None:
 
+        def plan(_: bool) -> Plan:
+            return plan_seats(rewards=asked.reward_workers, gpus_per_reward=asked.reward_gpus)
 
-def _nothing() -> None:
-    """What ``launch`` holds, it gives back itself."""
+        room = of_its_own("reward", options, plan)
+    return RayRewards(recipe, room, limits=limits_of(options), log=log, trainer_state=trainer_state)
 
 
 def between_groups(group: Tensor, parts: int) -> list[slice]:
@@ -215,11 +198,10 @@ def between_groups(group: Tensor, parts: int) -> list[slice]:
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
     """Some of the rows, on the CPU, as wide as all."""
-    prompts = cut(rollout.prompts, rows)
-    tensors = {n: getattr(prompts, n).cpu() for n in ("ids", "mask", "group", "row")}
     names = ("ids", "mask", "present", "finished", "version", "behavior_logprobs")
     held = {n: x[rows].cpu() for n in names if (x := getattr(rollout, n)) is not None}
-    return Rollout(prompts=PromptBatch(columns=prompts.columns, **tensors), **held)
+    prompts = cut(rollout.prompts, rows)
+    return Rollout(prompts=replace(bare(prompts), columns=prompts.columns), **held)
 
 
 def joined(parts: Sequence[Judgement], device: torch.device) -> Judgement:

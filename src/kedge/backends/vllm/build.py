@@ -92,6 +92,7 @@ def vllm_engine(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     spare_slot: bool = False,
+    share: bool = False,
     starts: Starts | None = None,
     on_close: Callable[[], None] | None = None,
 ) -> VLLMEngine | SplitEngine:
@@ -104,6 +105,7 @@ def vllm_engine(
         tokenizer: needed for stop strings only.
         dtype: what the learner computes in; None is float32.
         spare_slot: leave one slot after the longest response.
+        share: these are the engines of this process; others have theirs.
         starts: from (blueprint, weights, engine arguments) to what starts each vLLM; None: as the
             options say.
         on_close: called after several engines were closed.
@@ -135,7 +137,9 @@ def vllm_engine(
     if starts is None:
         each = int(arguments.get("tensor_parallel_size", 1))
         gpus = (
-            gpus_of_servers(options.num_engines, each) if options.kind == "vllm_server" else [None]
+            gpus_of_servers(options.num_engines, each, share=share)
+            if options.kind == "vllm_server"
+            else [None]
         )
         found: Sequence[Start] = [
             partial(_service, blueprint, weights, options, arguments, devices) for devices in gpus
@@ -195,7 +199,7 @@ def _service(
     return remote
 
 
-def gpus_of_servers(count: int, each: int) -> list[str | None]:
+def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str | None]:
     """The GPUs of every server, as in ``CUDA_VISIBLE_DEVICES``: those that no learner has.
 
     None where there are no GPUs, or one server has to share the learners' own.
@@ -203,6 +207,7 @@ def gpus_of_servers(count: int, each: int) -> list[str | None]:
     Args:
         count: servers.
         each: GPUs of one.
+        share: every learner on this machine has as many.
 
     Raises:
         ConfigError: several servers, and too few GPUs besides those of the learners.
@@ -211,13 +216,15 @@ def gpus_of_servers(count: int, each: int) -> list[str | None]:
     number = torch.cuda.device_count()
     names = visible.split(",")[:number] if visible else [str(i) for i in range(number)]
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    free = names[learners:]
-    if len(free) >= count * each:
-        return [",".join(free[i * each : (i + 1) * each]) for i in range(count)]
-    if names and count > 1:
+    before = int(os.environ.get("LOCAL_RANK", "0")) if share else 0
+    asked = count * each * (learners if share else 1)
+    if len(free := names[learners:]) >= asked:
+        mine = free[before * count * each :]
+        return [",".join(mine[i * each : (i + 1) * each]) for i in range(count)]
+    if names and (count > 1 or share):
         raise ConfigError(
-            f"vllm_num_engines={count} servers of {each} GPUs and {learners} learners need"
-            f" {count * each + learners}, and there are {len(names)}; ask for fewer, or use"
+            f"{asked // each} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
+            f" need {asked + learners}, and there are {len(names)}; ask for fewer, or use"
             " rollout_engine='ray' with more machines"
         )
     return [None] * count

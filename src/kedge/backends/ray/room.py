@@ -1,0 +1,60 @@
+"""Room for the actors of one process: its seats in a launch, or a placement group of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kedge.backends.ray import cluster
+from kedge.backends.ray.placement import Placement, Plan, Role, Seat, place
+from kedge.backends.ray.seat import here
+from kedge.config.rollout import RolloutOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Seats of one role, and how to give their room back."""
+
+    placement: Placement
+    seats: Sequence[Seat]
+    release: Callable[[], None]
+
+
+def held(role: Role, *, count: int, rank: int = 0) -> Room | None:
+    """The seats that a launch holds for a rank; None outside a launch, or where it holds none.
+
+    Args:
+        role: of the seats.
+        count: seats of every rank.
+        rank: whose seats.
+    """
+    at = here()
+    if at is None or not (seats := at.placement.plan.of(role)):
+        return None
+    return Room(at.placement, seats[rank * count : (rank + 1) * count], _nothing)
+
+
+def of_its_own(role: Role, options: RolloutOptions, plan: Callable[[bool], Plan]) -> Room:
+    """Room in the cluster that is named, or in one that starts here.
+
+    Args:
+        role: of the seats.
+        options: where, and how long to wait.
+        plan: from whether the cluster has GPUs to what is needed.
+
+    Raises:
+        ConfigError: no cluster, or no room in it.
+    """
+    cluster.connect(options.ray.address, cpus=options.actors)
+    made = place(plan(cluster.has_gpus()), wait_seconds=options.ray.wait_seconds)
+    return Room(made, made.plan.of(role), made.release)
+
+
+def address(options: RolloutOptions) -> str | None:
+    """The cluster that is named, if one is."""
+    return options.ray.address or os.environ.get("RAY_ADDRESS")
+
+
+def _nothing() -> None:
+    """What ``launch`` holds, it gives back itself."""
