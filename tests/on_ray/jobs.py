@@ -43,6 +43,33 @@ class Train:
 
 
 @dataclass
+class AsDone:
+    """Trains on what is done first; rows, prompts trained on, and processes that sampled."""
+
+    options: dict[str, Any]
+
+    def __call__(self) -> tuple[list[dict[str, Any]], list[list[str]], list[list[int]]]:
+        from accelerate.utils import gather_object
+
+        made = small(**ON_RAY, rollout_schedule="as_completed", **self.options)
+        trained: list[str] = []
+        train_on = made.engine.train_on
+
+        def noting(rollout: Any, *args: Any, **named: Any) -> Any:
+            mask = rollout.prompts.mask
+            trained.extend(
+                " ".join(map(str, ids[m].tolist()))
+                for ids, m in zip(rollout.prompts.ids, mask, strict=True)
+            )
+            return train_on(rollout, *args, **named)
+
+        type(made.engine).train_on = lambda _, *args, **named: noting(*args, **named)
+        made.train()
+        pids = [engine.actor.pid for engine in made.engine.rollouts.lanes]
+        return rows(made), gather_object([trained]), gather_object([pids])
+
+
+@dataclass
 class Both:
     """A run in turn and one with sampling ahead."""
 

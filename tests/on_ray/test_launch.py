@@ -19,6 +19,7 @@ import torch
 from kedge.backends.ray import Limits, launch
 from kedge.backends.ray.launch import _Wishes
 from kedge.errors import ConfigError, LaunchError
+from tests.e2e.small import small
 from tests.on_ray import jobs
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.jobs import Both, Train
@@ -79,6 +80,26 @@ def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_
     assert steps == [1, 2, 3, 4, 1, 2, 3, 4]
     assert "learner 0, 1" in said[0]
     assert "engine 1" in said[0]
+
+
+def test_learners_train_on_what_is_done_first_each_from_engines_of_its_own(tmp_path):
+    options = {"max_lag": 1, "total_episodes": 40, "output_dir": str(tmp_path)}
+    job = jobs.AsDone(options | {"rollout_pieces": 2})
+    found, trained, pids = on_two(job, engines=2)
+    assert [row["episode"] for row in found] == [8, 16, 24, 32, 40]
+    assert all(0 <= row["rollout/lag"] <= 1 for row in found)
+    assert any(row["rollout/lag"] > 0 for row in found)
+    assert [len(engines) for engines in pids] == [1, 1]
+    assert pids[0] != pids[1]
+    made = small(max_lag=1, total_episodes=40, per_device_train_batch_size=8)
+    source = made.engine.source
+    want = [
+        " ".join(map(str, b.ids[i][b.mask[i]].tolist()))
+        for s in range(5)
+        for b in [source.batch(s)]
+        for i in range(8)
+    ]
+    assert sorted(trained[0] + trained[1]) == sorted(want)
 
 
 def test_weights_cut_over_ranks_train_as_whole_ones(tmp_path):

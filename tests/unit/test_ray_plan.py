@@ -41,6 +41,14 @@ class TestPlan:
         ]
         assert [(s.bundle, s.gpus) for s in plan.of("engine")] == [(2, 2), (3, 2)]
 
+    def test_workers_beside_the_learners(self):
+        plan = plan_seats(learners=[1], rewards=1, references=2, gpus=True, gpus_per_reference=0.25)
+        assert plan.text().splitlines()[1:] == [
+            "  bundle 1: CPU 1  reward 0",
+            "  bundle 2: CPU 1, GPU 0.25  reference 0",
+            "  bundle 3: CPU 1, GPU 0.25  reference 1",
+        ]
+
     def test_without_gpus_everyone_has_a_cpu(self):
         plan = plan_seats(learners=[2], engines=1)
         assert [dict(b) for b in plan.bundles] == [{"CPU": 2}, {"CPU": 1}]

@@ -376,6 +376,40 @@ def test_servers_get_the_gpus_that_no_learner_has(
     assert gpus_of_servers(count, each) == want
 
 
+def test_servers_of_one_learner_are_its_own(monkeypatch):
+    from kedge.backends.vllm.build import gpus_of_servers
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert gpus_of_servers(2, 1, share=True) == ["2", "3"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert gpus_of_servers(1, 2, share=True) == ["4,5"]
+    with pytest.raises(ConfigError, match="need 8, and there are 6"):
+        gpus_of_servers(3, 1, share=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rollout_engine": "http://host:1"}, "host:1. is one; use"),
+        ({"rollout_engine": "vllm"}, "'vllm' is one; use"),
+        ({"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 5}, "set it to 4"),
+        ({"rollout_engine": "ray", "ray_engine": "embedded"}, "set it to 2"),
+    ],
+)
+def test_learners_that_cannot_have_engines_of_their_own(options, said, monkeypatch):
+    from kedge.config.rollout import rollout_options
+    from kedge.trainers.sampling import own_engines
+
+    for module in ("rollout", "ray"):
+        monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
+    asked = rollout_options(PPOConfig(output_dir="unused", **options))
+    with pytest.raises(ConfigError, match=said):
+        own_engines(asked, ranks=2)
+
+
 def test_more_servers_than_gpus_are_refused(monkeypatch):
     from kedge.backends.vllm.build import gpus_of_servers
 
