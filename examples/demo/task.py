@@ -6,8 +6,9 @@
 
 A post tells what somebody saw, in what colour, where and when, among remarks that do not matter.  A
 good summary tells all of it and nothing else, and ends.  Writers differ in care: they leave things
-out, make things up, repeat themselves and add remarks.  The gold judge reads the post and marks a
-summary; training never sees it.
+out, make things up, repeat themselves and add remarks.  Annotators say which of two summaries they
+like better; they read in a hurry and are sometimes wrong.  The gold judge marks a summary by rules
+that nothing that trains ever sees.
 """
 
 from __future__ import annotations
@@ -82,14 +83,40 @@ def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
     return " " + " ".join([*said, "."])
 
 
-def judge(post: Post, summary: str, *, ended: bool) -> float:
+def read_post(text: str) -> Post:
+    """A post from its text."""
+    words = text.split()
+    facts = {kind: next(w for w in words if w in known) for kind, known in FACTS.items()}
+    remarks = tuple(
+        f"the {topic} was {mood}"
+        for topic, mood in zip(words[1:], words[3:], strict=False)
+        if topic in TOPICS and mood in MOODS
+    )
+    return Post(facts, remarks, text)
+
+
+def liked(post: Post, summary: str, rng: random.Random) -> float:
+    """How much an annotator likes a summary.
+
+    Overlooks one fact in five, whether it is right or wrong, likes what is short, and is in a mood.
+    """
+    words = summary.split()
+    liking = -0.03 * len(words) + rng.gauss(0, 0.25)
+    for kind, known in FACTS.items():
+        said = [word for word in words if word in known]
+        if said and rng.random() > 0.2:
+            liking += 0.4 if said[0] == post.facts[kind] else -0.6
+    return liking
+
+
+def judge(post: Post, summary: str) -> float:
     """The gold mark of a summary; 1 is perfect.
 
     A fifth for each fact told; minus two fifths for each thing made up, a fifth for each
     repetition and each remark, and a half for not coming to an end.
     """
     words = summary.split()
-    mark = 0.0 if ended else -0.5
+    mark = 0.0 if words[-1:] == ["."] else -0.5
     for kind, known in FACTS.items():
         said = [word for word in words if word in known]
         true = said.count(post.facts[kind])
@@ -97,7 +124,6 @@ def judge(post: Post, summary: str, *, ended: bool) -> float:
     return mark - 0.2 * sum(word in TOPICS for word in words)
 
 
-def win_rate(marks: list[float], against: list[float]) -> float:
-    """How often the first mark is the higher one; a tie counts one half."""
-    wins = [0.5 if abs(a - b) < 1e-9 else float(a > b) for a, b in zip(marks, against, strict=True)]
-    return sum(wins) / len(wins)
+def gold(prompts: list[str], answers: list[str]) -> list[float]:
+    """The gold marks, for ``kedge judge --score task.py:gold``."""
+    return [judge(read_post(p), answer) for p, answer in zip(prompts, answers, strict=True)]

@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
     made.add_argument("--split", default="test", help="default: %(default)s")
     made.add_argument("--limit", type=int, help="the first so many prompts")
+    made.add_argument("--num_generations", type=int, default=1, help="answers to each prompt")
+    made.add_argument("--batch_size", type=int, default=BATCH, help="default: %(default)s")
     made.add_argument("--max_new_tokens", type=int, default=53)
     made.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
     made.add_argument("--max_prompt_length", type=int, help="longer prompts are left out")
@@ -52,6 +54,8 @@ def main(argv: Sequence[str]) -> None:
     found = answered(
         flags.model,
         rows,
+        num_generations=flags.num_generations,
+        batch_size=flags.batch_size,
         max_new_tokens=flags.max_new_tokens,
         temperature=flags.temperature,
         max_prompt_length=flags.max_prompt_length,
@@ -68,19 +72,24 @@ def answered(
     *,
     max_new_tokens: int,
     temperature: float,
+    num_generations: int = 1,
+    batch_size: int = BATCH,
     max_prompt_length: int | None = None,
     engine: str = "embedded",
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """The rows of a dataset with a ``completion`` each, without special tokens.
 
-    A column ``completion`` of the dataset becomes ``reference``.
+    Prompt and completion, one after the other, are the text of the whole answer.  ``finished`` says
+    whether it ended by itself.  A column ``completion`` of the dataset becomes ``reference``.
 
     Args:
         name: folder or hub name of a causal language model with a tokenizer.
         dataset: with a column of prompts, as for training.
         max_new_tokens: most tokens of an answer; it ends at the tokenizer's end of text.
         temperature: 0 takes the most likely tokens.
+        num_generations: answers to each prompt, in rows that follow one another.
+        batch_size: answers that are sampled at once.
         max_prompt_length: tokens; longer prompts are left out.
         engine: ``embedded`` or ``vllm``.
         seed: of the draws.
@@ -89,6 +98,7 @@ def answered(
         ConfigError, DataError: a model, an engine or prompts that cannot be used.
     """
     from kedge.backends.data import DatasetPrompts
+    from kedge.backends.rewards.texts import Texts
     from kedge.cli.arguments import ModelArguments
     from kedge.cli.ppo import load_policy, load_tokenizer
     from kedge.types import Sampling
@@ -97,7 +107,12 @@ def answered(
     tokenizer, model = load_tokenizer(name, options), load_policy(name, options).eval()
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token to stop at")
-    size = min(BATCH, max(len(dataset), 1))
+    for name_, value in (("num_generations", num_generations), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"--{name_} {value}: at least 1")
+    if num_generations > 1:
+        dataset = dataset.select([i for i in range(len(dataset)) for _ in range(num_generations)])
+    size = min(batch_size, max(len(dataset), 1))
     prompts = DatasetPrompts(
         dataset,
         tokenizer,
@@ -116,12 +131,12 @@ def answered(
     for step in range(-(-len(prompts) // size)):
         batch = prompts.batch(step)
         rollout = sampler.generate(batch, sampling=sampling, seed=seed + step)
-        for i in range(len(rollout)):
+        answers = Texts(rollout, tokenizer, skip_special_tokens=True).completion_texts
+        for i, (text, finished) in enumerate(zip(answers, rollout.finished.tolist(), strict=True)):
             columns = {n: values[i] for n, values in batch.columns.items()}
             if "completion" in columns:
                 columns["reference"] = columns.pop("completion")
-            text = tokenizer.decode(rollout.ids[i][rollout.present[i]], skip_special_tokens=True)
-            found.append({**columns, "completion": text})
+            found.append({**columns, "completion": text, "finished": finished})
     return found[: len(prompts)]  # the last batch is filled up from the start
 
 

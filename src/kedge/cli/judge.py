@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from kedge.judges.base import Judge
 from kedge.judges.endpoint import TEMPLATE
 
 EPILOG = """\
-OURS and THEIRS are jsonl files with a prompt and an answer a line; rows go together by prompt.
+OURS and THEIRS are jsonl files with a prompt and an answer a line; rows go together by prompt,
+the second answer to a prompt with the second one.  Texts may be chat messages.
 THEIRS may be @COLUMN: another column of OURS, such as a reference.
 judges:
   --endpoint URL --model NAME    any OpenAI-compatible endpoint; the key is in the environment
@@ -146,26 +148,34 @@ def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
     if flags.theirs.startswith("@"):
         return prompts, ours, _column(rows, flags.theirs[1:], flags.ours)
     other = _rows(flags.theirs)
-    answers = dict(
-        zip(
-            _column(other, flags.prompt_column, flags.theirs),
-            _column(other, flags.answer_column, flags.theirs),
-            strict=True,
-        )
-    )
-    missing = [prompt for prompt in prompts if prompt not in answers]
+    answers: dict[str, list[str]] = {}
+    for prompt, answer in zip(
+        _column(other, flags.prompt_column, flags.theirs),
+        _column(other, flags.answer_column, flags.theirs),
+        strict=True,
+    ):
+        answers.setdefault(prompt, []).append(answer)
+    seen: Counter[str] = Counter()
+    theirs, missing = [], []
+    for prompt in prompts:
+        there = answers.get(prompt, [])
+        if seen[prompt] < len(there):
+            theirs.append(there[seen[prompt]])
+        else:
+            missing.append(prompt)
+        seen[prompt] += 1
     if missing:
         raise DataError(
-            f"{flags.theirs} has no answer to {len(missing)} of {len(prompts)} prompts, the first"
-            f" {missing[0][:80]!r}"
+            f"{flags.theirs} has no answer to {len(missing)} of {len(prompts)} rows of"
+            f" {flags.ours}, the first {missing[0][:80]!r}"
         )
-    return prompts, ours, [answers[prompt] for prompt in prompts]
+    return prompts, ours, theirs
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
     text = _text(file)
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
         if not line.strip():
             continue
         try:
@@ -188,12 +198,26 @@ def _text(file: str) -> str:
 
 
 def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get(name), str):
+    texts = [_readable(row.get(name)) for row in rows]
+    for number, (row, text) in enumerate(zip(rows, texts, strict=True), 1):
+        if text is None:
             raise DataError(
                 f"{file}, row {number} has no text in column {name!r}; it has {', '.join(row)}"
             )
-    return [row[name] for row in rows]
+    return [text for text in texts if text is not None]
+
+
+def _readable(value: Any) -> str | None:
+    """A text as it is; chat messages as text, a single one without its role; else None."""
+    if isinstance(value, str):
+        return value
+    try:
+        turns = [(str(turn["role"]), str(turn["content"])) for turn in value]
+    except (TypeError, KeyError):
+        return None
+    if len(turns) == 1:
+        return turns[0][1]
+    return "\n\n".join(f"{role}: {said}" for role, said in turns) or None
 
 
 def summary_of(found: Match, flags: argparse.Namespace) -> dict[str, Any]:
@@ -233,8 +257,10 @@ def show(summary: dict[str, Any]) -> None:
     counts = ("wins", "losses", "ties", "invalid")
     table.add_row(" / ".join(counts), " / ".join(str(summary[n]) for n in counts))
     table.add_row("first answer preferred", f"{summary['first_preferred']:.1%}")
-    tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
-    table.add_row("tokens read / written", f"{tokens}; {summary['cached']} answers from the cache")
+    if summary["prompt_tokens"] or summary["cached"]:  # a judge that is paid by the token
+        tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
+        cached = f"{summary['cached']} answers from the cache"
+        table.add_row("tokens read / written", f"{tokens}; {cached}")
     if "cost" in summary:
         table.add_row("cost", f"{summary['cost']:.4f}")
     Console().print(table)

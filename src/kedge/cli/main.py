@@ -81,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kedge {__version__}")
         return 0
     name, *rest = args
+    if not sys.stderr.isatty():  # bars are for who watches, and dirt in a log
+        for package in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{package}_DISABLE_PROGRESS_BARS", "1")
     if name not in _WHERE:
         near = difflib.get_close_matches(name, _WHERE, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

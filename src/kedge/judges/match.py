@@ -31,8 +31,8 @@ class Row:
 
     @property
     def worth(self) -> float | None:
-        """1 for a win, 0.5 for a tie, 0 for a loss, None where the answer is invalid."""
-        return _WORTH.get(self.outcome)
+        """See ``worth``."""
+        return worth(self.outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,7 @@ class Match:
 
     def interval(self, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
         """Bootstrap interval of the win rate over prompts (Efron 1979), percentile method."""
-        worths, draw = self._worths(), random.Random(seed)
-        means = sorted(
-            sum(draw.choices(worths, k=len(worths))) / len(worths) for _ in range(RESAMPLES)
-        )
-        tail = (1 - level) / 2
-        last = len(means) - 1
-        return means[round(tail * last)], means[round((1 - tail) * last)]
+        return interval([self._worths()], level=level, seed=seed)
 
     @property
     def controlled(self) -> float | None:
@@ -107,7 +101,7 @@ class Match:
         }
 
     def _worths(self) -> list[float]:
-        worths = [worth for row in self.rows if (worth := row.worth) is not None]
+        worths = [found for row in self.rows if (found := row.worth) is not None]
         if not worths:
             raise JudgeError(f"judge {self.judge} gave no valid answer to {len(self.rows)} pairs")
         return worths
@@ -156,6 +150,35 @@ def match(
         for prompt, a, b, swap, answer in zip(prompts, ours, theirs, swaps, answers, strict=True)
     ]
     return Match(judge.name, rows)
+
+
+def interval(
+    runs: Sequence[Sequence[float]], *, level: float = 0.95, seed: int = 0
+) -> tuple[float, float]:
+    """Bootstrap interval of the mean over runs of each run's mean, percentile method.
+
+    Runs are drawn with replacement, then rows within each drawn run (the two-level bootstrap of
+    Davison and Hinkley 1997, section 3.8), so that the interval holds what differs between seeds
+    and what differs between prompts.  With one run it is the bootstrap over rows.
+
+    Args:
+        runs: for each run, what each row is worth.
+        level: of the interval.
+        seed: of the draws.
+    """
+    draw = random.Random(seed)
+    means = []
+    for _ in range(RESAMPLES):
+        drawn = draw.choices(runs, k=len(runs)) if len(runs) > 1 else runs
+        means.append(_mean([_mean(draw.choices(rows, k=len(rows))) for rows in drawn]))
+    means.sort()
+    tail, last = (1 - level) / 2, len(means) - 1
+    return means[round(tail * last)], means[round((1 - tail) * last)]
+
+
+def worth(outcome: Outcome) -> float | None:
+    """1 for a win, 0.5 for a tie, 0 for a loss, None where the answer is invalid."""
+    return _WORTH.get(outcome)
 
 
 def rank(
