@@ -1,4 +1,5 @@
 # make demo   the main job        make test   the whole test suite        make setup   the set-up
+# make headline   the demo with RLOO beside PPO, three seeds, and a table with intervals
 # make docs   the site of docs/, in site/
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 PYTHON ?= python3
@@ -9,7 +10,7 @@ SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo docs test test-main vllm-env test-vllm lint fast setup bench clean help
+.PHONY: demo headline docs test test-main vllm-env test-vllm lint fast setup bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -26,6 +27,9 @@ setup: $(STAMP)
 
 demo: setup
 	$(BIN)/python examples/demo/run.py
+
+headline: setup
+	OMP_NUM_THREADS=1 $(BIN)/kedge pipeline examples/demo/pipeline.yaml --seeds 0 1 2
 
 docs: setup
 	$(BIN)/mkdocs build --strict

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,15 +24,18 @@ def test_the_gold_judge_by_hand() -> None:
     facts = {"name": "mia", "colour": "red", "animal": "fox", "place": "harbour", "day": "monday"}
     post = task.Post(facts, ("the sky was grey", "the sea was calm"), "")
     perfect = "mia saw a red fox at the harbour on monday ."
-    assert task.judge(post, perfect, ended=True) == pytest.approx(1.0)
-    assert task.judge(post, perfect, ended=False) == pytest.approx(0.5)
-    assert task.judge(post, "mia saw a fox .", ended=True) == pytest.approx(0.4)
-    assert task.judge(post, "mia saw a blue fox .", ended=True) == pytest.approx(0.0)
-    assert task.judge(post, "mia saw a fox and on monday on monday .", ended=True) == (
-        pytest.approx(0.4)
-    )
-    assert task.judge(post, perfect + " and the sky was grey", ended=True) == pytest.approx(0.8)
-    assert task.win_rate([1.0, 0.5, 0.0], [0.5, 0.5, 0.5]) == 0.5
+    assert task.judge(post, perfect) == pytest.approx(1.0)
+    assert task.judge(post, perfect[:-2]) == pytest.approx(0.5)
+    assert task.judge(post, "") == pytest.approx(-0.5)
+    assert task.judge(post, "mia saw a fox .") == pytest.approx(0.4)
+    assert task.judge(post, "mia saw a blue fox .") == pytest.approx(0.0)
+    assert task.judge(post, "mia saw a fox and on monday on monday .") == pytest.approx(0.4)
+    assert task.judge(post, perfect + " and the sky was grey .") == pytest.approx(0.8)
+    written = task.write_post(random.Random(0))
+    assert task.read_post(written.text).facts == written.facts
+    assert set(task.read_post(written.text).remarks) == set(written.remarks)
+    told = task.write_summary(written, random.Random(0), care=1.0)
+    assert task.gold([written.text], [told]) == [pytest.approx(1.0)]
 
 
 @pytest.mark.slow
@@ -56,3 +60,12 @@ def test_quick_demo(tmp_path: Path) -> None:
     assert (tmp_path / "ppo" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 32
     assert "gold win rate" in done.stdout
+    again = subprocess.run(
+        [*run, "--output_dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert "stage ppo is done" in again.stdout
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary

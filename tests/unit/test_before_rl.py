@@ -104,6 +104,47 @@ def test_references_score_nothing_on_average_wherever_the_model_is_loaded(place:
     assert code == 0
 
 
+@pytest.mark.slow
+def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    from kedge.cli.judge import scores_of
+
+    seen: list[list[int]] = []
+    train = RewardTrainer.train
+
+    def watched(self: RewardTrainer, *args: object, **kwargs: object) -> object:
+        seen.extend(
+            self.train_dataset[
+                "chosen_input_ids"
+                if "chosen_input_ids" in self.train_dataset.column_names
+                else "chosen_ids"
+            ]
+        )
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(RewardTrainer, "train", watched)
+    assert main(["reward", *flags(place, "pairs", "reward")]) == 0
+    read: list[list[int]] = []
+    from kedge.backends.rewards.model import RewardModel
+
+    scores = RewardModel._scores
+    monkeypatch.setattr(
+        RewardModel,
+        "_scores",
+        lambda self, ids, lengths: (
+            read.extend(row[:n] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True))
+            or scores(self, ids, lengths)
+        ),
+    )
+    rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    scores_of(str(place / "reward"))(*([row[n] for row in rows] for n in ("prompt", "chosen")))
+    assert seen
+    assert sorted(read) == sorted(seen)
+
+
 def test_the_reward_of_training_has_the_shift() -> None:
     model = tiny_reward_model(vocab_size=32)
     plain = RewardModel(model).score(batch())
@@ -139,8 +180,9 @@ def test_the_shift_is_in_the_configuration_and_starts_anew(tmp_path: Path) -> No
     texts = ["w3 w4 w5", "w6", "w7 w8"]
     found = shift_scores(model, tokenizer, texts)
     with torch.no_grad():
-        rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
-        raw = [float(model(row).logits[0, 0]) for row in rows]
+        end = tokenizer.eos_token_id  # as the rows of preferences end
+        rows = [torch.tensor([[*tokenizer(text)["input_ids"], end]]) for text in texts]
+        raw = [float(model.score(model.model(row).last_hidden_state)[0, -1]) for row in rows]
     assert found == pytest.approx(-sum(raw) / 3, abs=1e-6)
     assert shift_scores(model, tokenizer, texts) == pytest.approx(found, abs=1e-6)
     model.save_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kedge.engine import checkpoint
 from kedge.engine.tree import join, split
@@ -151,6 +152,28 @@ def test_models_are_written_into_the_same_folder_and_checked_too(tmp_path):
     (folder / "value_model" / "config.json").write_text("{ }")
     with pytest.raises(CheckpointError, match=r"value_model/config.json has 3 bytes, 2 were"):
         checkpoint.verify(folder)
+
+
+def test_what_the_models_hold_is_not_written_again(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    shared = torch.randn(64, 32, generator=draw)
+    almost = shared.clone()
+    almost[63, 31] += 1  # not among the numbers that are looked at first
+    zeros = torch.zeros(2048)
+    parts = {"learner": {"weights": [shared, almost, -zeros], "small": torch.ones(3)}}
+
+    def write(folder: Path) -> None:
+        (folder / "value_model").mkdir()
+        save_file(
+            {"w": shared.clone(), "z": zeros, "small": torch.ones(3)},
+            str(folder / "value_model" / "model.safetensors"),
+        )
+
+    folder = checkpoint.save(tmp_path, 1, parts, write_models=write)
+    twins = json.loads((folder / "state.json").read_text())["elsewhere"]
+    assert twins == {"state/learner/weights/0": ["value_model/model.safetensors", "w"]}
+    assert len(load_file(str(folder / "state-learner.weights.safetensors"))) == 2
+    assert same(checkpoint.load(folder).parts, parts)
 
 
 def test_a_failing_write_keeps_the_checkpoint_before(tmp_path):

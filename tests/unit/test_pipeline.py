@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from kedge.cli import pipeline
+from kedge.cli import pipeline, results, stages
 from kedge.cli.main import main
+from kedge.errors import ConfigError, KedgeError
+from kedge.judges.match import interval
 
 pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
@@ -20,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning"
 def write(tmp_path: Path, *stages: dict[str, Any], **more: Any) -> str:
     file = tmp_path / "pipe.yaml"
     text = {"output_dir": str(tmp_path / "out"), "stages": list(stages)} | more
-    file.write_text(yaml.safe_dump(text))
+    file.write_text(yaml.safe_dump(text, sort_keys=False))
     return str(file)
 
 
@@ -42,8 +46,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 
 
 def start(file: str, **options: Any) -> None:
-    folder, stages = pipeline.read(file)
-    pipeline.run(folder, stages, **options)
+    pipeline.run(stages.read(file), **options)
 
 
 def test_stages_get_one_anothers_folders(tmp_path: Path, ran: list[Any]) -> None:
@@ -78,7 +81,7 @@ def test_a_stage_with_other_options_is_never_silently_reused(
 ) -> None:
     start(write(tmp_path, SFT, PPO))
     changed = {"ppo": PPO["ppo"] | {"learning_rate": 3e-5}}
-    with pytest.raises(pipeline.ConfigError, match=r"learning_rate: 1e-05 before, 3e-05 now"):
+    with pytest.raises(ConfigError, match=r"learning_rate: 1e-05 before, 3e-05 now"):
         start(write(tmp_path, SFT, changed))
     start(write(tmp_path, SFT, changed), redo="ppo")
     assert [name for name, _ in ran] == ["sft", "ppo", "ppo"]
@@ -118,25 +121,27 @@ def test_a_dry_run_runs_nothing(
 
 
 @pytest.mark.parametrize(
-    ("stages", "said"),
+    ("entries", "said"),
     [
         ([{"pop": {}}], "no command 'pop'; the nearest is ppo"),
         ([{"ppo": {"learnin_rate": 1}}], "no option 'learnin_rate'; the nearest is learning_rate"),
         ([{"sft": {"learnin_rate": 1}}], "the nearest is learning_rate"),
-        ([PPO], r"\$\{sft\} is no earlier stage; there are none"),
+        ([PPO], r"\$\{sft\} is no variable and no earlier stage; stages before it: none"),
         ([SFT, SFT], "the name 'sft' is taken"),
         ([{"sft": {}, "ppo": {}}], "must be one command, got ppo, sft"),
         ([{"judge": {"ours": "a"}}], "judge needs theirs"),
         ([{"sft": {"output_dir": "x"}}], "decided by the pipeline"),
         (["sft"], "must be COMMAND"),
+        ([{"script": {}}], "script needs path"),
+        ([{"script": {"path": "none.py"}}], r"there is no file none.py; \$\{here\} is the folder"),
         ([{"sft": [1]}], "must be name: value"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
-    stages: list[Any], said: str, tmp_path: Path
+    entries: list[Any], said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(pipeline.ConfigError, match=said):
-        pipeline.read(write(tmp_path, *stages))
+    with pytest.raises(ConfigError, match=said):
+        stages.read(write(tmp_path, *entries))
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +158,127 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert main(["pipeline", file]) == 2
         assert said in capsys.readouterr().err
     assert main(["pipeline", write(tmp_path, SFT), "--redo", "x"]) == 2
+
+
+def test_variables_are_replaced_and_keep_their_type(tmp_path: Path, ran: list[Any]) -> None:
+    asked = {
+        "ppo": PPO["ppo"] | {"seed": "${seed}", "run_name": "a-${seed}", "dataset_name": "${d}"}
+    }
+    file = write(tmp_path, SFT, asked, variables={"seed": 3, "d": None})
+    with pytest.raises(ConfigError, match="the variable d has no value; add --set d=VALUE"):
+        stages.read(file)
+    plan = stages.read(file, {"d": "x.jsonl"})
+    assert plan.stages[1].options["seed"] == 3
+    assert plan.stages[1].options["run_name"] == "a-3"
+    assert plan.stages[1].options["dataset_name"] == "x.jsonl"
+    pipeline.main([file, "--set", "d=x.jsonl", "seed=4"])
+    assert "--seed=4" in ran[1][1]
+    assert "--run_name=a-4" in ran[1][1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--set", "sed=1"], "there is no variable 'sed'; the nearest is seed"),
+        (["--set", "seed"], "write NAME=VALUE"),
+        (["--set", "seed=1", "--seeds", "1"], "are both given; choose one"),
+        (["--only", "pop"], "there is no stage 'pop'; the stages are sft, ppo"),
+        (["--only", "sft", "--redo", "ppo"], "--redo ppo: the stages are sft"),
+    ],
+)
+def test_flags_that_ask_for_what_is_not_there(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, SFT, PPO, variables={"seed": 3})
+    assert main(["pipeline", file, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_only_some_stages_and_what_they_use(tmp_path: Path, ran: list[Any]) -> None:
+    other = {"sft": SFT["sft"], "name": "alone"}
+    pipeline.main([write(tmp_path, SFT, other, PPO), "--only", "ppo"])
+    assert [words[-1] for _, words in ran] == [str(tmp_path / "out" / n) for n in ("sft", "ppo")]
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, list[str]]) -> None:
+    """Let ``judge`` write these outcomes for each folder of a seed."""
+
+    def command(words: list[str]) -> None:
+        place = Path(words[-1])
+        said = outcomes[place.parent.name]
+        rows = "".join(json.dumps({"outcome": each, "ours": "\u2028"}) + "\n" for each in said)
+        (place / "judgements.jsonl").write_text(rows)
+        rate = sum({"win": 1.0, "tie": 0.5}.get(each, 0.0) for each in said) / len(said)
+        summary = {"win_rate": rate, "length_controlled_win_rate": None, "judge": "j"}
+        (place / "summary.json").write_text(
+            json.dumps(summary | {"prompts": len(said), "invalid": said.count("invalid")})
+        )
+
+    monkeypatch.setattr("kedge.cli.main.command_of", lambda name: command)
+
+
+def test_seeds_and_their_closing_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(monkeypatch, {"seed-1": ["win"] * 30 + ["loss"] * 10, "seed-2": ["tie"] * 40})
+    file = write(
+        tmp_path,
+        {"judge": {"ours": "a", "theirs": "b", "score": "f.py:f", "seed": "${seed}"}},
+        variables={"seed": 0},
+    )
+    pipeline.main([file, "--seeds", "1", "2"])
+    (row,) = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert row["each"] == [0.75, 0.5]
+    assert row["win_rate"] == 0.625
+    assert row["win_rate_low"] == 0.5  # both draws of a seed may be the second, which has no spread
+    assert 0.75 < row["win_rate_high"] < 0.9
+    assert row["prompts"] == 80
+    assert "mean of 2 seeds" in capsys.readouterr().out
+
+
+def test_the_interval_over_seeds_is_wider_than_over_their_rows() -> None:
+    apart = [[1.0] * 100 + [0.0] * 100, [1.0] * 150 + [0.0] * 50, [1.0] * 50 + [0.0] * 150]
+    pooled = [[x for run in apart for x in run]]
+    (low, high), (pooled_low, pooled_high) = interval(apart), interval(pooled)
+    assert pooled_low == pytest.approx(0.46, abs=0.012)  # 0.5 - 1.96 * 0.5 / sqrt(600)
+    assert high - low > 3 * (pooled_high - pooled_low)
+
+
+def test_no_judgement_no_table(tmp_path: Path, ran: list[Any]) -> None:
+    pipeline.main([write(tmp_path, SFT)])
+    assert not (tmp_path / "out" / "results.json").exists()
+    assert results.results([(tmp_path, stages.read(write(tmp_path, SFT)).stages)]) == []
+
+
+def test_a_script_of_the_user(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import sys, pathlib\n"
+        "pathlib.Path(sys.argv[-1], 'said.txt').write_text(' '.join(sys.argv[1:-1]))\n"
+    )
+    told = {"path": "${here}/mine.py", "rows": 3, "fast": True, "slow": False}
+    file = write(tmp_path, {"script": told})
+    start(file)
+    assert (tmp_path / "out" / "script" / "said.txt").read_text() == "--rows=3 --fast --output_dir"
+    start(file)
+    assert "stage script is done" in capfd.readouterr().out
+    (tmp_path / "bad.py").write_text("raise SystemExit(3)")
+    with pytest.raises(KedgeError, match=r"stage script: .* ended with code 3"):
+        start(write(tmp_path, {"script": {"path": "${here}/bad.py"}}, output_dir=str(tmp_path)))
+    assert not (tmp_path / "script" / "done.json").exists()
+
+
+def test_a_launcher_starts_the_command_in_processes_of_its_own(tmp_path: Path) -> None:
+    launch = tmp_path / "launch.py"
+    launch.write_text("import sys, pathlib\npathlib.Path('said').write_text(str(sys.argv[1:]))\n")
+    file = write(tmp_path, SFT | {"launch": f"{sys.executable} {launch} --num 2"})
+    here = Path.cwd()
+    try:
+        os.chdir(tmp_path)
+        start(file)
+    finally:
+        os.chdir(here)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("['--num', '2', '-m', 'kedge.cli.main', 'sft', '--model_name_or_path=m'")
 
 
 @pytest.mark.slow

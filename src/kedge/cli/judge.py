@@ -107,31 +107,21 @@ def judge_of(flags: argparse.Namespace) -> Judge:
 
 
 def scores_of(name: str) -> Any:
-    """A function that scores answers with a reward model, one at a time, so without padding."""
-    import torch
+    """A function that scores answers with a reward model, each as one that has ended.
 
-    from kedge.backends.rewards.heads import SHIFT
+    Raises:
+        ConfigError: the model has no tokenizer beside it.
+    """
     from kedge.backends.rewards.load import load_model, load_tokenizer
+    from kedge.backends.rewards.model import RewardModel
 
-    model, tokenizer = load_model(name).eval(), load_tokenizer(name)
+    model, tokenizer = RewardModel(load_model(name)), load_tokenizer(name)
     if tokenizer is None:
         raise ConfigError(f"--reward_model {name}: there is no tokenizer beside it")
 
-    shift = float(getattr(model.config, SHIFT, 0.0))
-
-    @torch.inference_mode()
     def score(prompts: list[str], answers: list[str]) -> list[float]:
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        encoded = (tokenizer(text, return_tensors="pt") for text in texts)
-        return [
-            shift
-            + float(
-                model(input_ids=each["input_ids"], attention_mask=each["attention_mask"]).logits[
-                    0, 0
-                ]
-            )
-            for each in encoded
-        ]
+        return model.score_texts(texts, tokenizer).tolist()
 
     return score
 

@@ -4,7 +4,8 @@ Layout of ``output_dir/checkpoint-12``:
 
     manifest.json                   size and CRC-32 of every other file; written last
     state.json                      step, world size, settings, and the state without its tensors
-    state-learner.optimizer.safetensors, ...    tensors: one file per part, or per key of the part
+    state-learner.optimizer.safetensors, ...    tensors: one file per part, or per key of the part;
+                                    those that the model files hold, too, are there alone
     rank-00000.json, .safetensors   state that only one rank has
     ...                             whatever ``write_models`` adds: models, trainer_state.json
 
@@ -39,6 +40,7 @@ from kedge.engine.checkpoint_folders import (
     write_json,
     write_manifest,
 )
+from kedge.engine.checkpoint_twins import find_twins, read_twins
 from kedge.engine.tree import join, read_tensors, split, write_tensors
 from kedge.errors import CheckpointError
 
@@ -167,6 +169,7 @@ def load(
     tensors: dict[str, Tensor] = {}
     for file in head["files"]:
         tensors |= read_tensors(folder / file)
+    tensors |= read_twins(folder, head.get("elsewhere", {}))
     return Checkpoint(
         folder=folder,
         step=head["step"],
@@ -230,9 +233,11 @@ def _write_shared(
     folder: Path, step: int, parts: Mapping[str, Any], world_size: int, settings: Mapping[str, Any]
 ) -> None:
     encoded, tensors = split(dict(parts))
+    twins = find_twins(folder, tensors)  # of the models, which are written by now
     groups: dict[str, dict[str, Tensor]] = {}
     for name, x in tensors.items():
-        groups.setdefault(_group(name), {})[name] = x
+        if name not in twins:
+            groups.setdefault(_group(name), {})[name] = x
     for file, members in groups.items():
         write_tensors(folder / file, members)
     head = {
@@ -241,6 +246,7 @@ def _write_shared(
         "world_size": world_size,
         "settings": dict(settings),
         "files": sorted(groups),
+        "elsewhere": twins,
         "parts": encoded,
     }
     write_json(folder / STATE, head)

@@ -148,7 +148,13 @@ class Actor:
                 f" (vllm_start_timeout); it asked for {self._options_text()}"
             )
         self.pid = self._get(pulse)
-        self._answer(self._build(self._handle), self._limits.start)
+        built = self._build(self._handle)
+        # Without asking for signs of life: while it imports, a healthy process may give none.
+        if not self._ready([built], self._limits.start):
+            raise LostError(
+                f"{self.name} was not ready within {self._limits.start:g} s (vllm_start_timeout)"
+            )
+        self._get(built)
 
     def _options_text(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))

@@ -75,11 +75,7 @@ class RewardModel:
                     f"reward model {self.name} has its own tokenizer, so rows must be decoded with"
                     " the policy's: give texts=TextCache(policy_tokenizer)"
                 )
-            self._own = Retokenizer(
-                tokenizer,
-                max_length=max_length,
-                framed=bool(getattr(self._config, "is_encoder_decoder", False)),
-            )
+            self._own = self._retokenizer(tokenizer, max_length)
         self._check_vocabulary(policy_vocab_size)
         self._chunk, self._max_length, self._autocast = chunk_rows, max_length, autocast
 
@@ -106,6 +102,36 @@ class RewardModel:
                 f" {self._name_row(rollout, row)}; its weights or its precision are at fault"
             )
         return Judgement(scores=scores, valid=torch.ones_like(finite), parts={self.name: scores})
+
+    def score_texts(self, texts: list[str], tokenizer: Any) -> Tensor:
+        """The scores of whole texts, read as a finished answer is: with its end-of-text token.
+
+        So it is in training, and so preferences are read when a reward model is trained on them.
+
+        Args:
+            texts: prompt and answer in one, each.
+            tokenizer: the model's own.
+
+        Returns:
+            float32 [len(texts)].
+
+        Raises:
+            RewardError: a text is longer than the model can take.
+        """
+        rows = self._retokenizer(tokenizer, None).whole(texts, [True] * len(texts))
+        ids, lengths = padded(rows)
+        limit = getattr(self._config, "max_position_embeddings", None)
+        if isinstance(limit, int) and ids.shape[1] > limit > 0:
+            text = texts[int(lengths.argmax())]
+            raise RewardError(
+                f"a text of {ids.shape[1]} tokens is more than the {limit} that reward model"
+                f" {self.name} can take: {text[:80]!r}..."
+            )
+        return self._scores(filled(ids, lengths, self._pad), lengths)
+
+    def _retokenizer(self, tokenizer: Any, max_length: int | None) -> Retokenizer:
+        framed = bool(getattr(self._config, "is_encoder_decoder", False))
+        return Retokenizer(tokenizer, max_length=max_length, framed=framed)
 
     @torch.no_grad()
     def _scores(self, ids: Tensor, lengths: Tensor) -> Tensor:

@@ -37,14 +37,19 @@ class Retokenizer:
         rows: list[list[int]] = [[] for _ in chats]
         if plain:
             whole = [texts.prompt_texts[i] + texts.completion_texts[i] for i in plain]
-            for i, ids in zip(plain, self._encode(whole, special=True), strict=True):
-                rows[i] = self._ended(ids, finished[i])
+            for i, ids in zip(plain, self.whole(whole, [finished[i] for i in plain]), strict=True):
+                rows[i] = ids
         talked = [i for i, chat in enumerate(chats) if chat]
         if talked:
             whole = [self._render(texts, i, finished[i]) for i in talked]
             for i, ids in zip(talked, self._encode(whole, special=False), strict=True):
                 rows[i] = ids
         return rows
+
+    def whole(self, texts: list[str], finished: Sequence[bool]) -> list[list[int]]:
+        """Token ids of texts that hold prompt and response, without padding."""
+        rows = self._encode(texts, special=True)
+        return [self._ended(ids, ended) for ids, ended in zip(rows, finished, strict=True)]
 
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         options: dict[str, Any] = {}

@@ -8,13 +8,14 @@ training the score is shifted so that reference answers score 0 on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kedge.backends.rewards.heads import SHIFT
+from kedge.backends.rewards.model import RewardModel
 from kedge.errors import ConfigError, DataError
 
 
@@ -113,17 +114,10 @@ def shift_scores(model: Any, tokenizer: Any, references: Sequence[str]) -> float
     """
     if not len(references):
         raise DataError("no reference text to shift scores by")
-    scores = torch.cat(list(_scores(model, tokenizer, references)))
+    was = model.training
+    setattr(model.config, SHIFT, 0.0)
+    scores = RewardModel(model).score_texts(list(references), tokenizer)
+    model.train(was)
     shift = -float(scores.double().mean())
     setattr(model.config, SHIFT, shift)
     return shift
-
-
-@torch.no_grad()
-def _scores(model: Any, tokenizer: Any, texts: Sequence[str]) -> Iterator[Tensor]:
-    was, device = model.training, next(model.parameters()).device
-    model.eval()
-    for text in texts:  # one at a time: no padding, whatever the tokenizer's
-        ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
-        yield model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float().cpu()
-    model.train(was)
