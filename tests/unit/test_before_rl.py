@@ -152,6 +152,23 @@ def test_the_reward_of_training_has_the_shift() -> None:
     assert torch.allclose(RewardModel(model).score(batch()).scores, plain.scores + 2.5)
 
 
+def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: Path) -> None:
+    from kedge.backends.hf.value_head import load_value, save_value
+
+    model = tiny_reward_model(vocab_size=32)
+    setattr(model.config, SHIFT, 2.5)
+    model.save_pretrained(tmp_path / "reward")
+    ids, states = torch.tensor([[3, 4, 5]]), torch.tensor([2])
+    value = load_value(str(tmp_path / "reward"))
+    score = RewardModel(model).score_texts(["w1"], word_tokenizer()).item()
+    ended = torch.tensor([[*word_tokenizer()("w1")["input_ids"], word_tokenizer().eos_token_id]])
+    last = torch.tensor([ended.shape[1] - 1])
+    assert value(ended, last).item() == pytest.approx(score, abs=1e-6)
+    save_value(value, tmp_path / "value")
+    again = load_value(str(tmp_path / "value"))
+    assert torch.equal(again(ids, states), value(ids, states))
+
+
 def batch() -> Rollout:
     ids = torch.tensor([[3, 4], [5, 6]])
     real, flag = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)

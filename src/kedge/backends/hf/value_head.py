@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from kedge.backends.hf.model import CausalParts, backbone_of, trunk
+from kedge.backends.rewards.heads import SHIFT
 from kedge.errors import ConfigError
 
 HEAD_FILE = "value_head.safetensors"
@@ -44,6 +45,9 @@ class ScalarHead(nn.Module):
 class ScalarModel(nn.Module):
     """A trunk and a head that gives one number per state.
 
+    A reward model whose scores are shifted (``kedge reward``) is a value model with the same shift,
+    so that it starts from what its scores are.
+
     Args:
         model: the whole model, what is saved.
         backbone: the part of it that makes hidden states.
@@ -54,6 +58,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.model = model
         self._backbone, self._head = [backbone], [head]  # lists: their weights are model's
+        self.shift = float(getattr(getattr(model, "config", None), SHIFT, 0.0))
 
     @property
     def backbone(self) -> nn.Module:
@@ -73,7 +78,7 @@ class ScalarModel(nn.Module):
     def forward(self, ids: Tensor, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
         hidden = trunk(self.backbone, ids)
-        return self.head(hidden.flatten(0, 1)[states]).float().sum(1)  # one column
+        return self.head(hidden.flatten(0, 1)[states]).float().sum(1) + self.shift  # one column
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:
