@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 
@@ -17,6 +18,7 @@ needs_ray = [
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
 ]
 CPUS = 8  # places; the machine may have fewer cores
+os.environ.setdefault("RAY_worker_niceness", "0")  # else actors wait for whatever else runs here
 
 
 def local():

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,19 +27,25 @@ pytestmark = needs_ray
 ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded"}
 QUICK = {"vllm_heartbeat": 0.5, "vllm_patience": 5.0}
 LONG = Sampling(max_new_tokens=100)
+DEATHS = 20
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cluster():
+@pytest.fixture(scope="module")
+def pair():
+    """Two engines in actors, as the options of a trainer make them."""
     local()
+    made = small(**ON_RAY, vllm_num_engines=2, max_lag=1, **QUICK)
+    yield made.engine.rollouts
+    made.engine.rollouts.close()
 
 
 @pytest.fixture
-def close():
-    made = []
-    yield made.append
-    for each in made:
-        each.engine.rollouts.close()
+def llamas():
+    """Two engines by hand, with random weights that are far apart."""
+    local()
+    made = engine_of()
+    yield made
+    made.close()
 
 
 def numbers(trainer):
@@ -56,13 +63,10 @@ def here(engines):
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-@pytest.mark.parametrize("engines", [1, 2])
-def test_a_run_has_the_numbers_of_one_without_ray(engines, max_lag, close):
+def test_a_run_has_the_numbers_of_one_without_ray(max_lag, pair):
     run = {"max_lag": max_lag, "total_episodes": 16}
-    want = numbers(small(rollout_engine=here(engines), **run))
-    made = small(**ON_RAY, vllm_num_engines=engines, **run)
-    close(made)
-    assert numbers(made) == want
+    want = numbers(small(rollout_engine=here(2), **run))
+    assert numbers(small(rollout_engine=pair, **run)) == want
     assert len(want) == 4
     assert want[-1]["objective/kl"] != 0
     embedded = numbers(small(**run))
@@ -70,14 +74,68 @@ def test_a_run_has_the_numbers_of_one_without_ray(engines, max_lag, close):
     assert [row["objective/scores"] for row in want] == pytest.approx(scores, rel=1e-5)
 
 
-def test_engines_on_ray_are_lanes_of_their_own(close):
+def test_engines_on_ray_are_lanes_of_their_own(pair):
     run = {"max_lag": 1, "total_episodes": 16, "rollout_schedule": "as_completed"}
-    made = small(**ON_RAY, vllm_num_engines=2, **run)
-    close(made)
-    found = numbers(made)
+    found = numbers(small(rollout_engine=pair, **run))
     assert len(found) == 4
     assert all(row["rollout/lag"] <= 1 for row in found)
-    assert len(made.engine.rollouts.lanes) == 2
+    assert len(pair.lanes) == 2
+
+
+def test_twenty_deaths_at_random_moments_change_no_number(pair):
+    """Of engines at work, and of engines that are about to come back."""
+    run = {"max_lag": 1, "total_episodes": 4000}
+    actors = [each.actor for each in pair.engines]
+    before = sum(actor.restarts for actor in actors)
+    kills, steps, ended = [], [], threading.Event()
+    killer = threading.Thread(target=strike, args=(actors, kills, steps, ended))
+
+    class Enough(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            steps.append(state.global_step)
+            control.should_training_stop = len(kills) == DEATHS
+
+    made = small(rollout_engine=pair, callbacks=[Enough()], **run)
+    killer.start()
+    try:
+        got = numbers(made)
+    finally:
+        ended.set()
+        killer.join()
+    assert len(kills) == DEATHS
+    restarts = sum(actor.restarts for actor in actors) - before
+    assert restarts >= DEATHS - 2  # the last ones may go unnoticed
+    calm = small(rollout_engine=here(2), callbacks=[StopAt(len(got))], **run)
+    different = [
+        (i, name, x, b.get(name))
+        for i, (a, b) in enumerate(zip(got, numbers(calm), strict=True))
+        for name, x in a.items()
+        if b.get(name) != x
+    ]
+    assert different == []
+
+
+def strike(actors, kills, steps, ended):
+    """Kill one engine after another, and once more while it starts."""
+    choose = random.Random(0)
+    while len(kills) < DEATHS and not ended.wait(choose.uniform(0.05, 0.5)):
+        victim, reached = choose.choice(actors), len(steps)
+        for rest in (0, choose.uniform(0, 1)):
+            while victim.pid in kills and not ended.is_set():
+                time.sleep(0.01)
+            ended.wait(rest)
+            kills.append(victim.pid)
+            os.kill(victim.pid, signal.SIGKILL)
+        while len(steps) < reached + 3 and not ended.is_set():  # it was not lost in vain
+            time.sleep(0.01)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step >= self.step
 
 
 def engine_of(count=2, **limits):
@@ -90,27 +148,27 @@ def engine_of(count=2, **limits):
     return ray_engines(tiny_policy("llama", initializer_range=0.3), options, pad_id=0)
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
-    engine = engine_of()
-    struck, other = (each.actor for each in engine.engines)
-    engine.load_weights(dict(tiny_policy("llama", seed=1).named_parameters()), 5)
+def test_a_fault_in_the_middle_of_a_batch_changes_nothing(llamas):
+    struck, other = (each.actor for each in llamas.engines)
+    llamas.load_weights(dict(tiny_policy("llama", seed=1).named_parameters()), 5)
     batch = prompts(copies=100)
     begin = time.monotonic()
-    want = engine.generate(batch, sampling=LONG, seed=0)
+    want = llamas.generate(batch, sampling=LONG, seed=0)
     took = time.monotonic() - begin
-    pids = [struck.pid, other.pid]
-    timer = threading.Timer(took / 2, os.kill, [struck.pid, fault])
-    timer.start()
-    found = engine.generate(batch, sampling=LONG, seed=0)
-    timer.join()
-    assert (struck.restarts, other.restarts) == (1, 0)
-    assert struck.pid != pids[0]
-    assert other.pid == pids[1]
-    assert torch.equal(found.ids, want.ids)
-    assert torch.equal(found.behavior_logprobs, want.behavior_logprobs)
-    assert found.version.tolist() == [5] * 600
-    engine.close()
+    pids = [other.pid]
+    for restarts, fault in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
+        pids.append(struck.pid)
+        timer = threading.Timer(took / 2, os.kill, [struck.pid, fault])
+        timer.start()
+        found = llamas.generate(batch, sampling=LONG, seed=0)
+        timer.join()
+        assert (struck.restarts, other.restarts) == (restarts, 0)
+        assert struck.pid not in pids
+        assert other.pid == pids[0]
+        assert torch.equal(found.ids, want.ids)
+        assert torch.equal(found.behavior_logprobs, want.behavior_logprobs)
+        assert found.version.tolist() == [5] * 600
+    llamas.close()
     assert not any(map(alive, (*pids, struck.pid)))
 
 
@@ -127,6 +185,7 @@ def alive(pid, seconds=10):
 
 
 def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weights():
+    local()
     engine = engine_of(1)
     actor = engine.engines[0].actor
     engine.load_weights(dict(tiny_policy("llama", seed=1).named_parameters()), 5)
@@ -148,10 +207,16 @@ def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weight
     engine.close()
 
 
-def test_an_engine_that_dies_again_and_again_ends_the_run(monkeypatch):
-    monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 1)
+def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monkeypatch):
+    monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 0)
     engine = engine_of(1)
     actor = engine.engines[0].actor
+    monkeypatch.setattr(actor, "_limits", replace(actor._limits, call=0.01))
+    too_long = r"engine 0 was lost 1 times in a row: engine 0 took longer than 0.01 s"
+    with pytest.raises(RolloutError, match=too_long):
+        engine.generate(prompts(copies=50), sampling=LONG, seed=0)
+    monkeypatch.undo()
+    monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 1)
     start = actor._start
 
     def start_and_die():
@@ -165,17 +230,8 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(monkeypatch):
     engine.close()
 
 
-def test_an_engine_that_takes_too_long_is_given_up(monkeypatch):
-    monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 0)
-    engine = engine_of(1, rollout_timeout=0.01)
-    with pytest.raises(
-        RolloutError, match=r"engine 0 was lost 1 times in a row: engine 0 took longer than 0.01 s"
-    ):
-        engine.generate(prompts(copies=50), sampling=LONG, seed=0)
-    engine.close()
-
-
 def test_no_room_is_one_clear_error_in_bounded_time():
+    local()
     begin = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         engine_of(99, ray_wait_seconds=1.0)
@@ -184,52 +240,3 @@ def test_no_room_is_one_clear_error_in_bounded_time():
     assert "no room within 1 s (ray_wait_seconds)" in said
     assert "CPU: 99 asked for, 8 in the cluster" in said
     assert "<- missing" in said
-
-
-def test_twenty_deaths_at_random_moments_change_no_number(close):
-    run = {"max_lag": 1, "total_episodes": 4000, "vllm_num_engines": 2} | QUICK
-    made = small(**ON_RAY, **run)
-    close(made)
-    actors = [each.actor for each in made.engine.rollouts.engines]
-    kills, ended = [], threading.Event()
-    choose = random.Random(0)
-
-    def strike():
-        while len(kills) < 20 and not ended.wait(choose.uniform(0.05, 0.5)):
-            victim = choose.choice(actors)
-            if victim.up and victim.pid not in kills:
-                kills.append(victim.pid)
-                os.kill(victim.pid, signal.SIGKILL)
-
-    class Enough(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            control.should_training_stop = len(kills) == 20
-
-    made.add_callback(Enough())
-    killer = threading.Thread(target=strike)
-    killer.start()
-    try:
-        got = numbers(made)
-    finally:
-        ended.set()
-        killer.join()
-    assert len(kills) == 20
-    assert sum(actor.restarts for actor in actors) >= 18  # the last ones may go unnoticed
-    calm = small(rollout_engine=here(2), **{k: v for k, v in run.items() if "vllm" not in k})
-    calm.add_callback(StopAt(len(got)))
-    calm = numbers(calm)
-    different = [
-        (i, name, x, b.get(name))
-        for i, (a, b) in enumerate(zip(got, calm, strict=True))
-        for name, x in a.items()
-        if b.get(name) != x
-    ]
-    assert different == []
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = state.global_step >= self.step
