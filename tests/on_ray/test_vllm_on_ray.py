@@ -72,9 +72,26 @@ def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_train
     assert last - first > 0.6 * (reached - want[0][0])
 
 
+def send_to_the_second(monkeypatch):
+    """The first engine gets weights from the object store, the second by vLLM's own transfer."""
+    from kedge.backends.ray import service
+    from kedge.backends.vllm.wire import Wire
+    from tests.contract.relay import Relayed, info
+
+    plain = service.RayService
+
+    def make(name, *args, **named):
+        wire = None if name == "engine 0" else lambda control: Wire(control, info(), limit=120.0)
+        return plain(name, *args, **named | {"wire": wire})
+
+    monkeypatch.setattr(service, "RayService", make)
+    monkeypatch.setattr(service, "InProcess", Relayed)
+
+
 def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
     shared, tmp_path, monkeypatch
 ):
+    send_to_the_second(monkeypatch)
     made = trainer(shared, tmp_path, **ON_RAY)
     engine = made.engine.rollouts
     try:
@@ -89,15 +106,18 @@ def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
         batch = prompts(copies=4)
         fixed = Sampling(max_new_tokens=64)
         want = engine.generate(batch, sampling=fixed, seed=3)
-        timer = threading.Timer(0.2, os.kill, [two.actor.pid, signal.SIGKILL])
-        timer.start()
-        found = engine.generate(batch, sampling=fixed, seed=3)
-        timer.join()
-        again = engine.generate(batch, sampling=fixed, seed=3)
-        assert (one.actor.restarts, two.actor.restarts) == (0, 1)
-        assert torch.equal(found.ids, want.ids)
-        assert torch.equal(again.ids, want.ids)
-        assert found.version.tolist() == [UPDATES] * 24
+        for restarts in ((1, 0), (1, 1)):
+            struck = two if restarts[1] else one
+            timer = threading.Timer(0.2, os.kill, [struck.actor.pid, signal.SIGKILL])
+            timer.start()
+            found = engine.generate(batch, sampling=fixed, seed=3)
+            timer.join()
+            again = engine.generate(batch, sampling=fixed, seed=3)
+            assert (one.actor.restarts, two.actor.restarts) == restarts
+            assert torch.equal(found.ids, want.ids)
+            assert torch.equal(again.ids, want.ids)
+            assert found.version.tolist() == [UPDATES] * 24
+        assert engine.load_weights(weights, UPDATES) == receipt
         # The second engine believes that it has new weights and keeps the old ones.
         monkeypatch.setattr(two, "load", lambda parcel, version: None)
         monkeypatch.setattr(two, "version", lambda: UPDATES + 1)

@@ -390,6 +390,19 @@ def test_servers_of_one_learner_are_its_own(monkeypatch):
         gpus_of_servers(3, 1, share=True)
 
 
+def test_nccl_without_gpus_is_refused(monkeypatch):
+    from kedge.backends.vllm.build import check_vllm
+    from kedge.config.rollout import rollout_options
+
+    for module in ("rollout", "ray"):
+        monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
+    asked = {"output_dir": "unused", "rollout_engine": "ray", "vllm_transfer": "nccl"}
+    with pytest.raises(ConfigError, match=r"vllm_transfer='nccl' sends .* there is none here"):
+        check_vllm(rollout_options(PPOConfig(**asked)), Sampling(max_new_tokens=1), model=policy())
+    with pytest.raises(ConfigError, match="vllm_transfer='nccl' is not read with"):
+        rollout_options(PPOConfig(**asked | {"rollout_engine": "vllm_server"}))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

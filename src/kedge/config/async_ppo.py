@@ -72,7 +72,7 @@ ASYNC_SUPPORT: dict[str, Support] = {
     "gather_whole_model": Refused(
         "weights are always gathered whole for the engines", "leave it at its default"
     ),
-    "vllm_sync_backend": Honoured(f"{_PLACES}; weights travel by Ray's object store"),
+    "vllm_sync_backend": Honoured(f"{_PLACES}; becomes vllm_transfer"),
     # Refused.
     "dataset_transform_fn": Refused(
         "prompts are tokenised and filtered by length in one way", "prepare the dataset beforehand"
@@ -231,7 +231,7 @@ class AsyncPPOConfig(PPOConfig):
     )
     enable_prefix_caching: bool = option(False, "enable_prefix_caching of vllm_engine_args.")
     vllm_sync_backend: str = option(
-        "nccl", "nccl or gloo; either way weights travel by Ray's object store."
+        "nccl", "nccl is vllm_transfer=auto: from GPU to GPU where that can be; gloo is host."
     )
 
     # Tracking.
@@ -343,6 +343,9 @@ def _settle_cadence(c: AsyncPPOConfig) -> None:
 def _settle_engine(c: AsyncPPOConfig) -> None:
     if c.vllm_sync_backend not in ("nccl", "gloo"):
         raise ConfigError(f"vllm_sync_backend={c.vllm_sync_backend!r} must be 'nccl' or 'gloo'")
+    on_ray = c.rollout_engine == "ray" and c.ray_engine == "vllm"
+    if on_ray and c.vllm_sync_backend == "gloo":
+        c.vllm_transfer = "host"
     asked = {
         "enforce_eager": c.vllm_enforce_eager or None,
         "gpu_memory_utilization": c.vllm_gpu_memory_utilization,
@@ -352,7 +355,7 @@ def _settle_engine(c: AsyncPPOConfig) -> None:
     if not asked:
         return
     ours = c.rollout_engine in ("vllm", "vllm_server")
-    if not ours and not (c.rollout_engine == "ray" and c.ray_engine == "vllm"):
+    if not ours and not on_ray:
         logger.warning("%s: not read, for no vLLM of Kedge's samples", ", ".join(asked))
         return
     c.vllm_engine_args = asked | dict(engine_args(c.vllm_engine_args))

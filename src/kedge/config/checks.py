@@ -142,6 +142,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "rollout_schedule": ("in_order", "as_completed"),
+    "vllm_transfer": ("auto", "nccl", "host"),
     "sampler_correction": ("truncate", "mask", None),
     "sampler_correction_level": ("token", "sequence", "sequence_mean"),
 }

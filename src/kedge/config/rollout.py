@@ -26,6 +26,7 @@ DECIDED = (
     "seed",
     "load_format",
     "enable_sleep_mode",
+    "weight_transfer_config",
 )
 
 
@@ -52,6 +53,11 @@ class RolloutArguments(RayArguments):
         None,
         "Folder through which weights travel to a server, which has to see it under the same name."
         " Unset: this machine's shared memory.",
+    )
+    vllm_transfer: str = option(
+        "auto",
+        "How weights travel to engines on Ray: nccl (from GPU to GPU), host (through memory of the"
+        " machines), or auto: nccl where learner and engines have GPUs of their own.",
     )
     vllm_start_timeout: float = option(
         600.0, "Most seconds that a server or actor may take to start, or to exchange weights."
@@ -93,6 +99,7 @@ class RolloutOptions:
     engine_args: Mapping[str, Any]
     python: str | None
     sync_folder: str | None
+    transfer: str
     start_timeout: float
     heartbeat: float
     patience: float
@@ -141,6 +148,7 @@ def rollout_options(config: Any) -> RolloutOptions:
         engine_args=_engine_args(config),
         python=config.vllm_python,
         sync_folder=config.vllm_sync_folder,
+        transfer=config.vllm_transfer,
         start_timeout=config.vllm_start_timeout,
         heartbeat=config.vllm_heartbeat,
         patience=config.vllm_patience,
@@ -158,6 +166,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "vllm_tensor_parallel_size": _OURS,
     "vllm_python": ("vllm_server",),
     "vllm_sync_folder": ("vllm_server", "url"),
+    "vllm_transfer": ("ray vllm",),
     "vllm_start_timeout": _ELSEWHERE,
     "vllm_heartbeat": _ELSEWHERE,
     "vllm_patience": _ELSEWHERE,

@@ -42,6 +42,7 @@ class SplitEngine:
         self._pad_id = pad_id
         self._check = check
         self._release = weakref.finalize(self, on_close) if on_close is not None else None
+        self._closed = False
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
 
     @property
@@ -97,8 +98,11 @@ class SplitEngine:
         return receipts[0]
 
     def close(self) -> None:
-        """Release the engines."""
+        """Release the engines; calling it again does nothing."""
         closing = [close for e in self.engines if (close := getattr(e, "close", None)) is not None]
+        if self._closed:
+            return
+        self._closed = True
         try:
             self._all(closing)
         finally:

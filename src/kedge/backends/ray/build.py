@@ -17,9 +17,12 @@ from kedge.backends.ray.engine import RayEngine
 from kedge.backends.ray.placement import Plan, plan_seats
 from kedge.backends.ray.room import Room, address, held, of_its_own
 from kedge.backends.ray.shelf import Shelf
+from kedge.backends.vllm.wire import Control, Wire, nccl, reaches
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
+
+NCCL = {"backend": "nccl"}  # vLLM's weight_transfer_config
 
 
 def ray_engines(
@@ -129,6 +132,8 @@ def _vllm_starts(
 
     from kedge.backends.ray.service import RayService
 
+    wire = _wire(weights, options, room, adapter=blueprint.adapter is not None)
+    arguments = dict(arguments) | ({"weight_transfer_config": NCCL} if wire else {})
     drawn, shelf = ray.put(blueprint), Shelf(len(room.seats))
     first = ray.put({name: x.detach().cpu() for name, x in weights.items()})
     return [
@@ -141,6 +146,36 @@ def _vllm_starts(
             options=room.placement.options(seat),
             limits=limits_of(options),
             shelf=shelf,
+            wire=wire,
         )
         for seat in room.seats
     ]
+
+
+def _wire(
+    weights: Mapping[str, Tensor], options: RolloutOptions, room: Room, *, adapter: bool
+) -> Callable[[Control], Wire] | None:
+    """How weights get to each vLLM from GPU to GPU, where that can be.
+
+    Raises:
+        ConfigError: it was asked for, and cannot be.
+    """
+    gpus = min(seat.gpus for seat in room.seats)
+    if options.transfer == "host" or adapter or not reaches(weights, gpus=gpus):
+        if options.transfer != "nccl":
+            return None
+        where = next(iter(weights.values())).device.type
+        raise ConfigError(
+            f"vllm_transfer='nccl' sends weights from GPU to GPU, and the learner's are on {where}"
+            f" and each engine has {gpus:g} GPUs"
+            f"{', and an adapter is sent as a file' if adapter else ''}; set it to 'auto'"
+        )
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    limit = options.start_timeout
+
+    def connect(control: Control) -> Wire:
+        return Wire(control, nccl(address=address, workers=int(gpus)), limit=limit)
+
+    return connect

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kedge.backends.ray.actor import Actor, Limits
+from kedge.backends.ray.actor import Actor, Limits, LostError
 from kedge.backends.ray.shelf import Shelf
 from kedge.backends.vllm import Answer, Ask, InProcess
 from kedge.backends.vllm.parcel import Parcel
+from kedge.backends.vllm.wire import Control, Wire
+from kedge.errors import RolloutError
 
 
 class RayService:
@@ -16,6 +18,8 @@ class RayService:
 
     If the actor is lost while it generates, it is made again with the weights it had, and gets its
     rows once more: every row is answered once, by the same version.
+
+    Where there is a ``wire``, weights go over it from GPU to GPU, else through Ray's object store.
 
     Args:
         name: for messages.
@@ -25,6 +29,7 @@ class RayService:
         options: of the actor.
         limits: how long to wait for it.
         shelf: hands the weights to all engines.
+        wire: makes the way from GPU to GPU, given the vLLM's ``Control``; None: there is none.
     """
 
     def __init__(
@@ -37,9 +42,11 @@ class RayService:
         options: Mapping[str, Any],
         limits: Limits,
         shelf: Shelf,
+        wire: Callable[[Control], Wire] | None = None,
     ) -> None:
-        self._shelf, self._limits = shelf, limits
-        self._held: tuple[Any, int] | None = None
+        self._shelf, self._limits, self._connect = shelf, limits, wire
+        self._held: tuple[Any, int] | None = None  # where they are, and their version
+        self._wire: Wire | None = None
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(InProcess, blueprint, weights, dict(engine_args)),
@@ -61,9 +68,27 @@ class RayService:
     def load(self, parcel: Parcel, version: int) -> None:
         """Exchange the weights, or the adapter, and drop the cache of prefixes."""
         adapter = parcel.adapter
+        if self._connect is not None and adapter is None:
+            self.actor.call("version")  # made again first, should it have died meanwhile
+            try:
+                self._send(parcel, version)
+            except LostError as error:
+                raise RolloutError(
+                    f"{error} while weights were on their way to it over NCCL, which cannot be"
+                    " interrupted; the run goes on from its newest checkpoint"
+                ) from error
+            self._held = parcel, version
+            return
         ref = self._shelf.ref(dict(parcel.named), lambda w: Parcel(tuple(w.items()), adapter))
         self.actor.call("load", ref, version, within=self._limits.start)
         self._held = ref, version
+
+    def _send(self, parcel: Parcel, version: int) -> None:
+        assert self._connect is not None
+        if self._wire is None:
+            self._wire = self._connect(ActorControl(self.actor, self._limits.start))
+        self._wire.send(parcel.named)
+        self.actor.once("settle", version)
 
     def version(self) -> int:
         """The version of the weights, as vLLM says."""
@@ -83,5 +108,42 @@ class RayService:
         self.actor.close()
 
     def _revive(self, actor: Actor) -> None:
-        if self._held is not None:
-            actor.once("load", *self._held, within=self._limits.start)
+        self._wire = None  # it led to the process that was lost
+        if self._held is None:
+            return
+        held, version = self._held
+        if isinstance(held, Parcel):
+            self._send(held, version)
+        else:
+            actor.once("load", held, version, within=self._limits.start)
+
+
+class ActorControl:
+    """How a vLLM in an actor is told what to do with weights.
+
+    Args:
+        actor: holds an ``InProcess``.
+        limit: most seconds that one call may take.
+    """
+
+    def __init__(self, actor: Actor, limit: float) -> None:
+        self._actor, self._limit = actor, limit
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the group of processes that ``init_info`` names."""
+        self._call("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        """New weights are about to come."""
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive the weights that ``update_info`` names."""
+        self._call("update_weights", update_info=update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """All have come; ``settle`` names the version."""
+        self._call("finish_weight_update")
+
+    def _call(self, method: str, **about: Any) -> None:
+        self._actor.once("transfer", method, within=self._limit, **about)

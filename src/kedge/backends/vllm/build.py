@@ -52,6 +52,11 @@ def check_vllm(options: RolloutOptions, sampling: Sampling, *, model: Any) -> No
         )
     if options.kind != "url" and not torch.cuda.is_available():
         check_head_size(model.config if isinstance(model, nn.Module) else _config_of(model))
+    if options.transfer == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            "vllm_transfer='nccl' sends weights from GPU to GPU, and there is none here; set it to"
+            " 'auto'"
+        )
     if options.sleep and not torch.cuda.is_available():
         raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
 

@@ -117,6 +117,26 @@ class InProcess:
                     self._llm.collective_rpc("reload_weights", kwargs=arguments)
         except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
             raise SyncError(f"vLLM refused the weights of version {version}: {error!r}") from error
+        self.settle(version)
+
+    def transfer(self, method: str, **about: Any) -> None:
+        """One of the methods that vLLM's weight transfer has, on every process of this vLLM.
+
+        Raises:
+            SyncError: it failed.
+        """
+        try:
+            with self._calm():
+                self._llm.collective_rpc(method, kwargs=about)
+        except Exception as error:
+            raise SyncError(f"vLLM failed at {method}: {error!r}") from error
+
+    def settle(self, version: int) -> None:
+        """Forget what was cached of older weights, and name the new ones.
+
+        Raises:
+            SyncError: requests are still running.
+        """
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not drop its cache of prefixes: requests are still running")
         self._llm.llm_engine.set_weight_version(str(version))

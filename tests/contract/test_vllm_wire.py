@@ -1,0 +1,129 @@
+"""Weights by vLLM's own weight transfer: what it is told, what it loads, what receipts say."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from kedge.errors import RolloutError, SyncError
+from tests.contract.engines import PAD, needs_vllm, policy, trained
+from tests.contract.test_rollout_engine import prompts
+from tests.contract.test_vllm_families import SAMPLING, learner_says, shaken
+
+KINDS = {"own head": ("llama", {}), "tied head": ("qwen2", {"tie_word_embeddings": True})}
+
+
+class Sent:
+    """A vLLM in this process, which is sent its weights."""
+
+    def __init__(self, model):
+        from kedge.backends.vllm import Blueprint, VLLMEngine
+        from kedge.backends.vllm.wire import Wire
+        from tests.contract.relay import Relayed, info
+
+        blueprint = Blueprint.of(model)
+        self.service = Relayed(blueprint, trained(model), {"kv_cache_memory_bytes": 2**26})
+        self.calls = []
+        self.engine = VLLMEngine(self, blueprint, pad_id=PAD)
+        self.wire = Wire(self, info(), limit=60.0)
+
+    def __getattr__(self, name):
+        return getattr(self.service, name)
+
+    def load(self, parcel, version):
+        self.wire.send(parcel.named)
+        self.service.settle(version)
+
+    def init_weight_transfer_engine(self, init_info):
+        self.transfer("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self):
+        self.transfer("start_weight_update")
+
+    def update_weights(self, update_info):
+        self.transfer("update_weights", update_info=update_info)
+
+    def finish_weight_update(self, weight_version=None):
+        self.transfer("finish_weight_update")
+
+    def transfer(self, method, **about):
+        self.calls.append((method, about))
+        self.service.transfer(method, **about)
+
+
+class TestTransfer:
+    pytestmark = needs_vllm
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_weights_arrive_and_are_sampled_from(self, kind, monkeypatch):
+        from tests.contract import relay
+
+        family, config = KINDS[kind]
+        model = policy(family, **{"initializer_range": 0.1} | config)
+        sent = Sent(model)
+        (method, about), *_ = sent.calls
+        assert method == "init_weight_transfer_engine"
+        assert about["init_info"].items() >= {"rank_offset": 1, "world_size": 2}.items()
+        for version in (1, 2):
+            sent.calls.clear()
+            receipt = sent.engine.load_weights(shaken(model), version)
+            assert receipt.version == version
+            assert sent.engine.sync_gap < 1e-5
+            names = [method for method, _ in sent.calls]
+            assert names == ["start_weight_update", "update_weights", "finish_weight_update"]
+            told = sent.calls[1][1]["update_info"]
+            assert "lm_head.weight" in told["names"]
+            assert set(told["dtype_names"]) == {"float32"}
+            rollout = sent.engine.generate(prompts(), sampling=SAMPLING, seed=version)
+            assert rollout.version.tolist() == [version] * 6
+            gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
+            assert gap < 1e-4
+        monkeypatch.setattr(relay, "SPOILT", ["lm_head.weight"])
+        with pytest.raises(SyncError, match="after loading version 3"):
+            sent.engine.load_weights(shaken(model), 3)
+        sent.engine.close()
+
+    def test_what_it_cannot_do_is_an_error_of_the_exchange(self):
+        sent = Sent(policy())
+        with pytest.raises(
+            SyncError, match=r"vLLM failed at update_weights.*must be called before"
+        ):
+            sent.update_weights({"names": [], "dtype_names": [], "shapes": []})
+        sent.engine.close()
+
+    def test_the_group_of_gpus_is_named_as_vllm_wants_it(self):
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from kedge.backends.vllm.wire import nccl
+
+        info = nccl(address="10.0.0.1", workers=4)
+        assert WeightTransferTrainerFactory._registry[info.backend]().init_info_cls is type(info)
+        assert (info.master_address, info.world_size, info.is_sender) == ("10.0.0.1", 5, True)
+        assert 0 < info.master_port < 2**16
+        assert info.packed
+
+
+def test_what_takes_too_long_is_left_behind():
+    from kedge.backends.vllm.wire import within
+
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match=r"sending took longer than 0.1 s .* newest checkpoint"):
+        within(0.1, lambda: time.sleep(2), "sending")
+    assert time.monotonic() - begin < 1
+    with pytest.raises(ZeroDivisionError):
+        within(1, lambda: 1 / 0, "sending")
+    assert within(1, lambda: 3, "sending") == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "want"), [("cpu", 1, False), ("cuda", 0.5, False), ("cuda", 2, True)]
+)
+def test_nccl_needs_gpus_of_their_own_on_both_sides(device, gpus, want):
+    from kedge.backends.vllm.wire import reaches
+
+    class Weight(torch.Tensor):
+        is_cuda = device == "cuda"
+
+    assert reaches({"a": torch.zeros(1).as_subclass(Weight)}, gpus=gpus) is want
