@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from kedge.algorithms import ppo
 from kedge.backends.hf.fingerprint import fingerprint
-from kedge.backends.hf.model import causal_parts, load_policy, no_dropout
+from kedge.backends.hf.load import load_policy
+from kedge.backends.hf.model import causal_parts, no_dropout
 from kedge.backends.hf.packing import by_length, worth_padding
 from kedge.backends.hf.reference import FrozenModel, copy_of
 from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value

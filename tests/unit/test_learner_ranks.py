@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from kedge.algorithms import ppo
-from kedge.backends.hf.model import load_policy
+from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.peft import with_adapter
 from kedge.backends.hf.reference import OtherAdapter, copy_of
 from kedge.backends.hf.rollout import EmbeddedEngine

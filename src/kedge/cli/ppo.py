@@ -193,12 +193,16 @@ def load_policy(name: str, options: ModelArguments) -> Any:
     Raises:
         ConfigError: there is no such model.
     """
-    from transformers import AutoModelForCausalLM
+    from kedge.backends.hf import load
 
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, **loading(options))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the model {name!r} cannot be loaded: {error}") from error
+    return load.load_policy(
+        name,
+        dtype=options.dtype or "float32",
+        revision=options.model_revision,
+        attn_implementation=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+        quantization=quantization(options),
+    )
 
 
 def loading(options: ModelArguments) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from kedge.algorithms import Algorithm
 from kedge.backends.data import DatasetPrompts
+from kedge.backends.hf.fit import vocabulary
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hub import logged_in
@@ -27,7 +28,14 @@ from kedge.trainers.given import Given, trusts
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.judging import judge_of
 from kedge.trainers.launched import own_callbacks
-from kedge.trainers.models import Models, policy_of, reference_of, value_of
+from kedge.trainers.models import (
+    Models,
+    check_models,
+    first_reward,
+    policy_of,
+    reference_of,
+    value_of,
+)
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.referring import check_reference, reference_elsewhere
 from kedge.trainers.rules import kl_controller
@@ -80,9 +88,23 @@ def assemble(
     _fill_in(args, prompts.plan.derived())
     check_sampler(given, settings)
     check_reference(given, settings, algorithm)
-    models = models_of(given, settings, algorithm)
+    models = models_of(given, settings, algorithm, tokenizer)
+    check_models(
+        models,
+        (given.reward_model, given.reward_funcs),
+        [] if given.data_collator else [prompts.source, *(each.source for each in sets)],
+        tokens=len(tokenizer),
+        response=settings.sampling.max_new_tokens,
+    )
     callbacks = callbacks_of(given, models, accelerator)
-    judge = judge_of(given, settings, tokenizer, accelerator, trainer_state=lambda: callbacks.state)
+    judge = judge_of(
+        given,
+        settings,
+        tokenizer,
+        accelerator,
+        tokens=min(len(tokenizer), vocabulary(models.policy) or len(tokenizer)),
+        trainer_state=lambda: callbacks.state,
+    )
     if settings.data.drop_unused_columns:
         for source in (prompts.source, *(each.source for each in sets)):
             if isinstance(source, DatasetPrompts):
@@ -131,7 +153,7 @@ def callbacks_of(given: Given, models: Models, accelerator: Accelerator) -> Call
     )
 
 
-def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Models:
+def models_of(given: Given, settings: RunSettings, algorithm: Algorithm, tokenizer: Any) -> Models:
     """Policy, reference and value model."""
     args, trust = given.args, trusts(given.args)
     policy = policy_of(given.model, given.peft_config, args.model_adapter_name, trust=trust)
@@ -141,12 +163,14 @@ def models_of(given: Given, settings: RunSettings, algorithm: Algorithm) -> Mode
         given.ref_model,
         args.ref_adapter_name,
         wanted=algorithm.needs_reference and not elsewhere,
+        new_adapter=given.peft_config is not None,
         trust=trust,
     )
     fresh |= elsewhere and given.ref_model is None
     value = None
     if algorithm.needs_values:
-        value = value_of(given.value_model, given.reward_model, policy, settings.value)
+        reward = first_reward(given.reward_model, given.reward_processing_class, tokenizer)
+        value = value_of(given.value_model, reward, policy, settings.value)
     return Models(policy=policy, reference=reference, fresh_reference=fresh, value=value)
 
 

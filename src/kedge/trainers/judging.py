@@ -20,9 +20,19 @@ def judge_of(
     tokenizer: Any,
     accelerator: Accelerator,
     *,
+    tokens: int,
     trainer_state: Callable[[], object],
 ) -> RewardSource:
-    """One reward source out of models and functions, with the penalties of the options."""
+    """One reward source out of models and functions, with the penalties of the options.
+
+    Args:
+        given: what the user handed over.
+        settings: the options.
+        tokenizer: the policy's.
+        accelerator: device and processes.
+        tokens: ids that the policy can write are below it.
+        trainer_state: what reward functions get under this name.
+    """
     options, weights, log = settings.reward, given.reward_weights, RewardLog()
     mixture: dict[str, Any] = {
         "policy_tokenizer": tokenizer,
@@ -36,6 +46,7 @@ def judge_of(
         "chunk_rows": options.chunk,
         "trust_remote_code": trusts(given.args),
         "autocast": DTYPES[settings.learner.precision],
+        "policy_vocab_size": tokens,
     }
     functions: dict[str, Any] = {"on_error": options.on_error, "error_score": options.error_score}
     if settings.rollout.ray.reward_workers:

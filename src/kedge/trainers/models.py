@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from kedge.backends.hf.model import causal_parts, load_policy
+from kedge.backends.data import DatasetPrompts
+from kedge.backends.hf.fit import check_apart, check_length, check_vocabulary, vocabulary
+from kedge.backends.hf.load import load_policy
+from kedge.backends.hf.model import causal_parts
 from kedge.backends.hf.reference import FrozenModel, OtherAdapter, Reference, copy_of
 from kedge.backends.hf.value_head import (
     ScalarHead,
@@ -18,8 +23,12 @@ from kedge.backends.hf.value_head import (
     scalar_model,
     value_from_trunk,
 )
+from kedge.backends.rewards.load import load_tokenizer
+from kedge.backends.rewards.model import same_tokens
 from kedge.config.resolve import ValueOptions
 from kedge.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +65,16 @@ def reference_of(
     adapter: str | None,
     *,
     wanted: bool,
+    new_adapter: bool = False,
     trust: bool = False,
 ) -> tuple[Reference | None, bool]:
-    """The reference, and whether it was made from the policy.
+    """The reference, and whether it was made from the policy as it is.
+
+    An adapter that has trained before sets the policy apart from its base from the start;
+    ``new_adapter`` says that it has not.
 
     Raises:
-        ConfigError: the reference is the very module that trains.
+        ConfigError: the reference is the very module that trains, or holds some of its weights.
     """
     if ref_model is policy:
         raise ConfigError(
@@ -76,37 +89,126 @@ def reference_of(
     if not wanted:
         return None, False
     if ref_model is not None:
-        return FrozenModel(load_policy(ref_model, trust_remote_code=trust)), False
+        own = load_policy(ref_model, trust_remote_code=trust)
+        check_apart({"model": policy}, {"ref_model": own})
+        return FrozenModel(own), False
     if hasattr(policy, "peft_config"):
-        return OtherAdapter(policy, adapter), adapter is None
+        return OtherAdapter(policy, adapter), adapter is None and new_adapter
     return copy_of(policy), True
 
 
 def value_of(
     value_model: str | nn.Module | None,
-    reward_model: Any,
+    reward: FirstReward,
     policy: nn.Module,
     options: ValueOptions,
 ) -> ScalarModel | ScalarHead:
     """The value model: given, from the reward model's weights, or a head on the policy.
+
+    With ``value_source="auto"`` a reward model that cannot be a value model (it looks ahead, has
+    no head for single states, or reads other tokens than the policy writes) is left alone.
 
     Raises:
         ConfigError: ``value_source="reward"`` without a reward model to start from.
     """
     if value_model is not None:
         return load_value(value_model)
-    rewards = reward_model if isinstance(reward_model, list | tuple) else [reward_model]
-    models = [m for m in rewards if isinstance(m, nn.Module | str)]
-    if options.source == "policy" or (options.source == "auto" and not models):
+    if options.source == "policy" or (options.source == "auto" and reward.model is None):
         return value_from_trunk(causal_parts(policy))
-    if not models:
+    try:
+        return _value_from(reward)
+    except ConfigError as problem:
+        if options.source == "reward":
+            raise
+        logger.warning("the value is a head on the policy, not the reward model's: %s", problem)
+        return value_from_trunk(causal_parts(policy))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstReward:
+    """The first reward model, by name or as it is, and the tokens it reads."""
+
+    model: str | nn.Module | None
+    tokenizer: Any  # its own; None: the policy's, or the one beside a model given by name
+    policy_tokenizer: Any
+
+    def check_tokens(self) -> None:
+        """Refuse a tokenizer that is not the policy's.
+
+        Raises:
+            ConfigError: a value is asked of the policy's tokens, which mean something else here.
+        """
+        own = self.tokenizer
+        if own is None and isinstance(self.model, str):
+            own = load_tokenizer(self.model)
+        if own is not None and not same_tokens(own, self.policy_tokenizer):
+            raise ConfigError(
+                "the reward model has a tokenizer of its own, so its weights cannot read the "
+                'policy\'s tokens as a value model must; set value_source="policy", or give '
+                "value_model"
+            )
+
+
+def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> FirstReward:
+    """The first reward model among what the user gave, if there is one."""
+    given = reward_model if isinstance(reward_model, list | tuple) else [reward_model]
+    own = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(given)
+    pairs = zip(given, [*own, *[None] * len(given)], strict=False)
+    model, tokenizer = next(
+        ((m, t) for m, t in pairs if isinstance(m, nn.Module | str)), (None, None)
+    )
+    return FirstReward(model=model, tokenizer=tokenizer, policy_tokenizer=policy_tokenizer)
+
+
+def _value_from(reward: FirstReward) -> ScalarModel:
+    if reward.model is None:
         raise ConfigError(
             'value_source="reward", but there is no reward model to start from; give value_model,'
             ' or value_source="policy" for a value head on the policy'
         )
-    if isinstance(models[0], str):
-        return load_value(models[0])
-    return scalar_model(_trainable_copy(models[0]))
+    reward.check_tokens()
+    if isinstance(reward.model, str):
+        return load_value(reward.model)
+    return scalar_model(_trainable_copy(reward.model))
+
+
+def check_models(
+    models: Models, judges: Iterable[Any], sources: Iterable[Any], *, tokens: int, response: int
+) -> None:
+    """Whether the models of a run can read its rows, and share no weights that they must not.
+
+    Args:
+        models: what trains and what it is held to.
+        judges: what scores, as the user gave it: models, functions, lists of them.
+        sources: prompts of training and evaluation.
+        tokens: of the policy's tokenizer.
+        response: most tokens of a response.
+
+    Raises:
+        ConfigError: naming the model, the number and the way out.
+        DataError: a prompt with a token that the policy does not know.
+    """
+    held = {"the policy": models.policy}
+    trained = {"model": models.policy}
+    if isinstance(models.value, ScalarModel):
+        held["the value model"] = trained["value_model"] = models.value.model
+        check_apart({"model": models.policy}, {"value_model": models.value.model})
+    if models.reference is not None and models.reference.own:
+        held["the reference"] = models.reference.own[0]
+        check_apart(trained, {"ref_model": models.reference.own[0]})
+    for given in judges:
+        for each in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(each, nn.Module):
+                check_apart(trained, {"reward_model": each})
+    known = vocabulary(models.policy)
+    if known is not None:
+        check_vocabulary(held, tokens=min(tokens, known))
+    for source in sources:
+        if not isinstance(source, DatasetPrompts):
+            continue
+        check_length(held, prompt=source.report.longest, response=response)
+        if known is not None:
+            source.check_tokens(known)
 
 
 def _trainable_copy(model: nn.Module) -> nn.Module:

@@ -114,6 +114,31 @@ class DatasetPrompts:
         """Rows found, dropped and truncated, and the longest prompt kept."""
         return self._prompts.report
 
+    def check_tokens(self, known: int) -> None:
+        """Refuse prompts with token ids of ``known`` or above.
+
+        Raises:
+            DataError: naming the row and the token.
+        """
+        over = (self._prompts.tokens >= known).nonzero()
+        if not len(over):
+            return
+        at = int(over[0])
+        row = int(self._prompts.rows[int((self._prompts.starts <= at).sum()) - 1])
+        raise DataError(
+            f"row {row} of the dataset holds token {int(self._prompts.tokens[at])}, and the model"
+            f" knows {known} tokens; give the tokenizer that belongs to the model, or after adding"
+            " tokens call model.resize_token_embeddings(len(tokenizer))"
+        )
+
+    def fingerprint(self) -> str:
+        """A short hash of every prompt's tokens, in order."""
+        parts = (self._prompts.tokens, self._prompts.starts)
+        digest = hashlib.blake2b(digest_size=8)
+        for part in parts:
+            digest.update(part.numpy().tobytes())
+        return digest.hexdigest()
+
     def batch(self, step: int) -> PromptBatch:
         """This rank's rows of training step ``step`` (0 is the first)."""
         first = step * self._per_step

@@ -69,7 +69,7 @@ def annotate_rows(
     found = {name: place(x, present) for name, x in flat.items()}
     if slots is not None and said.values is not None and said.ends is not None:
         found |= {"values": place(said.values, slots), "last_values": said.ends}
-    return found
+    return {name: x.float() for name, x in found.items()}
 
 
 def _refer(

@@ -20,6 +20,7 @@ from kedge.backends.hf.annotate import annotate_all, sampled_by
 from kedge.backends.hf.attention import attending, gains
 from kedge.backends.hf.device import accelerator_for
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
+from kedge.backends.hf.fit import check_rows
 from kedge.backends.hf.model import (
     LanguageModelParts,
     causal_parts,
@@ -41,7 +42,6 @@ from kedge.backends.hf.optim import (
 )
 from kedge.backends.hf.packing import (
     by_length,
-    check_prompts,
     place,
     split_by_length,
     to_device,
@@ -193,7 +193,7 @@ class HFLearner:
     ) -> Annotation:
         """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
         self._check(values=values, reference=reference, full_kl=full_kl)
-        check_prompts(rollout.prompts.mask)
+        check_rows(rollout, self._held())
         home, rollout = rollout.ids.device, to_device(rollout, self.device)
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)

@@ -1,4 +1,4 @@
-"""Loading causal language models, and taking them apart into trunk and head."""
+"""Causal language models taken apart into trunk and head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.backends.hf.packing import Packed, pack
@@ -16,47 +15,6 @@ from kedge.errors import ConfigError
 from kedge.math.logprob import Head
 
 _RATES = ("dropout", "layerdrop", "drop_path")
-
-
-def load_policy(
-    source: str | nn.Module,
-    *,
-    dtype: torch.dtype = torch.float32,
-    revision: str | None = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    quantization: Any = None,
-) -> PreTrainedModel:
-    """A causal language model, from a name, a folder, or as it is.
-
-    Args:
-        source: hub name or local folder, or a loaded model, which is returned unchanged.
-        dtype: of the loaded weights; weights that train must be float32.
-        revision: branch, tag or commit on the hub.
-        attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
-        trust_remote_code: run Python code that comes with the model.
-        quantization: a transformers quantization config, for frozen bases.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
-    if isinstance(source, nn.Module):
-        return source  # type: ignore[return-value]
-    options = {
-        "revision": revision,
-        "attn_implementation": attn_implementation,
-        "quantization_config": quantization,
-    }
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            **{name: value for name, value in options.items() if value is not None},
-        )
-    except Exception as error:  # a damaged file raises whatever its reader raises
-        raise ConfigError(f"the model {source!r} cannot be loaded: {error}") from error
 
 
 def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:

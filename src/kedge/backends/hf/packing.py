@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kedge.errors import DataError
 from kedge.types import Experience, MicroBatch, PromptBatch, Rollout
 
 Record = TypeVar("Record", Rollout, Experience, PromptBatch)
@@ -43,17 +42,6 @@ class Packed:
         """Flat indices int64 [b] of the states after the last real token."""
         rows = torch.arange(len(self.ids), device=self.ids.device)
         return rows * self.ids.shape[1] + self.lengths - 1
-
-
-def check_prompts(mask: Tensor) -> None:
-    """Refuse prompts, bool [B, P], without a token: no state precedes their first response token.
-
-    Raises:
-        DataError: names the rows.
-    """
-    empty = (~mask.any(1)).nonzero()[:, 0].tolist()
-    if empty:
-        raise DataError(f"the prompts of rows {empty} have no token; give each at least one")
 
 
 def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:

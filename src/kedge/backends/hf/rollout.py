@@ -119,8 +119,9 @@ class EmbeddedEngine:
         first = torch.zeros_like(unique).scatter_(0, copies.flip(0), rows.flip(0))
         mask = prompts.mask[first]
         longest = int(mask.sum(-1).max())
-        ids = prompts.ids[first][:, -longest:].to(device)
         mask = mask[:, -longest:].to(device)
+        # A pad token that was added to the tokenizer alone is beyond the model's vocabulary.
+        ids = prompts.ids[first][:, -longest:].to(device).masked_fill(~mask, 0)
         steps = torch.arange(sampling.max_new_tokens, device=device)
         u = uniforms(seed, prompts.row[rows].to(device), steps).t().contiguous()
         return _sample(

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
+from kedge.backends.hf.load import load_whole
 from kedge.backends.hf.model import CausalParts, backbone_of, trunk
 from kedge.backends.rewards.heads import SHIFT
 from kedge.errors import ConfigError
@@ -136,7 +137,16 @@ def load_value(
     given = {"use_safetensors": True, "trust_remote_code": False, "num_labels": 1}
     given |= {k: v for k, v in options.items() if v is not None}
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(source, dtype=dtype, **given)
+        model = load_whole(
+            AutoModelForSequenceClassification,
+            f"the value model {source!r}",
+            source,
+            new_head=True,
+            dtype=dtype,
+            **given,
+        )
+    except ConfigError:
+        raise
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise ConfigError(f"the value model {source!r} cannot be loaded: {error}") from error
     return scalar_model(model)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kedge.backends.hf.load import load_whole
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -94,13 +95,18 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
                 name,
                 ", ".join(kinds) or "of unknown kind",
             )
-        return AutoModelForSequenceClassification.from_pretrained(
+        return load_whole(
+            AutoModelForSequenceClassification,
+            f"reward model {name!r}",
             name,
+            new_head=True,
             dtype="float32",
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             **options,
         )
+    except ConfigError:
+        raise
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise ConfigError(
             f"reward model {name!r} cannot be loaded: {error}; give a folder or hub name of a"
