@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 
@@ -34,6 +36,30 @@ def raises(function: Any) -> Callable[..., list[float]]:
 
 def boom(completions: list[str], **_: Any) -> list[float]:
     raise ZeroDivisionError("division by zero")
+
+
+def not_a_number(model: Any) -> Any:
+    """The model with one weight that is NaN."""
+    with torch.no_grad():
+        list(model.parameters())[-1].view(-1)[0] = math.nan
+    return model
+
+
+def saved_run() -> str:
+    folder = tempfile.mkdtemp()
+    run(output_dir=folder, save_strategy="steps", save_steps=1)
+    return folder
+
+
+def resumed_from_the_folder() -> None:
+    folder = saved_run()
+    small(output_dir=folder).train(resume_from_checkpoint=folder)
+
+
+def resumed_with_another_optimiser() -> None:
+    folder = saved_run()
+    with pytest.warns(UserWarning, match='optim: "AdamW" in the checkpoint, "SGD" now'):
+        small(output_dir=folder, optim="sgd").train(resume_from_checkpoint=f"{folder}/checkpoint-1")
 
 
 shared_model = tiny_policy("gpt_neox", vocab_size=VOCAB)
@@ -237,6 +263,46 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: small().train(resume_from_checkpoint="/no/such/folder"),
         CheckpointError,
         ["/no/such/folder"],
+    ),
+    "evaluation without prompts": (
+        lambda: small(eval_strategy="steps", eval_steps=1),
+        ConfigError,
+        ["eval_strategy='steps'", "eval_dataset"],
+    ),
+    "a pandas frame": (
+        lambda: small(train_dataset=pandas.DataFrame(PROMPTS)),
+        DataError,
+        ["DataFrame", "Dataset.from_pandas"],
+    ),
+    "weights that are NaN": (
+        lambda: small(model=not_a_number(tiny_policy("gpt_neox", vocab_size=VOCAB))),
+        ConfigError,
+        ["not finite", "NaN"],
+    ),
+    "a value model that is NaN": (
+        lambda: run(value_model=not_a_number(neox_reward(vocab=VOCAB))),
+        KedgeError,
+        ["the value model gives nan for token 0 of row 0"],
+    ),
+    "a score that overflows": (
+        lambda: run(
+            reward_model=None,
+            reward_funcs=raises(lambda c: [1e30] * len(c)),
+            reward_weights=[1e20],
+            preflight=False,
+        ),
+        KedgeError,
+        ["score of row 0 is inf"],
+    ),
+    "resume from a run's folder": (
+        resumed_from_the_folder,
+        CheckpointError,
+        ["is a run's folder", "checkpoint-2", "resume_from_checkpoint=True"],
+    ),
+    "resume with another optimiser": (
+        resumed_with_another_optimiser,
+        CheckpointError,
+        ["betas", "SGD", "momentum", "set optim as it was"],
     ),
     "evaluate without prompts": (lambda: small().evaluate(), ConfigError, ["eval_dataset"]),
     "old and new name at once": (

@@ -37,7 +37,14 @@ class StopAt(TrainerCallback):
         control.should_training_stop |= state.global_step >= self.step
 
 
-def trainer(folder: Path, *callbacks: Any, eval_dataset: Any = None, **changes: Any) -> PPOTrainer:
+def trainer(
+    folder: Path,
+    *callbacks: Any,
+    eval_dataset: Any = None,
+    seed_of_policy: int = 3,
+    prompts: Any = PROMPTS,
+    **changes: Any,
+) -> PPOTrainer:
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -58,9 +65,9 @@ def trainer(folder: Path, *callbacks: Any, eval_dataset: Any = None, **changes: 
     return PPOTrainer(
         PPOConfig(**options | changes),
         word_tokenizer(),
-        tiny_policy("llama", vocab_size=32, hidden_size=16, seed=3),
+        tiny_policy("llama", vocab_size=32, hidden_size=16, seed=seed_of_policy),
         reward_model=reward,
-        train_dataset=PROMPTS,
+        train_dataset=prompts,
         eval_dataset=eval_dataset,
         callbacks=list(callbacks),
     )
@@ -167,6 +174,18 @@ def test_other_settings_are_listed_on_resume(tmp_path: Path) -> None:
     changed = trainer(tmp_path, learning_rate=1e-3)
     with pytest.warns(UserWarning, match=r"learning_rate: 0.003 in the checkpoint, 0.001 now"):
         changed.train(resume_from_checkpoint=True)
+
+
+def test_another_reference_and_other_prompts_are_noticed_on_resume(tmp_path: Path) -> None:
+    """A run that goes on with the trained model as `model` would be held to that."""
+    trainer(tmp_path, StopAt(3)).train()
+    other = trainer(tmp_path, seed_of_policy=9)
+    with pytest.warns(UserWarning, match=r'reference: "\w+" in the checkpoint, "\w+" now'):
+        other.train(resume_from_checkpoint=True)
+    trainer(tmp_path / "b", StopAt(3)).train()
+    fewer = trainer(tmp_path / "b", prompts=PROMPTS[:-1])
+    with pytest.warns(UserWarning, match=r'prompts: "\w+" in the checkpoint, "\w+" now'):
+        fewer.train(resume_from_checkpoint=True)
 
 
 def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,29 @@ def test_help_loads_nothing_heavy():
     assert time.perf_counter() - begin < 10
 
 
+def test_python_m_kedge_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "kedge", "pop"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "did you mean 'ppo'?" in done.stderr
+
+
+def test_an_occupied_folder_and_an_unknown_rule_are_refused_before_any_weight_loads(
+    tmp_path, rows, monkeypatch, capsys
+):
+    import kedge.cli.ppo
+
+    monkeypatch.setattr(kedge.cli.ppo, "load_policy", lambda *_: pytest.fail("weights loaded"))
+    flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(rows)]
+    flags += ["--reward_funcs", "math:fsum", "--output_dir", str(tmp_path / "run")]
+    assert main(["ppo", *flags, "--algorithm", "kedge.algorithms:nope"]) == 2
+    assert "nothing called 'nope'" in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoint-7").mkdir(parents=True)
+    assert main(["ppo", *flags]) == 2
+    assert "holds checkpoint-7 of an earlier run" in capsys.readouterr().err
+
+
 def test_errors_are_one_line_and_exit_code_2(capsys, monkeypatch):
     monkeypatch.delenv("KEDGE_TRACEBACK", raising=False)
     assert main(["ppo", "--lerning_rate", "1"]) == 2

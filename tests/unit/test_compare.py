@@ -42,6 +42,8 @@ def test_runs_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "demo" in out
     assert "good.jsonl" in out
     assert ".." in out
+    for metric in ("objective/scores", "policy/entropy_avg", "completions/mean_length"):
+        assert metric in out  # whole, in 80 columns
 
 
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

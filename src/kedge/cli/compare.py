@@ -90,15 +90,18 @@ def show(kinds: dict[str, list[RunLog]], metrics: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "runs", *metrics, title="last fifth of each run", title_justify="left")
+    table = Table(title="last fifth of each run", title_justify="left")
+    table.add_column("", no_wrap=True)
     for name, runs in kinds.items():
-        cells = []
-        for metric in metrics:
-            found = ends(runs, metric)
-            if found is None:
-                cells.append("-")
-                continue
-            mean, low, high = found
-            cells.append(f"{mean:.4g}" + (f" ({low:.4g} .. {high:.4g})" if len(runs) > 1 else ""))
-        table.add_row(name, str(len(runs)), *cells)
+        table.add_column(name + (f" ({len(runs)} runs)" if len(runs) > 1 else ""), overflow="fold")
+    for metric in metrics:
+        table.add_row(metric, *(_ending(runs, metric) for runs in kinds.values()))
     Console().print(table)
+
+
+def _ending(runs: list[RunLog], metric: str) -> str:
+    found = ends(runs, metric)
+    if found is None:
+        return "-"
+    mean, low, high = found
+    return f"{mean:.4g}" + (f" ({low:.4g} .. {high:.4g})" if len(runs) > 1 else "")

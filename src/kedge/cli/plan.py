@@ -237,6 +237,7 @@ def show(
     options: Options, batches: BatchPlan, facts: dict[str, int], needs: list[memory.Need]
 ) -> None:
     """Print the plan."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -245,10 +246,17 @@ def show(
     for name, value, how in rows_of(options, batches, facts):
         sizes.add_row(name, value, how)
     console.print(sizes)
-    table = Table(title="memory per process, estimated", title_justify="left")
+    # Eight columns have to fit into the 80 characters of a plain terminal.
+    table = Table(
+        title="memory per process, estimated",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     columns = ("model", "params", "trained", "weights", "grads", "optim")
     for name in (*columns, "activ.", "cache"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for n in needs:
         parts = (n.weights, n.gradients, n.optimizer, n.training, n.generation)
         table.add_row(n.role, short(n.parameters), short(n.trained), *map(human, parts))

@@ -42,13 +42,19 @@ def train(options: Options, **given: Any) -> Any:
     Returns:
         The trainer.
     """
-    trainer = build(options, **given)
     config = options.config
     evaluates = "do_eval" in options.given and config.do_eval
-    if evaluates and not config.do_train:
+    resume = resume_point(config.resume_from_checkpoint)
+    trains = config.do_train or not evaluates
+    if trains and not resume and config.output_dir:  # before minutes of loading, not after
+        from kedge.trainers.saving import earlier_run
+
+        earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
+    trainer = build(options, **given)
+    if not trains:
         trainer.evaluate()
         return trainer
-    trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=resume)
     if evaluates:
         trainer.evaluate()
     trainer.save_model(config.output_dir)
@@ -83,6 +89,7 @@ def build(
     from kedge import AsyncPPOConfig, AsyncPPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer
 
     names, script = model_names(options), options.script
+    algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
@@ -95,7 +102,7 @@ def build(
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "peft_config": lora(model) if model.use_peft else None,
-        "algorithm": load_algorithm(script.algorithm, script.algorithm_kwargs),
+        "algorithm": algorithm,
         "reward_weights": scored.weights,
     }
     if isinstance(options.config, RLOOConfig | GRPOConfig):

@@ -56,6 +56,12 @@ def verify(folder: str | Path, *, contents: bool = True) -> None:
     if not folder.is_dir():
         near = [p.name for p in checkpoints(folder.parent)]
         raise CheckpointError(f"{folder} does not exist; {folder.parent} has {near or 'none'}")
+    inside = [p.name for p in checkpoints(folder)]
+    if inside:
+        raise CheckpointError(
+            f"{folder} is a run's folder, not a checkpoint; give {folder / inside[-1]}, or"
+            " resume_from_checkpoint=True for the newest"
+        )
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it was not written by Kedge, or was copied in part"

@@ -40,6 +40,7 @@ def preflight(
     algorithm: Algorithm,
     kl_coef: float,
     fresh_reference: bool,
+    stops: bool = True,
     tolerance: Tolerance = FULL_PRECISION,
 ) -> list[str]:
     """Check one sampled and scored batch.  Nothing is trained.
@@ -52,6 +53,7 @@ def preflight(
         algorithm: the learning rule.
         kl_coef: coefficient of the KL penalty.
         fresh_reference: the reference was made from the policy's weights and nothing has trained.
+        stops: there is a token or text that ends a response.
         tolerance: accepted differences.
 
     Returns:
@@ -64,6 +66,7 @@ def preflight(
     _stop_token_is_trained(rollout)
     note = _annotate(learner, algorithm, replace(rollout, behavior_logprobs=None))
     mask = rollout.mask & judgement.valid[:, None]
+    _models_are_finite(note, mask)
     _engine_agrees(engine, rollout, note, mask, tolerance.engines)
     _padding_does_not_matter(learner, algorithm, rollout, note, tolerance.same_kernel)
     if fresh_reference and note.ref_logprobs is not None:
@@ -73,7 +76,7 @@ def preflight(
     )
     few = experience.rows(torch.arange(min(4, len(experience))))
     _ratio_is_one(learner.probe(few).logprobs, few.old_logprobs, few.mask, tolerance.same_kernel)
-    return _unusual(rollout, judgement, learner)
+    return _unusual(rollout, judgement, learner, stops=stops)
 
 
 def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> Annotation:
@@ -111,6 +114,24 @@ def _stop_token_is_trained(rollout: Rollout) -> None:
             " policy could never learn to stop. The engine's mask must include the stop token, also"
             " when it equals the pad token"
         )
+
+
+def _models_are_finite(note: Annotation, mask: Tensor) -> None:
+    said = {
+        "the policy": note.logprobs,
+        "the reference": note.ref_logprobs,
+        "the value model": note.values,
+    }
+    for name, x in said.items():
+        if x is None:
+            continue
+        bad = mask & ~x.isfinite()
+        if bad.any():
+            row, slot = (int(i) for i in bad.nonzero()[0])
+            raise PreflightError(
+                f"preflight: {name} gives {float(x[row, slot])} for token {slot} of row {row}: its"
+                " weights are not finite, or overflow at this precision"
+            )
 
 
 def _engine_agrees(
@@ -184,7 +205,7 @@ def _ratio_is_one(new: Tensor, old: Tensor, mask: Tensor, limit: float) -> None:
         )
 
 
-def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner) -> list[str]:
+def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner, *, stops: bool) -> list[str]:
     scores = torch.where(judgement.valid, judgement.scores, 0.0).double()
     n, s, ss = learner.total(
         torch.stack([judgement.valid.sum().double(), scores.sum(), (scores**2).sum()])
@@ -200,7 +221,7 @@ def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner) -> list[s
     ).tolist()
     if finished == 0 and rows:
         warnings.append(
-            f"none of the {int(rows)} responses ended by itself: set stop_token, or raise"
-            " response_length, if responses should end"
+            f"none of the {int(rows)} responses ended by itself: if they should, "
+            + ("raise response_length" if stops else 'set stop_token="eos"')
         )
     return warnings

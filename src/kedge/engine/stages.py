@@ -103,6 +103,7 @@ def make_experience(
             f"none of the {len(rollout)} responses of this batch could be scored; see the log for"
             ' the first failure, or use on_reward_error="raise" to stop at it'
         )
+    _check_scores(judgement)
     rollout = replace(rollout, mask=rollout.mask & judgement.valid[:, None])
     note = learner.annotate(
         rollout,
@@ -131,6 +132,17 @@ def make_experience(
     metrics |= {f"log/{name}": mean for name, mean in judgement.said.items()}
     _derive(metrics)
     return _experience(rollout, note, credit), metrics
+
+
+def _check_scores(judgement: Judgement) -> None:
+    bad = judgement.valid & ~judgement.scores.isfinite()
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise RewardError(
+            f"the score of row {row} is {float(judgement.scores[row])}; a reward must be a finite"
+            " number. A weighted sum may overflow; a source of your own may divide by zero, and can"
+            " mark a row as not valid instead"
+        )
 
 
 def _corrected(

@@ -126,6 +126,18 @@ class TrainerShell:
         """Add a ``transformers.TrainerCallback``, an object or a class."""
         self.callbacks.add(callback)
 
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> Any:
+        """Take a callback out again, an object or the first of a class, and return it."""
+        return self.callbacks.pop(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Take a callback out again, an object or the first of a class."""
+        self.callbacks.remove(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the process that writes files."""
+        return bool(self.accelerator.is_main_process)
+
     # -- what users look at ---------------------------------------------------------------------
 
     @property

@@ -127,8 +127,18 @@ def eval_sets(
     tokenizer: Any,
     accelerator: Accelerator,
 ) -> list[EvalSet]:
-    """Evaluation prompts: none, one dataset, or a dict of named ones."""
+    """Evaluation prompts: none, one dataset, or a dict of named ones.
+
+    Raises:
+        ConfigError: evaluations are asked for, and there are no prompts.
+    """
     if dataset is None:
+        asked = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        if asked != "no":
+            raise ConfigError(
+                f"eval_strategy={asked!r} asks for evaluations, and there is no eval_dataset: give"
+                " one, or set eval_strategy='no'"
+            )
         return []
     named = {"eval_": dataset}
     if isinstance(dataset, Mapping) and not {"prompt", "query", "input_ids"} & set(dataset):

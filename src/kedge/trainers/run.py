@@ -153,6 +153,7 @@ class Run:
             algorithm=self.engine.algorithm,
             kl_coef=self.engine.kl.value,
             fresh_reference=self.fresh_reference,
+            stops=bool(self.settings.sampling.stop_ids or self.settings.sampling.stop_strings),
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
         for warning in warnings if self.learner.rank == 0 else []:
@@ -201,7 +202,7 @@ class Run:
             engine.step,
             parts,
             local=flight or None,
-            settings=numbers_of(self.settings, engine),
+            settings=numbers_of(self.settings, engine, self.learner),
             write_models=self._write_models,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
@@ -244,7 +245,7 @@ class Run:
             folder,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
-            settings=numbers_of(self.settings, self.engine),
+            settings=numbers_of(self.settings, self.engine, self.learner),
             verified=given is None,
         )
         if not found.parts:

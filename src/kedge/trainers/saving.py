@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
 from kedge.config.resolve import RunSettings
 from kedge.engine.checkpoint import checkpoints
@@ -64,10 +65,11 @@ _NO_NUMBERS = {
 }
 
 
-def numbers_of(settings: RunSettings, engine: Engine) -> dict[str, Any]:
-    """The settings that change numbers, as JSON values, for comparison when a run goes on.
+def numbers_of(settings: RunSettings, engine: Engine, learner: HFLearner) -> dict[str, Any]:
+    """What changes numbers, as JSON values, for comparison when a run goes on.
 
-    Sizes that only cut the same batch into other pieces are left out.
+    Settings, the prompts and the reference's weights.  Sizes that only cut the same batch into
+    other pieces are left out.
     """
     plan = engine.plan
     named: dict[str, Any] = {
@@ -77,7 +79,12 @@ def numbers_of(settings: RunSettings, engine: Engine) -> dict[str, Any]:
         "num_mini_batches": plan.minibatches,
         "num_ppo_epochs": plan.epochs,
         "num_generations": plan.group,
+        "optim": type(learner.optimizer).__name__,
     }
+    if isinstance(engine.source, DatasetPrompts):
+        named["prompts"] = engine.source.fingerprint()
+    if learner.reference is not None:
+        named["reference"] = learner.reference.fingerprint()
     for part, value in asdict(settings).items():
         if part == "batch":
             continue

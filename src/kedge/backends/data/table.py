@@ -96,7 +96,18 @@ def read_table(dataset: Any) -> Table:
         raise DataError(f"a dataset cannot be a {kind}; give a datasets.Dataset or a list of dicts")
     if not hasattr(dataset, "__len__"):
         raise DataError(_streaming(kind))
-    return ColumnTable(_columns([dataset[row] for row in range(len(dataset))], kind))
+    return ColumnTable(_columns([_row(dataset, row) for row in range(len(dataset))], kind))
+
+
+def _row(dataset: Any, row: int) -> Any:
+    try:
+        return dataset[row]
+    except (LookupError, TypeError) as error:
+        raise DataError(
+            f"row {row} of the dataset, a {type(dataset).__name__}, cannot be read:"
+            f" {type(error).__name__} {error}; give a datasets.Dataset (of a pandas frame:"
+            " datasets.Dataset.from_pandas(frame)) or a list of dicts"
+        ) from error
 
 
 def _streaming(kind: str) -> str:

@@ -33,8 +33,8 @@ from kedge.backends.hf.optim import (
     advance,
     build_optimizer,
     build_schedule,
+    go_on,
     learning_rates,
-    load_schedule,
     norms,
     parameter_groups,
     scale_,
@@ -391,9 +391,8 @@ class HFLearner:
                 raise CheckpointError(f"the checkpoint's {name} weights have other shapes")
             for p, q in zip(mine, theirs, strict=True):
                 p.copy_(cut_like(q, p))
-        self.optimizer.load_state_dict(state["optimizer"])
+        go_on(self.optimizer, self.scheduler, state)
         cut_state(self.optimizer)
-        load_schedule(self.scheduler, state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]
         self.skipped, self._in_a_row = state["skipped"]

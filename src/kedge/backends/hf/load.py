@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from kedge.backends.hf.peft import without_notices
 from kedge.errors import ConfigError
 
 _HEADS = {
@@ -104,4 +105,5 @@ def _with_its_adapter(source: str, options: dict[str, Any]) -> Any:
         )
     own = {k: v for k, v in options.items() if k != "revision"}  # the base has branches of its own
     model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **own)
-    return PeftModel.from_pretrained(model, source, is_trainable=True)
+    with without_notices():
+        return PeftModel.from_pretrained(model, source, is_trainable=True)

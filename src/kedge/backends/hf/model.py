@@ -166,6 +166,11 @@ def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
         want = model(input_ids=ids, use_cache=False).logits[0].float()
     finally:
         model.train(was_training)
+    if not bool(want.isfinite().all()):
+        raise ConfigError(
+            f"{name}: its logits are not finite, on tokens 0 to {count - 1}; its weights hold NaN "
+            "or infinite numbers"
+        )
     logits = (hidden @ head.weight.T.to(hidden.dtype)).float()
     logits = (logits if head.bias is None else logits + head.bias) * head.scale
     if head.softcap is not None:

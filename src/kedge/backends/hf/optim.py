@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from kedge.backends.hf.fingerprint import full
-from kedge.errors import ConfigError
+from kedge.errors import CheckpointError, ConfigError
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -145,18 +145,39 @@ def advance(scheduler: LRScheduler) -> None:
         scheduler.step()
 
 
-def load_schedule(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Go on at the saved step, at the rates that this schedule has there.
+def go_on(optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    """Take up the saved moments and the saved step of the schedule.
 
-    They are not the saved ones where the run was made longer: a linear schedule that had ended at
-    0 goes on from the line to its new end.
+    Rates are those that this schedule has at that step.  They are not the saved ones where the run
+    was made longer: a linear schedule that had ended at 0 goes on from the line to its new end.
+
+    Args:
+        optimizer: of the run that goes on.
+        scheduler: its schedule.
+        state: what their ``state_dict`` gave, under "optimizer" and "scheduler".
+
+    Raises:
+        CheckpointError: the moments are of another kind of optimiser.
     """
-    scheduler.load_state_dict(state)
+    _load_moments(optimizer, state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
     if isinstance(scheduler, LambdaLR):
         step = scheduler.last_epoch
         groups, bases = scheduler.optimizer.param_groups, scheduler.base_lrs
         for group, base, rule in zip(groups, bases, scheduler.lr_lambdas, strict=True):
             group["lr"] = base * rule(step)
+
+
+def _load_moments(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    now = set(optimizer.param_groups[0]) - {"initial_lr"}
+    saved = set(state["param_groups"][0]) - {"initial_lr"}
+    if now != saved:
+        raise CheckpointError(
+            f"the checkpoint's optimiser has {', '.join(sorted(saved - now)) or 'no more'}, this"
+            f" run's {type(optimizer).__name__} {', '.join(sorted(now - saved)) or 'no more'}; set"
+            " optim as it was"
+        )
+    optimizer.load_state_dict(state)
 
 
 def sum_over_ranks(params: Sequence[nn.Parameter], bucket_mb: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -38,7 +41,8 @@ def with_adapter(
         if is_quantized(policy):
             _with_gradients(made)
             made = prepare_model_for_kbit_training(made, use_gradient_checkpointing=False)
-        made = get_peft_model(made, peft_config, adapter_name=adapter or "default")
+        with without_notices():
+            made = get_peft_model(made, peft_config, adapter_name=adapter or "default")
     elif peft_config is not None:
         raise ConfigError(
             "peft_config was given, but the model has an adapter already; merge it first "
@@ -59,6 +63,14 @@ def with_adapter(
         if p.requires_grad:
             p.data = p.data.to(torch.float32)
     return made
+
+
+@contextmanager
+def without_notices() -> Iterator[None]:
+    """Keep quiet what peft does to transformers 5 and nobody else can change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
 
 
 def _with_gradients(model: nn.Module) -> None:

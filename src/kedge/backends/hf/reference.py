@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.backends.hf.encoder_decoder import parts_of
+from kedge.backends.hf.fingerprint import fingerprint, policy_weights
 from kedge.backends.hf.model import LanguageModelParts, no_dropout
 from kedge.types import Rollout
 
@@ -24,6 +25,10 @@ class Reference(Protocol):
 
     def to(self, device: torch.device) -> Reference:
         """The same on a device."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A short hash of the weights that set it apart from the policy.  Every rank calls it."""
         ...
 
     @property
@@ -51,6 +56,13 @@ class FrozenModel:
         self.model = model.requires_grad_(False).eval()
         no_dropout(self.model)
         self.parts = parts_of(self.model)
+        self._fingerprint: str | None = None
+
+    def fingerprint(self) -> str:
+        """A short hash of all weights, taken once: they never change."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(policy_weights(self.model))
+        return self._fingerprint
 
     @contextmanager
     def active(self) -> Iterator[LanguageModelParts]:
@@ -78,6 +90,7 @@ class OtherAdapter:
 
     def __init__(self, policy: Any, name: str | None = None) -> None:
         self.policy, self.name = policy, name
+        self._fingerprint: str | None = None
         with self.active() as parts:
             self.parts = parts
 
@@ -97,6 +110,13 @@ class OtherAdapter:
             self.policy.set_adapter(before)
             for p, flag in trains:
                 p.requires_grad_(flag)
+
+    def fingerprint(self) -> str:
+        """A short hash of every weight of the policy that does not train, taken once."""
+        if self._fingerprint is None:
+            named = self.policy.named_parameters()
+            self._fingerprint = fingerprint({n: p for n, p in named if not p.requires_grad})
+        return self._fingerprint
 
     @property
     def own(self) -> list[nn.Module]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from kedge.errors import RewardError
+
+LARGEST = 3.4e38  # scores are float32: above it a number would become infinite
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ def read_values(
         if plain is None:
             values.absent.add(row)
         elif isinstance(plain, Real):
-            _number(values, row, float(plain))
+            _number(values, row, plain)
         elif isinstance(plain, (list, tuple)):
             cut = plain[:length] if padded and len(plain) == width else plain
             _per_token(values, row, cut, length)
@@ -72,11 +73,18 @@ def read_values(
     return values
 
 
-def _number(values: Values, row: int, number: float) -> None:
-    if math.isfinite(number):
-        values.scores[row] = number
+def _number(values: Values, row: int, number: Real) -> None:
+    if _finite(number):
+        values.scores[row] = float(number)
     else:
-        values.errors[row] = f"returned {number}; return None where the reward does not apply"
+        values.errors[row] = (
+            f"returned {str(number)[:80]}, no finite float32; return None where the reward does not"
+            " apply"
+        )
+
+
+def _finite(number: Any) -> bool:
+    return isinstance(number, Real) and bool(-LARGEST <= number <= LARGEST)  # type: ignore[operator]
 
 
 def _per_token(values: Values, row: int, numbers: Sequence[Any], length: int) -> None:
@@ -84,8 +92,8 @@ def _per_token(values: Values, row: int, numbers: Sequence[Any], length: int) ->
         values.errors[row] = (
             f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
         )
-    elif not all(isinstance(n, Real) and math.isfinite(n) for n in numbers):
-        bad = next(n for n in numbers if not (isinstance(n, Real) and math.isfinite(n)))
+    elif not all(map(_finite, numbers)):
+        bad = next(n for n in numbers if not _finite(n))
         values.errors[row] = f"returned the per-token reward {bad!r}, not a finite number"
     else:
         values.dense[row] = [float(n) for n in numbers]
