@@ -51,7 +51,7 @@ class PPOConfig(OnPolicyConfig):
     value_source: Literal["auto", "reward", "policy"] = option(
         "auto",
         "Where the value starts: the reward model's weights, or a head on the policy. "
-        "auto: the reward model if there is one.",
+        "auto: the reward model if it can be one.",
     )
     value_learning_rate: float | None = option(None, "Of the value model. Unset: learning_rate.")
     value_warmup_steps: int = option(0, "Updates at the start that train the value alone.")
