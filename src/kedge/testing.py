@@ -49,7 +49,8 @@ class ScriptedRollouts:
                 f"the script's step {self.calls - 1} holds {len(script)} rows and row"
                 f" {int(prompts.row.max())} was asked for"
             )
-        picked = [torch.as_tensor(script[int(r)])[: sampling.max_new_tokens] for r in prompts.row]
+        rows = [torch.as_tensor(script[int(r)], dtype=torch.int64) for r in prompts.row]
+        picked = [row[: sampling.max_new_tokens] for row in rows]
         ids = torch.nn.utils.rnn.pad_sequence(picked, batch_first=True)
         lengths = torch.tensor([len(p) for p in picked])
         slots = torch.arange(ids.shape[1])

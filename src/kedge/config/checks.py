@@ -51,6 +51,7 @@ _WHOLE = Range(0, 2**62, whole=True)
 _UNIT = Range(0, 1)
 _POSITIVE = Range(0, above=True)
 _NOT_NEGATIVE = Range(0)
+_FACTOR = Range(0, 1e30)  # finite
 
 RANGES: dict[str, Range] = {
     "per_device_train_batch_size": _COUNT,
@@ -76,12 +77,12 @@ RANGES: dict[str, Range] = {
     "missing_eos_penalty": Range(0, optional=True),
     "penalty_reward_value": Range(-1e30),
     "reward_error_score": Range(-1e30, optional=True),
-    "kl_coef": _NOT_NEGATIVE,
+    "kl_coef": _FACTOR,
     "kl_target": _POSITIVE,
     "kl_horizon": _POSITIVE,
     "cliprange": _POSITIVE,
     "cliprange_value": _POSITIVE,
-    "vf_coef": _NOT_NEGATIVE,
+    "vf_coef": _FACTOR,
     "gamma": _UNIT,
     "lam": _UNIT,
     "lam_value": Range(0, 1, optional=True),
@@ -91,7 +92,7 @@ RANGES: dict[str, Range] = {
     "epsilon": _POSITIVE,
     "epsilon_high": Range(0, above=True, optional=True),
     "delta": Range(1, above=True, optional=True),
-    "beta": _NOT_NEGATIVE,
+    "beta": _FACTOR,
     "overlong_buffer": _WHOLE,
     "dynamic_sampling": _WHOLE,
     "sampler_correction_high": _POSITIVE,
@@ -113,7 +114,7 @@ RANGES: dict[str, Range] = {
     "max_prompt_length": _COUNT_OR_NONE,
     "max_lag": _WHOLE,
     "rollout_pieces": _COUNT_OR_NONE,
-    "learning_rate": _NOT_NEGATIVE,
+    "learning_rate": _FACTOR,
     "weight_decay": _NOT_NEGATIVE,
     "max_grad_norm": Range(0, optional=True),
     "adam_beta1": Range(0, 1, below=True),
@@ -126,7 +127,7 @@ RANGES: dict[str, Range] = {
     "save_total_limit": _COUNT_OR_NONE,
     "num_generations_eval": _COUNT_OR_NONE,
     "eval_success_score": Range(-1e30, optional=True),
-    "seed": _WHOLE,
+    "seed": Range(0, 2**32 - 1, whole=True),
     "data_seed": Range(0, 2**62, whole=True, optional=True),
 }
 

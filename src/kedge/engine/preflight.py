@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kedge.algorithms.base import Algorithm
-from kedge.engine.stages import make_experience
+from kedge.engine.stages import cut, make_experience
 from kedge.errors import PreflightError
 from kedge.protocols import Learner, RolloutEngine
-from kedge.types import Annotation, Judgement, Rollout
+from kedge.types import Annotation, Experience, Judgement, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,7 @@ def preflight(
     )
     few = experience.rows(torch.arange(min(4, len(experience))))
     _ratio_is_one(learner.probe(few).logprobs, few.old_logprobs, few.mask, tolerance.same_kernel)
+    _losses_add_up(learner, algorithm, few)
     return _unusual(rollout, judgement, learner, stops=stops)
 
 
@@ -202,6 +203,27 @@ def _ratio_is_one(new: Tensor, old: Tensor, mask: Tensor, limit: float) -> None:
             f" sampled is {gap:.3g} nats per token, not 0 (limit {limit:g}): the ratio starts away"
             " from 1 and clipping acts on noise. Likely causes: dropout in training mode, or"
             " another precision or temperature than in the first pass"
+        )
+
+
+def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> None:
+    """Rows together must lose what they lose apart, or gradients depend on how a step is cut."""
+    rows = len(few)
+    if rows < 2:
+        return
+    same_sign = replace(few, advantages=few.advantages.abs())  # so that nothing cancels
+    totals = []
+    for size in (rows, -(-rows // 2)):
+        parts = cut(same_sign, torch.arange(rows), algorithm, size, lambda x: x)
+        losses = [algorithm.loss(learner.probe(part.rows), part).total for part in parts]
+        totals.append([float(x.detach()) for x in losses])
+    (whole,), apart = totals
+    if not abs(whole - sum(apart)) <= 0.1 * sum(map(abs, apart)) + 1e-6:
+        raise PreflightError(
+            f"preflight: the loss of {algorithm.name} is {whole:.4g} for {rows} rows and"
+            f" {sum(apart):.4g} for the same rows in two parts, so gradients would depend on the"
+            " micro-batch size. A loss is a sum: multiply by mb.token_weight (or row_weight,"
+            " value_weight) and sum, without a mean"
         )
 
 

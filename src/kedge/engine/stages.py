@@ -6,7 +6,7 @@ collect -> make_experience -> optimise (cut -> Learner.update, once per optimise
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from statistics import fmean
 
 import torch
@@ -16,7 +16,7 @@ from kedge.algorithms.base import Algorithm, Evidence
 from kedge.engine.brakes import Brakes
 from kedge.engine.metrics import Tally
 from kedge.engine.resample import rows_of
-from kedge.errors import RewardError, RolloutError
+from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.advantage import group_count, group_std
 from kedge.math.kl import k2, k3
 from kedge.math.offpolicy import Correction, importance_weights
@@ -54,6 +54,11 @@ def collect(
         raise RolloutError(
             f"{type(engine).__name__}.generate returned {len(rollout)} rows for {len(prompts)}"
             " prompts; it must return one response per prompt row, in order"
+        )
+    if not rollout.ids.shape[1]:
+        raise RolloutError(
+            f"{type(engine).__name__}.generate returned responses without any token; a response"
+            " holds at least one, its stop token included"
         )
     sampled = clock()
     judgement = judge.score(rollout)
@@ -117,6 +122,7 @@ def make_experience(
         note = replace(note, logprobs=torch.where(stale[:, None], sampled, own))
     evidence = Evidence(rollout=rollout, judgement=judgement, annotation=note, total=learner.total)
     credit = algo.credit(evidence, kl_coef)
+    _check_credit(credit, algo, rollout.mask)
     tally = Tally()
     if sampled is not None and own is not sampled:
         gap = (sampled - own).abs()
@@ -143,6 +149,20 @@ def _check_scores(judgement: Judgement) -> None:
             " number. A weighted sum may overflow; a source of your own may divide by zero, and can"
             " mark a row as not valid instead"
         )
+
+
+def _check_credit(credit: Credit, algo: Algorithm, mask: Tensor) -> None:
+    """A field of another shape would spread over tokens by torch's rules of broadcasting."""
+    for field in fields(credit):
+        x = getattr(credit, field.name)
+        if x is not None and x.shape != mask.shape:
+            raise ConfigError(
+                f"the credit of {algo.name} has {field.name} of shape {tuple(x.shape)}; every field"
+                f" holds one number per response token, {tuple(mask.shape)} here: a number per"
+                " response is x[:, None] * evidence.rollout.mask"
+            )
+    if not bool(credit.advantages[mask].isfinite().all()):
+        raise ConfigError(f"the credit of {algo.name} has advantages that are not finite")
 
 
 def _corrected(

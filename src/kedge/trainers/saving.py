@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers.utils import logging
 
 from kedge.backends.data import DatasetPrompts
@@ -25,11 +26,17 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
     """Policy, tokenizer and value model, in the layout that ``from_pretrained`` reads.
 
     Every rank calls it; rank 0 writes.
+
+    Raises:
+        CheckpointError: the disk refused.
     """
-    with _no_bars():  # they would cut through the progress of the run
-        learner.save(folder, folder / VALUE_FOLDER)
-        if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(folder)
+    try:
+        with _no_bars():  # they would cut through the progress of the run
+            learner.save(folder, folder / VALUE_FOLDER)
+            if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the models could not be written to {folder}: {error}") from error
 
 
 @contextlib.contextmanager

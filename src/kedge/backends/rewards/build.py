@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,9 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
             f"reward_weights has {len(weights)} numbers for {count} reward sources"
             " (models first, then functions); give one for each"
         )
+    for weight in weights:
+        if isinstance(weight, str) or not math.isfinite(weight):
+            raise ConfigError(f"reward_weights={list(weights)}: {weight!r} is no finite number")
     return [float(weight) for weight in weights]
 
 

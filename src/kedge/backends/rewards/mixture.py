@@ -105,7 +105,23 @@ def unique_names(names: Sequence[str]) -> list[str]:
 def _begin(source: RewardSource, rollout: Rollout) -> Pending:
     if isinstance(source, Starts):
         return source.begin(rollout)
-    return lambda: verdict_of(source.score(rollout))
+    return lambda: verdict_of(_judged(source, rollout))
+
+
+def _judged(source: RewardSource, rollout: Rollout) -> Judgement:
+    name, found = type(source).__name__, source.score(rollout)
+    if not isinstance(found, Judgement):
+        raise RewardError(
+            f"{name}.score returned {type(found).__name__}; an object with score(rollout) returns a"
+            " kedge.types.Judgement (a function of completions may return a list)"
+        )
+    shapes = (tuple(found.scores.shape), tuple(found.valid.shape))
+    if shapes != ((len(rollout),),) * 2:
+        raise RewardError(
+            f"{name}.score returned scores of shape {shapes[0]} and valid of shape {shapes[1]} for"
+            f" {len(rollout)} responses; both hold one entry per response"
+        )
+    return found
 
 
 def _named(name: str, verdict: Verdict) -> dict[str, torch.Tensor]:

@@ -1,0 +1,121 @@
+"""What plugged-in parts may hand over: a slip is named, and never spreads by broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.algorithms import Algorithm, ppo, reinforce_pp
+from kedge.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
+from kedge.testing import ScriptedRollouts
+from kedge.types import Judgement, Loss, MicroBatch, PolicyOutput
+from tests.e2e.small import small
+
+
+def rule(**changes: Any) -> Algorithm:
+    return replace(reinforce_pp(), name="mine", **changes)
+
+
+def credited(change: Callable[[Any], Any]) -> Algorithm:
+    return rule(credit=lambda e, kl_coef: change(reinforce_pp().credit(e, kl_coef)))
+
+
+def averaged(new: PolicyOutput, mb: MicroBatch) -> Loss:
+    """The usual slip: a mean, where a weighted sum is asked for."""
+    ratio = ((new.logprobs - mb.rows.old_logprobs) * mb.rows.mask).exp()
+    return Loss(parts={"policy": -(ratio * mb.rows.advantages).mean()})
+
+
+class Says:
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def score(self, rollout: Any) -> Any:
+        return self.found(len(rollout))
+
+
+def judged(scores: int, valid: int) -> Says:
+    return Says(
+        lambda rows: Judgement(
+            scores=torch.zeros(rows + scores), valid=torch.ones(rows + valid, dtype=torch.bool)
+        )
+    )
+
+
+calls: list[int] = []
+
+
+def late_nan(rows: int) -> Judgement:
+    calls.append(rows)
+    scores = torch.arange(rows).float()
+    scores[1] = torch.nan if len(calls) > 1 else 1.0
+    return Judgement(scores=scores, valid=torch.ones(rows, dtype=torch.bool))
+
+
+CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
+    "a number per response as advantages": (
+        {"algorithm": credited(lambda c: replace(c, advantages=c.advantages[:, 0]))},
+        ConfigError,
+        r"credit of mine has advantages of shape \(4,\); .* \(4, \d\) here",
+    ),
+    "returns of one column": (
+        {"algorithm": credited(lambda c: replace(c, returns=c.advantages[:, :1]))},
+        ConfigError,
+        r"credit of mine has returns of shape \(4, 1\)",
+    ),
+    "advantages that are NaN": (
+        {"algorithm": credited(lambda c: replace(c, advantages=c.advantages * torch.nan))},
+        ConfigError,
+        "credit of mine has advantages that are not finite",
+    ),
+    "a loss that is a mean": (
+        {"algorithm": rule(loss=averaged)},
+        PreflightError,
+        "loss of mine is .* for 4 rows and .* in two parts.*without a mean",
+    ),
+    "a source that gives a list": (
+        {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
+        RewardError,
+        "Says.score returned list; .* returns a kedge.types.Judgement",
+    ),
+    "scores for other rows": (
+        {"reward_model": None, "reward_funcs": judged(-2, 0)},
+        RewardError,
+        r"scores of shape \(2,\) and valid of shape \(4,\) for 4 responses",
+    ),
+    "a score that is NaN, after the first batch": (
+        {"reward_model": None, "reward_funcs": Says(late_nan)},
+        RewardError,
+        "the score of row 1 is nan",
+    ),
+    "responses without a token": (
+        {"rollout_engine": ScriptedRollouts([[[], [], [], []]])},
+        RolloutError,
+        "ScriptedRollouts.generate returned responses without any token",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_slip_is_named(name: str) -> None:
+    parts, kind, words = CASES[name]
+    calls.clear()
+    with pytest.raises(kind, match=words):
+        small(**parts).train()
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_losses_that_are_sums_pass_whatever_the_cut(micro: int) -> None:
+    for algorithm in (ppo(), reinforce_pp(beta=0.1), rule(loss=reinforce_pp().loss)):
+        trainer = small(
+            algorithm=algorithm,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=4 // micro,
+            total_episodes=4,
+            kl_coef=0.2,
+        )
+        assert trainer.train().global_step == 1
