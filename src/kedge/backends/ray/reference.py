@@ -14,7 +14,7 @@ from kedge.backends.engines import together
 from kedge.backends.engines.rows import bare
 from kedge.backends.hf.annotate import reference_logprobs
 from kedge.backends.hf.attention import attending, gains
-from kedge.backends.hf.model import load_policy
+from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.packing import to_device
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
