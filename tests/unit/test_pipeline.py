@@ -261,6 +261,14 @@ def test_a_script_of_the_user(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert (tmp_path / "out" / "script" / "said.txt").read_text() == "--rows=3 --fast --output_dir"
     start(file)
     assert "stage script is done" in capfd.readouterr().out
+    (tmp_path / "moved").mkdir()
+    for name in ("mine.py", "pipe.yaml"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    start(str(tmp_path / "moved" / "pipe.yaml"))  # elsewhere, and the same
+    with (tmp_path / "moved" / "mine.py").open("a") as program:
+        program.write("1\n")
+    with pytest.raises(ConfigError, match=r"mine.py has changed\); run it again with --redo"):
+        start(str(tmp_path / "moved" / "pipe.yaml"))
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     with pytest.raises(KedgeError, match=r"stage script: .* ended with code 3"):
         start(write(tmp_path, {"script": {"path": "${here}/bad.py"}}, output_dir=str(tmp_path)))

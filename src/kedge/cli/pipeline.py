@@ -172,16 +172,26 @@ def _done(place: Path, stage: Stage, inputs: Mapping[str, str], *, again: bool) 
         return None
     before = json.loads(file.read_text(encoding="utf-8"))
     if before["asked"] != stage.asked:
-        was, now = before["asked"]["options"], stage.asked["options"]
-        changed = sorted(k for k in {*was, *now} if was.get(k) != now.get(k)) or ["the command"]
-        told = ", ".join(f"{k}: {was.get(k)!r} before, {now.get(k)!r} now" for k in changed)
         raise ConfigError(
-            f"stage {stage.name} in {place} was done with other options ({told}); run it again with"
-            f" --redo {stage.name}, or name another output_dir"
+            f"stage {stage.name} in {place} was done with other options"
+            f" ({_changes(before['asked'], stage.asked)}); run it again with --redo {stage.name},"
+            " or name another output_dir"
         )
     if before["inputs"] != dict(inputs):
         return None  # a stage before it ran again
     return str(before["run"])
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What a stage was asked before, and what now."""
+    told = []
+    for part in ("options", "programs"):
+        was, is_ = before.get(part, {}), now[part]
+        for name in sorted({*was, *is_}):
+            if was.get(name) != is_.get(name):
+                said = f"{was.get(name)!r} before, {is_.get(name)!r} now"
+                told.append(f"{name}: {said}" if part == "options" else f"{name} has changed")
+    return ", ".join(told) or "another command"
 
 
 def _words(stage: Stage, folder: Path) -> list[str]:

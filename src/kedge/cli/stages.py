@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from kedge.errors import ConfigError
 RL = ("ppo", "rloo", "grpo", "async-ppo")
 PLACES = {"generate": ("model", "prompts"), "judge": ("ours", "theirs")}  # without a flag
 SCRIPT = "script"  # a program of the user's
+HERE = "here"  # stands for the folder of the pipeline's file
 _KEYS = {"output_dir", "variables", "stages"}
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
@@ -27,20 +29,35 @@ class Stage:
     name: str
     command: str
     options: Mapping[str, Any]
+    here: str = "."  # folder of the pipeline's file
     launch: tuple[str, ...] = ()  # what starts it in processes of its own
     uses: tuple[str, ...] = field(default=())  # stages whose folders its options name
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What makes its results what they are, as JSON."""
-        return {"command": self.command, "options": json.loads(json.dumps(dict(self.options)))}
+        """What makes its results what they are, as JSON: options, and what its programs say."""
+        options = json.loads(json.dumps(dict(self.options)))
+        return {"command": self.command, "options": options, "programs": self._programs()}
+
+    def _programs(self) -> dict[str, str]:
+        """Digests of the Python files that options name, alone or as ``file.py:function``."""
+        found = {}
+        for value in self.options.values():
+            for word in value if isinstance(value, list) else [value]:
+                name = re.sub(r"(\.py):\w+$", r"\1", word) if isinstance(word, str) else ""
+                file = Path(name.replace("${here}", self.here))
+                if name.endswith(".py") and file.is_file():
+                    found[name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        return found
 
     def words(self, folder: Path) -> list[str]:
         """Its command line, without the place of its output."""
 
         def filled(value: Any) -> str:
             text = value if isinstance(value, str) else json.dumps(value)
-            return _REFERENCE.sub(lambda found: str(folder / found[1]), text)
+            return _REFERENCE.sub(
+                lambda found: self.here if found[1] == HERE else str(folder / found[1]), text
+            )
 
         places = ("path",) if self.command == SCRIPT else PLACES.get(self.command, ())
         switches = self.command in PLACES or self.command == SCRIPT
@@ -97,14 +114,15 @@ def read(file: str, given: Mapping[str, Any] | None = None) -> Plan:
     """
     path = Path(file).expanduser()
     found = _loaded(path, file)
-    variables = {"here": str(path.resolve().parent), **_variables(found, file, given or {})}
-    folder = Path(str(_filled(found["output_dir"], variables))).expanduser()
+    variables, here = _variables(found, file, given or {}), str(path.resolve().parent)
+    output = str(_filled(found["output_dir"], {**variables, HERE: here}))
     stages: list[Stage] = []
     for number, entry in enumerate(found["stages"], 1):
-        stages.append(_stage(_filled(entry, variables), f"{file}, stage {number}", stages))
-        if stages[-1].name in variables:
-            raise ConfigError(f"{file}: {stages[-1].name!r} is a variable and a stage; rename one")
-    return Plan(folder, tuple(stages))
+        stage = _stage(_filled(entry, variables), f"{file}, stage {number}", stages, here)
+        if stage.name in (*variables, HERE):
+            raise ConfigError(f"{file}: {stage.name!r} is a variable and a stage; rename one")
+        stages.append(stage)
+    return Plan(Path(output).expanduser(), tuple(stages))
 
 
 def _loaded(path: Path, file: str) -> dict[str, Any]:
@@ -157,7 +175,7 @@ def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
     )
 
 
-def _stage(entry: Any, where: str, earlier: Sequence[Stage]) -> Stage:
+def _stage(entry: Any, where: str, earlier: Sequence[Stage], here: str) -> Stage:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must be COMMAND: {{options}}, got {entry!r}")
     rest = {key: value for key, value in entry.items() if key not in ("name", "launch")}
@@ -166,14 +184,15 @@ def _stage(entry: Any, where: str, earlier: Sequence[Stage]) -> Stage:
             f"{where} must be one command, got {', '.join(sorted(map(str, rest))) or 'none'}"
         )
     ((command, options),) = rest.items()
-    options = _checked(str(command), options or {}, where)
+    options = _checked(str(command), options or {}, where, here)
     name = str(entry.get("name", command))
     names = [stage.name for stage in earlier]
     if name in names or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise ConfigError(
             f"{where}: the name {name!r} is taken, or no name of a folder; add `name: other`"
         )
-    uses = tuple(dict.fromkeys(_REFERENCE.findall(json.dumps(options))))
+    found = dict.fromkeys(_REFERENCE.findall(json.dumps(options)))
+    uses = tuple(each for each in found if each != HERE)
     for used in uses:
         if used not in names:
             raise ConfigError(
@@ -184,12 +203,13 @@ def _stage(entry: Any, where: str, earlier: Sequence[Stage]) -> Stage:
         name=name,
         command=str(command),
         options=options,
+        here=here,
         launch=tuple(shlex.split(str(entry.get("launch", "")))),
         uses=uses,
     )
 
 
-def _checked(command: str, options: Any, where: str) -> dict[str, Any]:
+def _checked(command: str, options: Any, where: str, here: str) -> dict[str, Any]:
     """The options of a command, all of which it has."""
     known = _commands()
     if command not in (*known, SCRIPT):
@@ -206,9 +226,10 @@ def _checked(command: str, options: Any, where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {key} is decided by the pipeline; leave it out")
         if key not in accepted:
             raise ConfigError(f"{where}: {nearest(str(key), accepted, 'option')}")
-    if command == SCRIPT and not Path(str(options["path"])).is_file():
+    program = str(options.get("path", "")).replace("${here}", here)
+    if command == SCRIPT and not Path(program).is_file():
         raise ConfigError(
-            f"{where}: there is no file {options['path']}; ${{here}} is the folder of the pipeline"
+            f"{where}: there is no file {program}; ${{here}} is the folder of the pipeline"
         )
     return options
 
