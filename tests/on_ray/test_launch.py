@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from kedge.backends.ray import Limits, launch
-from kedge.backends.ray.launch import _Wishes
 from kedge.errors import ConfigError, LaunchError
 from tests.e2e.small import small
 from tests.on_ray import jobs
@@ -213,20 +212,3 @@ def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):
     kept = [folder.name for folder in tmp_path.glob("checkpoint-*")]
     assert len(kept) == 1
     assert int(kept[0].split("-")[1]) >= 3
-
-
-@pytest.mark.parametrize(
-    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
-)
-def test_the_first_signal_is_a_wish_and_the_second_an_order(number, raised):
-    wishes = _Wishes()
-    before = signal.getsignal(number)
-    with wishes.heard():
-        assert not wishes.new()
-        os.kill(os.getpid(), number)
-        assert [wishes.new(), wishes.new()] == [True, False]
-        with pytest.raises(raised):
-            os.kill(os.getpid(), number)
-    assert signal.getsignal(number) == before
-    with pytest.raises(raised):
-        wishes.fulfil()

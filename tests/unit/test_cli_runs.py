@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,41 @@ def test_stopping_and_going_on(folders, tmp_path, capsys):
     assert main(["ppo", *flags(folders, tmp_path, *again)]) == 0
     assert [row["step"] for row in logged(tmp_path)] == [1, 2]
     assert main(["ppo", *flags(folders, tmp_path, *more, "--overwrite_output_dir")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(folders, tmp_path, number, code):
+    more = [
+        "--reward_funcs",
+        f"{folders}/rewards.py:long",
+        "--save_steps",
+        "1000",
+        "--max_lag",
+        "1",
+    ]
+    given = flags(folders, tmp_path, *more)
+    command = [sys.executable, "-m", "kedge.cli.main", "ppo", *given, "--max_steps", "1000"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    rows = tmp_path / "metrics.jsonl"
+    until = time.monotonic() + 120
+    while not (rows.is_file() and len(rows.read_text().splitlines()) > 2):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    (kept,) = tmp_path.glob("checkpoint-*")
+    step = int(kept.name.split("-")[1])
+    assert 2 < step < 1000
+    assert f"stopped at update {step}; --resume_from_checkpoint goes on" in said
+    assert not (tmp_path / "model.safetensors").exists()
+    again = [*given, "--max_steps", str(step + 1), "--resume_from_checkpoint", str(kept)]
+    with pytest.warns(UserWarning, match="updates: 1000 in the checkpoint"):
+        assert main(["ppo", *again]) == 0
+    assert [row["step"] for row in logged(tmp_path)] == list(range(1, step + 2))
 
 
 def test_an_adapter(folders, tmp_path):

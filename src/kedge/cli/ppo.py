@@ -41,6 +41,9 @@ def train(options: Options, **given: Any) -> Any:
 
     Returns:
         The trainer.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
     """
     config = options.config
     evaluates = "do_eval" in options.given and config.do_eval
@@ -54,7 +57,7 @@ def train(options: Options, **given: Any) -> Any:
     if not trains:
         trainer.evaluate()
         return trainer
-    trainer.train(resume_from_checkpoint=resume)
+    learn(trainer, resume)
     if evaluates:
         trainer.evaluate()
     trainer.save_model(config.output_dir)
@@ -64,6 +67,24 @@ def train(options: Options, **given: Any) -> Any:
     if trainer.state.is_world_process_zero:
         print(f"kedge: the trained model is in {config.output_dir}")
     return trainer
+
+
+def learn(trainer: Any, resume: str | bool | None) -> None:
+    """Train; a signal to stop is granted after the update that it falls in, with a checkpoint."""
+    from kedge.backends.ray.seat import here
+    from kedge.backends.wishes import Wishes
+    from kedge.trainers.launched import Stopping
+
+    if here() is not None:  # the driver of the launch hears signals
+        trainer.train(resume_from_checkpoint=resume)
+        return
+    wishes = Wishes()
+    trainer.add_callback(Stopping(wishes))
+    with wishes.heard():
+        trainer.train(resume_from_checkpoint=resume)
+    if wishes.any:
+        note(f"stopped at update {trainer.state.global_step}; --resume_from_checkpoint goes on")
+    wishes.fulfil()
 
 
 def build(

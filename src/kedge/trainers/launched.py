@@ -1,4 +1,4 @@
-"""Callbacks that a trainer adds by itself: pushing to the hub, and a launch on Ray."""
+"""Callbacks for where a run was started: a launch on Ray, or a command that hears signals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kedge.backends.ray.seat import Here, here
+from kedge.backends.wishes import Wishes
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.trainers.publishing import pushing
 
@@ -44,4 +45,22 @@ class Reporting(TrainerCallback):
     ) -> None:
         """Save and stop, on all ranks, once the driver wished it."""
         if state.is_world_process_zero and self._place.stopping():
+            control.should_training_stop = control.should_save = True
+
+
+class Stopping(TrainerCallback):
+    """Saves and stops, on all ranks, once there is a wish.
+
+    Args:
+        wishes: of this process.
+    """
+
+    def __init__(self, wishes: Wishes) -> None:
+        self._wishes = wishes
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Save and stop once there is a wish."""
+        if self._wishes.any:
             control.should_training_stop = control.should_save = True

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +14,7 @@ from kedge.backends.ray import cluster
 from kedge.backends.ray.placement import Placement, place, plan_seats
 from kedge.backends.ray.rank import Failure, Rank
 from kedge.backends.ray.seat import Board, Here
+from kedge.backends.wishes import Wishes
 from kedge.errors import ConfigError, KedgeError, LaunchError
 
 T = TypeVar("T")
@@ -156,7 +154,7 @@ class _Crew:
         """Watch the job until all ranks are done, or one is not."""
         import ray
 
-        wishes = _Wishes()
+        wishes = Wishes()
         with wishes.heard():
             running = self._begin(job, environment)
             failures: list[Failure] = []
@@ -285,44 +283,3 @@ class _Crew:
         made = LaunchError("\n".join(line for line in lines if line))
         made.__cause__ = root.error
         return made
-
-
-class _Wishes:
-    """Signals to stop: the first is granted in good order, the second at once."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._told = False
-
-    @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Inside, SIGINT and SIGTERM wait to be asked for."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals are somebody else's
-            return
-        before = {n: signal.signal(n, self._hear) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: Any) -> None:
-        if self._number:
-            self._raise()
-        self._number = number
-
-    def new(self) -> bool:
-        """Whether there is one that was not told of before."""
-        told, self._told = self._told, bool(self._number)
-        return self._told and not told
-
-    def fulfil(self) -> None:
-        """What the signal would have done."""
-        if self._number:
-            self._raise()
-
-    def _raise(self) -> None:
-        if self._number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + self._number)
