@@ -9,11 +9,15 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
 
+from kedge.backends.vllm import remote
+from kedge.backends.vllm.remote import Remote
+from kedge.backends.vllm.requests import asks_of
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 from tests.contract.engines import needs_vllm, policy, server_of, trained
@@ -69,6 +73,34 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
     assert found.version.tolist() == [5] * 120
     assert time.monotonic() - begin < 120
     assert group(struck) == []
+
+
+def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
+    engine = server_of()
+    service = engine.service
+    engine.load_weights(trained(policy()), 6)
+    other, spans, read = Remote("http://vllm", uds=str(service._socket)), [], remote._answer
+
+    def noting(choice):
+        spans.append([span["version"] for span in choice["weight_versions"]])
+        return read(choice)
+
+    monkeypatch.setattr(remote, "_answer", noting)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(other.generate, asks_of(prompts(copies=60), LONG, 0))
+        until = time.monotonic() + 60
+        while not spans and time.monotonic() < until:  # some are answered, others are not
+            time.sleep(0.01)
+        moved = {n: x + 0.05 * torch.randn_like(x) for n, x in trained(policy()).items()}
+        assert not asked.done()
+        engine.load_weights(moved, 7)
+        asked.result()
+    assert {tuple(each) for each in spans} <= {("6",), ("7",)}
+    assert spans[0] == ["6"]
+    spans.clear()
+    other.generate(asks_of(prompts(), LONG, 0))
+    assert spans == [["7"]] * 6
+    other.close()
 
 
 def test_a_server_of_another_set_up_is_refused():

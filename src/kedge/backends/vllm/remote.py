@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +128,28 @@ class Remote:
         if self._adapter is not None:
             path, body = "/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": place}
         try:
-            self._post(path, json=body, timeout=self._slow)
-            if not self._post("/reset_prefix_cache")["success"]:
-                raise SyncError("vLLM did not drop its cache of prefixes: requests are running")
-            self.name_version(version)
+            with self._paused():
+                self._post(path, json=body, timeout=self._slow)
+                if not self._post("/reset_prefix_cache")["success"]:
+                    raise SyncError("vLLM did not drop its cache of prefixes: requests are running")
+                self.name_version(version)
         except LostError:
             raise
         except RolloutError as error:
             raise SyncError(f"vLLM refused the weights of version {version}: {error}") from error
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What others asked of the server is answered first; what they ask meanwhile waits."""
+        self._post("/pause?mode=wait", timeout=self._slow)
+        try:
+            yield
+        except LostError:
+            raise  # there is nobody to tell
+        except BaseException:
+            self._post("/resume")
+            raise
+        self._post("/resume")
 
     def version(self) -> int:
         """The version of the weights, as vLLM says."""
