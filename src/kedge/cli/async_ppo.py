@@ -85,7 +85,8 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     assert isinstance(config, AsyncPPOConfig)
     learners = config.actor_num_gpus_per_node or [1]
     batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
-    screen = Screen(max(1, (config.total_episodes or batch) // batch), bar=not config.disable_tqdm)
+    updates = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
+    screen = Screen(max(1, updates), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if config.rollout_engine == "ray" else 0
     try:
         launch(
