@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from kedge.backends.engines.rows import cut, join, share_of, shares, stack_promp
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.ray.placement import plan_seats
 from kedge.backends.ray.rank import Failure, failure
+from kedge.backends.ray.room import held
 from kedge.errors import ConfigError, SyncError
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling
@@ -48,6 +51,23 @@ class TestPlan:
             "  bundle 2: CPU 1, GPU 0.25  reference 0",
             "  bundle 3: CPU 1, GPU 0.25  reference 1",
         ]
+
+    def test_a_rank_takes_its_own_seats_of_a_launch(self, monkeypatch):
+        plan = plan_seats(learners=[2], engines=2, references=4)
+        placement = SimpleNamespace(plan=plan)
+
+        def seats(rank, role, count, **about):
+            at = SimpleNamespace(rank=rank, ranks=2, placement=placement)
+            monkeypatch.setattr("kedge.backends.ray.room.here", lambda: at)
+            found = held(role, count=count, option="ray_ref_workers", **about)
+            return None if found is None else [seat.index for seat in found.seats]
+
+        assert [seats(rank, "reference", 2) for rank in (0, 1)] == [[0, 1], [2, 3]]
+        assert [seats(rank, "engine", 2, each=False) for rank in (0, 1)] == [[0, 1], [0, 1]]
+        assert [seats(rank, "engine", 1) for rank in (0, 1)] == [[0], [1]]
+        assert seats(0, "reward", 1) is None
+        with pytest.raises(ConfigError, match=r"4 places for references, .* ask for 6; .* ray_ref"):
+            seats(0, "reference", 3)
 
     def test_without_gpus_everyone_has_a_cpu(self):
         plan = plan_seats(learners=[2], engines=1)

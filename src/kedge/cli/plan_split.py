@@ -68,7 +68,7 @@ def job_of(options: Options, batches: BatchPlan, names: Names, prompt: float) ->
         policy=policy,
         value=model(value, "score") or policy,
         reward=model(names.reward, "score"),
-        reference=config.kl_coef > 0,
+        reference=config.kl_coef > 0 and not config.ray_ref_workers,  # they work beside it
         rows=batches.batch_size,
         prompt=prompt,
         response=config.response_length,

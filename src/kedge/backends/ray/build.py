@@ -72,7 +72,8 @@ def ray_engines(
 
 def _room(options: RolloutOptions, share: int | None) -> Room:
     """Room for engines: all of them, or those of one rank."""
-    found = held("engine", count=options.num_engines, rank=share or 0)
+    count, option = options.num_engines, "vllm_num_engines"
+    found = held("engine", count=count, option=option, each=share is not None)
     if found is not None:
         return found
     if share is not None and address(options) is None:
@@ -84,7 +85,7 @@ def _room(options: RolloutOptions, share: int | None) -> Room:
 
     def plan(gpus: bool) -> Plan:
         each = int(options.engine_args.get("tensor_parallel_size", 1))
-        return plan_seats(engines=options.num_engines, gpus=gpus, gpus_per_engine=each)
+        return plan_seats(engines=count, gpus=gpus, gpus_per_engine=each)
 
     return of_its_own("engine", options, plan)
 

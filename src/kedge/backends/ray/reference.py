@@ -21,7 +21,6 @@ from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.ray.actor import Actor, Limits, limits_of
 from kedge.backends.ray.placement import Plan, plan_seats
 from kedge.backends.ray.room import Room, held, of_its_own
-from kedge.backends.ray.seat import here
 from kedge.config.rollout import RolloutOptions
 from kedge.types import Rollout
 
@@ -165,8 +164,8 @@ def ray_reference(
     """
     import ray
 
-    asked, at = options.ray, here()
-    room = held("reference", count=asked.ref_workers, rank=0 if at is None else at.rank)
+    asked = options.ray
+    room = held("reference", count=asked.ref_workers, option="ray_ref_workers")
     if room is None:
 
         def plan(_: bool) -> Plan:

@@ -17,7 +17,6 @@ from kedge.backends.engines.rows import bare, cut
 from kedge.backends.ray.actor import Actor, Limits, limits_of
 from kedge.backends.ray.placement import Plan, plan_seats
 from kedge.backends.ray.room import Room, held, of_its_own
-from kedge.backends.ray.seat import here
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, RewardError, RolloutError
@@ -169,8 +168,7 @@ def ray_rewards(
         ConfigError: the cluster has no room, or a worker does not start.
     """
     asked = options.ray
-    at = here()
-    room = held("reward", count=asked.reward_workers, rank=0 if at is None else at.rank)
+    room = held("reward", count=asked.reward_workers, option="ray_reward_workers")
     if room is None:
 
         def plan(_: bool) -> Plan:

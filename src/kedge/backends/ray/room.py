@@ -10,6 +10,7 @@ from kedge.backends.ray import cluster
 from kedge.backends.ray.placement import Placement, Plan, Role, Seat, place
 from kedge.backends.ray.seat import here
 from kedge.config.rollout import RolloutOptions
+from kedge.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +22,29 @@ class Room:
     release: Callable[[], None]
 
 
-def held(role: Role, *, count: int, rank: int = 0) -> Room | None:
-    """The seats that a launch holds for a rank; None outside a launch, or where it holds none.
+def held(role: Role, *, count: int, option: str, each: bool = True) -> Room | None:
+    """The seats that a launch holds; None outside a launch, or where it holds none.
 
     Args:
         role: of the seats.
-        count: seats of every rank.
-        rank: whose seats.
+        count: how many there shall be.
+        option: of the trainer's config, that says so.
+        each: every rank has so many of its own; else all ranks together.
+
+    Raises:
+        ConfigError: the launch holds another number.
     """
     at = here()
     if at is None or not (seats := at.placement.plan.of(role)):
         return None
-    return Room(at.placement, seats[rank * count : (rank + 1) * count], _nothing)
+    wanted = count * at.ranks if each else count
+    if len(seats) != wanted:
+        raise ConfigError(
+            f"the launch has {len(seats)} places for {role}s, and its {at.ranks} learners ask for"
+            f" {wanted}; give launch(...) the number that {option} has"
+        )
+    first = at.rank * count if each else 0
+    return Room(at.placement, seats[first : first + count], _nothing)
 
 
 def of_its_own(role: Role, options: RolloutOptions, plan: Callable[[bool], Plan]) -> Room:
