@@ -196,8 +196,24 @@ class Remote:
         """
         if not self.healthy():
             raise ConfigError(f"no vLLM server answers at {self.url}; start one, or check the URL")
+        try:
+            missing = self._missing(tied=tied, precision=precision, adapter=adapter)
+        except httpx.TransportError as error:
+            raise ConfigError(
+                f"the vLLM server at {self.url} did not say how it was started: {error!r}"
+            ) from error
+        if missing:
+            raise ConfigError(
+                f"the vLLM server at {self.url} must be started with {' '.join(missing)}, or it"
+                " would sample from something else than the policy"
+            )
+
+    def _missing(self, *, tied: bool, precision: str, adapter: bool) -> list[str]:
+        """The flags that it was not started with."""
         missing = []
-        info = self._client.get("/server_info", params={"config_format": "json"})
+        info = self._client.get(
+            "/server_info", params={"config_format": "json"}, timeout=self._slow
+        )
         if info.status_code == 404:
             raise ConfigError(
                 f"the vLLM server at {self.url} was started without VLLM_SERVER_DEV_MODE=1 in its"
@@ -211,15 +227,15 @@ class Remote:
         held = model.get("hf_config") or {}
         if tied and (not isinstance(held, dict) or held.get("tie_word_embeddings", True)):
             missing.append("""--hf-overrides '{"tie_word_embeddings": false}'""")
-        if adapter and self._client.post("/v1/load_lora_adapter", json={}).status_code == 404:
+
+        def unknown(path: str) -> bool:
+            return self._client.post(path, json={}, timeout=self._slow).status_code == 404
+
+        if adapter and unknown("/v1/load_lora_adapter"):
             missing.append("--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
-        if self._client.post("/inference/v1/generate", json={}).status_code == 404:
+        if unknown("/inference/v1/generate"):
             missing.append("--enable-scale-out")
-        if missing:
-            raise ConfigError(
-                f"the vLLM server at {self.url} must be started with {' '.join(missing)}, or it"
-                " would sample from something else than the policy"
-            )
+        return missing
 
     # -- below ----------------------------------------------------------------------------------
 
