@@ -1,6 +1,6 @@
 """The whole way on a CPU: a task, a supervised model, a reward model, PPO, and a judgement.
 
-make demo                               about four minutes on two cores
+make demo                               about five minutes on two cores
 python examples/demo/run.py --quick     the same with little training, to see that it runs
 
 The stages are those of pipeline.yaml; this program starts them and sums up.
