@@ -201,6 +201,20 @@ MUTANTS = [
         COMPLETED,
     ),
     Mutant(
+        "every rank takes the first seats of a launch",
+        "backends/ray/room.py",
+        "first = at.rank * count if each else 0",
+        "first = 0",
+        "tests/unit/test_ray_plan.py",
+    ),
+    Mutant(
+        "the servers of all learners share the same GPUs",
+        "backends/vllm/build.py",
+        "mine = free[before * count * each :]",
+        "mine = free",
+        "tests/unit/test_vllm.py",
+    ),
+    Mutant(
         "adaptive KL without its clip",
         "engine/kl_control.py",
         "min(max(kl / self.target - 1, -0.2), 0.2)",
