@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, modeling_utils
 
 from kedge.algorithms import ppo
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.load import load_policy
-from kedge.backends.hf.model import causal_parts, no_dropout
+from kedge.backends.hf.model import causal_parts, no_dropout, trunk
 from kedge.backends.hf.packing import by_length, worth_padding
 from kedge.backends.hf.reference import FrozenModel, copy_of
 from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
@@ -513,3 +513,17 @@ def test_rows_are_grouped_by_length():
     assert by_length([5, 90, 7, 88, 6], tokens=1000, spare=0) == [[1], [3], [2], [4], [0]]
     assert by_length([5, 5, 5], tokens=10, spare=99) == [[0, 1], [2]]
     assert by_length([], tokens=10, spare=9) == []
+
+
+def test_rows_padded_at_the_end_are_no_reason_to_ask_for_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)
+    model = tiny_policy("gpt2", vocab_size=16)
+    model.config.pad_token_id = 7
+    ids = torch.tensor([[3, 4, 7]])
+    model.transformer(input_ids=ids)
+    assert "attention_mask" in said.pop()
+    trunk(causal_parts(model).backbone, ids)
+    assert said == []

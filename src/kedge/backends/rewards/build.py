@@ -149,7 +149,7 @@ class _Builder:
             max_length=options.max_length,
             reward_label=options.reward_label,
             autocast=options.autocast,
-            name=Path(item).name if named else None,
+            name=Path(item if named else getattr(model, "name_or_path", "") or "").name or None,
         )
 
 
