@@ -269,6 +269,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ConfigError,
         ["eval_strategy='steps'", "eval_dataset"],
     ),
+    "arguments of a template that are a list": (
+        lambda: small(chat_template_kwargs="[1]"),
+        ConfigError,
+        ["chat_template_kwargs", "JSON object"],
+    ),
     "a pandas frame": (
         lambda: small(train_dataset=pandas.DataFrame(PROMPTS)),
         DataError,

@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from kedge.backends.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
+from tests.e2e.small import length_reward, small
 
 from .text_toys import EOS, PAD, TEMPLATE, eos_adding_tokenizer, word_tokenizer
 
@@ -255,3 +256,17 @@ def test_mixed_chats_and_texts_are_refused():
 def test_sizes_that_cannot_work(options, message):
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("given", [{"thinking": True}, '{"thinking": true}'])
+def test_the_chat_template_gets_what_the_config_says(given):
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }} {{ 'w7' if thinking else 'w8' }}"
+    chats = [{"prompt": [{"role": "user", "content": "w3 w4"}]}] * 4
+    options = {"reward_model": None, "reward_funcs": length_reward, "value_source": "policy"}
+    made = small(
+        processing_class=tokenizer, train_dataset=chats, chat_template_kwargs=given, **options
+    )
+    assert made.engine.source.batch(0).ids.tolist() == [[3, 4, 7]] * 4
+    plain = small(processing_class=tokenizer, train_dataset=chats, **options)
+    assert plain.engine.source.batch(0).ids.tolist() == [[3, 4, 8]] * 4

@@ -273,7 +273,10 @@ OWN: dict[str, Support] = {
         Honoured(_REWARD),
     ),
     "non_stop_penalty": Moved("non_eos_penalty"),
-    **dict.fromkeys(("max_prompt_length", "overlong_prompts", "shuffle_dataset"), Honoured(_DATA)),
+    **dict.fromkeys(
+        ("max_prompt_length", "chat_template_kwargs", "overlong_prompts", "shuffle_dataset"),
+        Honoured(_DATA),
+    ),
     **dict.fromkeys(
         ("value_source", "value_learning_rate", "value_warmup_steps"), Honoured(_VALUE)
     ),

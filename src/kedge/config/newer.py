@@ -40,7 +40,6 @@ class NewerArguments:
     router_aux_loss_coef: float | None = _refused(None)
     pad_to_multiple_of: str | None = _refused("auto")
     generation_kwargs: str | None = _refused(None)
-    chat_template_kwargs: str | None = _refused(None)
     repetition_penalty: float = _refused(1.0)
     cache_implementation: str | None = _refused(None)
     use_vllm: bool = option(False, "Sample with vLLM: vllm_mode says where.")
@@ -95,10 +94,6 @@ NEWER: dict[str, Support] = {
     "pad_to_multiple_of": _PACKING,
     "generation_kwargs": _SAMPLING,
     "repetition_penalty": _SAMPLING,
-    "chat_template_kwargs": Refused(
-        "chats are rendered with the tokenizer's template as it is",
-        "render prompts beforehand, or set them on the tokenizer's template",
-    ),
     "cache_implementation": _TORCH,
     "use_transformers_continuous_batching": _TORCH,
     "transformers_continuous_batching_config": _TORCH,

@@ -154,6 +154,9 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     kl_horizon: float = option(10000.0, "Responses over which adaptive_kl acts.")
     # Prompts.
     max_prompt_length: int | None = option(None, "Most tokens of a prompt.")
+    chat_template_kwargs: dict[str, Any] | str | None = option(
+        None, "What the chat template is given beside the messages, as JSON on the command line."
+    )
     overlong_prompts: Literal["drop", "truncate"] = option(
         "drop", "Longer prompts are left out, or cut at the left."
     )

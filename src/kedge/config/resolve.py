@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
-from kedge.config.rollout import RolloutOptions, rollout_options
+from kedge.config.rollout import RolloutOptions, json_object, rollout_options
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 
@@ -89,6 +89,7 @@ class DataOptions:
     seed: int
     num_proc: int | None
     drop_unused_columns: bool
+    chat_template: dict[str, Any]  # keyword arguments of the tokenizer's template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +249,7 @@ def shared_parts(
             seed=config.seed if config.data_seed is None else config.data_seed,
             num_proc=config.dataset_num_proc,
             drop_unused_columns=config.remove_unused_columns,
+            chat_template=json_object("chat_template_kwargs", config.chat_template_kwargs),
         ),
         "value": ValueOptions(source="policy", learning_rate=config.learning_rate, warmup_steps=0),
         "learner": _learner(config, chunk),

@@ -208,7 +208,12 @@ def _check_installed(config: Any, kind: str) -> None:
 
 
 def engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
-    """Engine arguments of vLLM by name, given as a mapping or as JSON.
+    """Engine arguments of vLLM by name, given as a mapping or as JSON."""
+    return json_object("vllm_engine_args", given)
+
+
+def json_object(name: str, given: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Names and values of an option that is a mapping, or JSON of one.
 
     Raises:
         ConfigError: no such thing.
@@ -217,9 +222,9 @@ def engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"vllm_engine_args={given!r} is no JSON object: {error}") from error
+            raise ConfigError(f"{name}={given!r} is no JSON object: {error}") from error
     if not isinstance(given or {}, dict):
-        raise ConfigError(f"vllm_engine_args={given!r} must be a JSON object of names and values")
+        raise ConfigError(f"{name}={given!r} must be a JSON object of names and values")
     return given or {}  # type: ignore[return-value]
 
 

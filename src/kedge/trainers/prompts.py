@@ -115,6 +115,7 @@ def prompt_source(
         shuffle=shuffle,
         max_prompt_length=options.max_prompt_length,
         overlong=options.overlong,
+        chat_template_kwargs=options.chat_template,
         data_collator=collator,
         dataset_num_proc=options.num_proc,
     )
