@@ -45,6 +45,11 @@ def not_a_number(model: Any) -> Any:
     return model
 
 
+def policy_alone() -> None:
+    model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+    small(model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None))
+
+
 def saved_run() -> str:
     folder = tempfile.mkdtemp()
     run(output_dir=folder, save_strategy="steps", save_steps=1)
@@ -274,6 +279,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ConfigError,
         ["chat_template_kwargs", "JSON object"],
     ),
+    "an optimiser of the policy alone": (
+        policy_alone,
+        ConfigError,
+        ["SGD", "no weight of the value model", "give value_model"],
+    ),
+    "a schedule without what it needs": (
+        lambda: small(lr_scheduler_type="warmup_stable_decay"),
+        ConfigError,
+        ["warmup_stable_decay", "lr_scheduler_kwargs=None", "num_decay_steps"],
+    ),
     "a pandas frame": (
         lambda: small(train_dataset=pandas.DataFrame(PROMPTS)),
         DataError,
@@ -452,3 +467,11 @@ def test_bad_input_leaves_the_models_as_they_were() -> None:
         run(model=model, reward_model=None, reward_funcs=boom)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_warmup_of_the_value_that_never_ends_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    small(value_warmup_steps=2)
+    assert "value_warmup_steps=2 covers all 2 updates" in caplog.text
+    caplog.clear()
+    small(value_warmup_steps=1)
+    assert "value_warmup_steps" not in caplog.text

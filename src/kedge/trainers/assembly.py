@@ -38,7 +38,7 @@ from kedge.trainers.models import (
 )
 from kedge.trainers.prompts import Prompting, eval_sets, pad_id, prompting
 from kedge.trainers.referring import check_reference, reference_elsewhere
-from kedge.trainers.rules import kl_controller
+from kedge.trainers.rules import kl_controller, value_warmup
 from kedge.trainers.run import Run
 from kedge.trainers.sampling import (
     check_resampling,
@@ -256,7 +256,7 @@ def engine_of(
         max_lag=settings.max_lag,
         pieces=pieces_of_run(settings, prompts.plan, rollouts),
         correction=correction_of(settings, algorithm, rollouts),
-        value_warmup_steps=settings.value.warmup_steps if algorithm.needs_values else 0,
+        value_warmup_steps=value_warmup(settings, algorithm, prompts.plan),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kedge.algorithms import Algorithm
@@ -9,8 +10,11 @@ from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings
 from kedge.config.support import refuse_unread
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
+from kedge.engine.plan import BatchPlan
 from kedge.errors import ConfigError
 from kedge.protocols import KLController
+
+logger = logging.getLogger(__name__)
 
 _RULE, _VALUE = "algorithm: ", "value model"  # what reads an option, in the tables of support
 
@@ -38,3 +42,15 @@ def kl_controller(settings: RunSettings) -> KLController:
     if options.adaptive:
         return AdaptiveKL(value=options.coef, target=options.target, horizon=options.horizon)
     return FixedKL(value=options.coef)
+
+
+def value_warmup(settings: RunSettings, algorithm: Algorithm, plan: BatchPlan) -> int:
+    """Updates at the start that train the value alone."""
+    steps = settings.value.warmup_steps if algorithm.needs_values else 0
+    if steps >= plan.updates:
+        logger.warning(
+            "value_warmup_steps=%d covers all %d updates: the value trains and the policy never",
+            steps,
+            plan.updates,
+        )
+    return steps

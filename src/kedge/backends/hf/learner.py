@@ -33,6 +33,7 @@ from kedge.backends.hf.optim import (
     advance,
     build_optimizer,
     build_schedule,
+    check_holds,
     go_on,
     learning_rates,
     norms,
@@ -114,6 +115,7 @@ class HFLearner:
         if self.sharded:
             self._shard(optimizers[0])
         self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
+        check_holds(self.optimizer, self._trained())
         self.scheduler = optimizers[1] or build_schedule(
             args, self.optimizer, settings.total_updates
         )

@@ -125,16 +125,46 @@ def _style(args: TrainingArguments) -> str:
     return style
 
 
+def check_holds(optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    """Refuse an optimiser that would never move one of the models that train.
+
+    Args:
+        optimizer: given by the user, perhaps.
+        trained: weights that train, by model.
+
+    Raises:
+        ConfigError: naming the model.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, params in trained.items():
+        if params and not any(id(p) in held for p in params):
+            raise ConfigError(
+                f"optimizers: the {type(optimizer).__name__} holds no weight of the {name} model, "
+                "which would never train; build it from the weights of every model that trains "
+                "(give value_model, to have its weights), or set optim and leave it out"
+            )
+
+
 def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) -> LRScheduler:
-    """The learning-rate schedule that ``args`` names, over ``updates`` training steps."""
+    """The learning-rate schedule that ``args`` names, over ``updates`` training steps.
+
+    Raises:
+        ConfigError: it needs options that are not given.
+    """
     options = args.lr_scheduler_kwargs
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer=optimizer,
-        num_warmup_steps=args.get_warmup_steps(updates),
-        num_training_steps=updates,
-        scheduler_specific_kwargs=dict(options) if options else None,  # type: ignore[arg-type]
-    )
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(updates),
+            num_training_steps=updates,
+            scheduler_specific_kwargs=dict(options) if options else None,  # type: ignore[arg-type]
+        )
+    except (TypeError, ValueError) as error:
+        kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        raise ConfigError(
+            f"lr_scheduler_type={kind!r} with lr_scheduler_kwargs={options}: {error}"
+        ) from error
 
 
 def advance(scheduler: LRScheduler) -> None:
