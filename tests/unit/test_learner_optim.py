@@ -86,9 +86,9 @@ def test_nothing_to_train_is_refused():
 
 def test_an_optimiser_and_schedule_of_your_own():
     found = learner()
-    mine = torch.optim.SGD(found.policy.parameters(), lr=0.25)
+    mine = torch.optim.SGD(found.module.parameters(), lr=0.25)
     schedule = torch.optim.lr_scheduler.StepLR(mine, 1, gamma=0.5)
-    found = learner(policy=found.policy, optimizers=(mine, schedule))
+    found = learner(policy=found.policy, value=found.value, optimizers=(mine, schedule))
     assert step(found)["lr"] == 0.25
     found.end_batch()
     assert step(found)["lr"] == 0.125
