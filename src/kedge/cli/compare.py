@@ -79,7 +79,7 @@ def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file
         axes.set_title(metric, fontsize=10)
         axes.set_xlabel({"episode": "responses trained on", "step": "updates"}[axis], fontsize=8)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     return file

@@ -53,7 +53,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | N
         axes.set_xlabel("update", fontsize=8)
         axes.tick_params(labelsize=8)
         if len(lines) > 1:
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=7, loc="upper left")
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
