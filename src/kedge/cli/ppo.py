@@ -49,11 +49,7 @@ def train(options: Options, **given: Any) -> Any:
     evaluates = "do_eval" in options.given and config.do_eval
     resume = resume_point(config.resume_from_checkpoint)
     trains = config.do_train or not evaluates
-    if trains and not resume and config.output_dir:  # before minutes of loading, not after
-        from kedge.trainers.saving import earlier_run
-
-        earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
-    trainer = build(options, **given)
+    trainer = build(options, starts=trains and not resume, **given)
     if not trains:
         trainer.evaluate()
         return trainer
@@ -94,6 +90,7 @@ def build(
     eval_dataset: Any = None,
     tokenizer: Any = None,
     value_model: Any = None,
+    starts: bool = False,
 ) -> Any:
     """The trainer that the flags describe, with everything loaded.
 
@@ -103,6 +100,7 @@ def build(
         eval_dataset: prompts to evaluate on, beside ``train_dataset``.
         tokenizer: instead of the one beside the model.
         value_model: instead of ``value_model_path``.
+        starts: a new run begins, which must not meet another's checkpoints.
 
     Raises:
         ConfigError: a value model for a rule that has none, and whatever the trainer refuses.
@@ -111,6 +109,10 @@ def build(
 
     names, script = model_names(options), options.script
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
+    if starts and options.config.output_dir:  # before minutes of loading, not after
+        from kedge.trainers.saving import earlier_run
+
+        earlier_run(Path(options.config.output_dir), overwrite=options.config.overwrite_output_dir)
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
