@@ -159,7 +159,7 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(llamas):
     pids = [other.pid]
     for restarts, fault in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
         pids.append(struck.pid)
-        timer = threading.Timer(took / 2, os.kill, [struck.pid, fault])
+        timer = threading.Timer(min(took / 2, 0.1), os.kill, [struck.pid, fault])
         timer.start()
         found = llamas.generate(batch, sampling=LONG, seed=0)
         timer.join()
