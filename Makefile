@@ -45,7 +45,7 @@ test: lint
 	$(MAKE) --no-print-directory test-vllm
 
 test-main: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=15 -m "($(SLOW)) and not vllm and not ray"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15 -m "($(SLOW)) and not vllm and not ray"
 
 vllm-env:
 	@$(MAKE) --no-print-directory $(VLLM)/.kedge || true
@@ -70,7 +70,7 @@ test-vllm:
 	fi
 
 fast: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not vllm and not ray"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not vllm and not ray"
 
 bench: setup
 	$(BIN)/python -m benchmarks.ppo_vs_trl
