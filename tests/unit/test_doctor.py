@@ -96,7 +96,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "line 1 is no JSON"), ("[1]", "no row of metrics"), ('{"eval_x": 1}', "no row of tr")],
+    [("{", "line 1 is no JSON"), ("[1]", "is no object"), ('{"eval_x": 1}', "no row of tr")],
 )
 def test_damaged_logs_are_named(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text + "\n")

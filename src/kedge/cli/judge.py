@@ -12,6 +12,7 @@ from typing import Any
 
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
+from kedge.insight.log import read_objects
 from kedge.judges import Endpoint, FunctionJudge, Match, ScoreJudge, match
 from kedge.judges.base import Judge
 from kedge.judges.endpoint import TEMPLATE
@@ -163,18 +164,10 @@ def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
-    text = _text(file)
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file}, line {number} is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{file}, line {number} is no object with columns")
-        rows.append(row)
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DataError(f"there is no file {file}")
+    rows = read_objects(path)
     if not rows:
         raise DataError(f"{file} has no rows")
     return rows

@@ -97,6 +97,6 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise DataError(f"{file}, line {number} is no JSON: {error}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{file}, line {number} is no row of metrics: {line[:80]}")
+            raise DataError(f"{file}, line {number} is no object: {line[:80]}")
         found.append(row)
     return found
