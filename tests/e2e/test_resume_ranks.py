@@ -26,6 +26,8 @@ class StopOnOneRank(TrainerCallback):
 
 def work(mode: str, folder: str, out: str) -> None:
     """What each process does."""
+    from kedge.errors import RewardError
+    from tests.e2e.test_failures import break_at
     from tests.e2e.test_resume import outcome, trainer
 
     stops = [StopOnOneRank()] if mode == "first" else []
@@ -36,9 +38,15 @@ def work(mode: str, folder: str, out: str) -> None:
         max_lag=1,  # each rank has samples of its own in flight
         save_rollouts=str(Path(folder) / "rec"),
     )
-    made.train(resume_from_checkpoint=mode == "second")
+    said = ""
+    if mode == "broken" and not made.is_world_process_zero():
+        break_at(made, "judge", "score", 4, RewardError("out of order"))
+    try:
+        made.train(resume_from_checkpoint=mode == "second")
+    except RewardError as error:
+        said = str(error)
     weights, rows = outcome(made)
-    found = {"step": made.state.global_step, "rows": rows}
+    found = {"step": made.state.global_step, "rows": rows, "said": said}
     found["weights"] = {k: v.double().sum().item() for k, v in weights.items()}
     rank = os.environ["RANK"]
     Path(f"{out}-{rank}.json").write_text(json.dumps(found))
@@ -89,6 +97,21 @@ def test_two_ranks_stop_together_and_go_on_as_if_never_stopped(tmp_path: Path) -
     # Files that only rank 0 writes were written once.
     rows = (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_on_one_rank_costs_no_update_on_any(tmp_path: Path) -> None:
+    broken = launch("broken", tmp_path / "cut")
+    assert [f["said"] for f in broken] == [
+        "the reward failed in another process; its error says why",
+        "out of order",
+    ]
+    saved = sorted(p.name for p in (tmp_path / "cut").glob("checkpoint-*"))
+    assert saved == ["checkpoint-3", "checkpoint-4"]
+    second = launch("second", tmp_path / "cut")
+    whole = launch("whole", tmp_path / "whole")
+    assert second[0] == whole[0]
+    assert second[1]["weights"] == whole[1]["weights"]
 
 
 if __name__ == "__main__":

@@ -71,6 +71,8 @@ class Sampler:
 class Learner:
     """Its weights are its version."""
 
+    rank, ranks = 0, 1
+
     def __init__(self) -> None:
         self.version = 0
 
@@ -88,7 +90,14 @@ class Learner:
 
 
 class Judge:
+    """Fails as a schedule says."""
+
+    def __init__(self, rng: random.Random | None = None, failures: float = 0.0) -> None:
+        self.rng, self.failures = rng, failures
+
     def score(self, rollout: Rollout) -> Judgement:
+        if self.rng is not None and self.rng.random() < self.failures:
+            raise Broken
         return Judgement(scores=torch.zeros(1), valid=ONE[0])
 
 
@@ -124,6 +133,13 @@ class Checkpoints(NoHooks):
         if report.step % self.every == 0 or report.step == self.stop:
             self.saved = (self.run.state_dict(), self.run.in_flight, len(self.run.log))
         return report.step == self.stop
+
+
+class Rescue(Checkpoints):
+    """Keeps them too when the run fails."""
+
+    def on_failure(self, step: int, error: Exception) -> None:
+        self.saved = (self.run.state_dict(), self.run.in_flight, len(self.run.log))
 
 
 def engine(lag: int, sampler: Sampler) -> Run:
@@ -167,6 +183,37 @@ def schedule(number: int) -> tuple[int, int, list[tuple[int, int, int]]]:
         if hooks.saved is not None:  # what came after the last checkpoint is lost with the process
             state, flight, kept = hooks.saved
             log += run.log[:kept]
+
+
+def rescued(number: int) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """A run whose reward fails now and then, and that always goes on from what was rescued."""
+    rng = random.Random(number)
+    lag, updates = rng.randint(0, 4), rng.randint(1, 8)
+    log: list[tuple[int, int, int]] = []
+    state: dict[str, Any] | None = None
+    flight: list[Any] = []
+    while True:
+        run = engine(lag, Sampler(rng, 0.0))
+        run.judge = Judge(rng, rng.choice([0.1, 0.5]))
+        if state is not None:
+            run.load_state_dict(state)
+            run.put_back(flight)
+        run.hooks = hooks = Rescue(run, every=99, stop=99)
+        try:
+            run.run(updates)
+        except Broken:
+            assert hooks.saved is not None
+            state, flight, _ = hooks.saved
+            log += run.log
+        else:
+            return lag, updates, log + run.log
+
+
+def test_a_failing_reward_loses_no_response_and_changes_no_lag() -> None:
+    for number in range(300):
+        lag, updates, log = rescued(number)
+        expected = [(step, step, step - min(step, lag)) for step in range(updates)]
+        assert log == expected, f"schedule {number}"
 
 
 @pytest.mark.slow

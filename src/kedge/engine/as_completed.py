@@ -23,11 +23,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from kedge.engine.drawing import Drawing, OneAtATime, Sample
+from kedge.engine.drawing import Ahead, Drawing, OneAtATime, Sample
 from kedge.engine.joining import joined, pieces_of
 from kedge.engine.receipts import Shipment, confirmed
 from kedge.errors import CheckpointError, SyncError
 from kedge.protocols import RolloutEngine
+from kedge.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,11 +177,23 @@ class AsCompleted:
             return self._next + 1  # once there are weights
         return min(self._end, (self._newest.step + self.max_lag + 1) * self.pieces)
 
+    def spend(self) -> None:
+        """What was taken last was trained on; it is in nobody's way."""
+
+    def salvage(self, step: int) -> None:
+        """After a failure at ``step``: nothing is kept, and sampling begins with its prompts."""
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+            while self._running:
+                self._turn.wait()
+            self._done, self._next, self._failure = [], step * self.pieces, None
+
     def settle(self) -> None:
         """Nothing to wait for: a lane checks the receipt before it samples."""
 
     @property
-    def in_flight(self) -> list[Sample]:
+    def in_flight(self) -> list[Ahead]:
         """What was sampled ahead and not yet trained on; begins nothing until the next ``take``."""
         with self._turn:
             self._paused = True
@@ -190,7 +203,7 @@ class AsCompleted:
                 raise self._failure
             return [p.sample for p in self._done if p.sample]
 
-    def put_back(self, samples: list[Sample], step: int) -> None:
+    def put_back(self, samples: list[Ahead], step: int) -> None:
         """Take samples as already drawn, as after a resume at ``step``.
 
         Raises:
@@ -198,12 +211,17 @@ class AsCompleted:
         """
         found = []
         for n, sample in enumerate(samples):
+            if isinstance(sample, Rollout):
+                raise CheckpointError(
+                    f"the checkpoint holds {len(samples)} batches of a run in order, still to be"
+                    " scored: resume with the rollout_schedule of before"
+                )
             version = sample[0].version
             known = version[version >= 0]
             since = int(known.min()) if len(known) else step
             found.append(Piece(number=step * self.pieces + n, since=since, sample=sample))
         size = len(self.drawing.source.batch(step)) // self.pieces
-        wrong = [len(s[0]) for s in samples if len(s[0]) != size]
+        wrong = [len(p.sample[0]) for p in found if p.sample and len(p.sample[0]) != size]
         if wrong:
             raise CheckpointError(
                 f"what was sampled ahead comes in pieces of {wrong[0]} responses, and this run's"
@@ -227,6 +245,7 @@ class AsCompleted:
                 finished = replace(piece, sample=self._sample(lane, piece, weights))
             except BaseException as error:  # raised again where the driver waits
                 with self._turn:
+                    self._running.remove(piece)
                     self._failure = self._failure or error
                     self._turn.notify_all()
                 return

@@ -16,6 +16,7 @@ from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import Judgement, PromptBatch, Rollout, Sampling
 
 Sample = tuple[Rollout, Judgement, dict[str, float]]  # and the seconds that it took, by name
+Ahead = Sample | Rollout  # sampled, and scored or still to be scored
 
 
 class OneAtATime:
@@ -40,6 +41,12 @@ class Drawing:
     algorithm: Algorithm
     seed: int
     clock: Callable[[], float] = field(repr=False)
+    unscored: dict[int, Rollout] = field(default_factory=dict, repr=False)  # by step
+
+    @property
+    def more(self) -> bool:
+        """Whether scores may be followed by more sampling, by some ranks and not by others."""
+        return bool(self.algorithm.resample or self.algorithm.needs_greedy)
 
     def draw(self, step: int, engine: RolloutEngine, rows: Tensor | None = None) -> Sample:
         """Responses to the prompts of ``step`` and their scores.
@@ -50,6 +57,11 @@ class Drawing:
             rows: int64 [n]; only these rows of the batch, whole groups.  None: all of them.
         """
         times: dict[str, float] = {}
+        rounds = self.algorithm.resample
+
+        def keep(rollout: Rollout) -> None:
+            if rows is None and not self.more:
+                self.unscored[step] = rollout
 
         def prompts(step: int) -> PromptBatch:
             batch = self.source.batch(step)
@@ -64,27 +76,38 @@ class Drawing:
                 seed=seed_for(self.seed, purpose, step),
                 clock=self.clock,
                 greedy=self.algorithm.needs_greedy,
+                on_rollout=keep,
             )
             times.update({name: times.get(name, 0.0) + x for name, x in took.items()})
             return rollout, judgement
 
-        rollout, judgement = collected(prompts(step), "rollout")
-        rounds = self.algorithm.resample
-        if rounds:
-            rollout, judgement, count = refill(
-                rollout,
-                judgement,
-                prompts=lambda turn: prompts(spare_step(step, turn, rounds)),
-                draw=lambda fresh, turn: collected(fresh, f"rollout again {turn}"),
-                rounds=rounds,
-            )
-            times["rollout/resampled_groups"] = float(count)
-            _rest(engine)
+        try:
+            rollout, judgement = collected(prompts(step), "rollout")
+            if rounds:
+                rollout, judgement, count = refill(
+                    rollout,
+                    judgement,
+                    prompts=lambda turn: prompts(spare_step(step, turn, rounds)),
+                    draw=lambda fresh, turn: collected(fresh, f"rollout again {turn}"),
+                    rounds=rounds,
+                )
+                times["rollout/resampled_groups"] = float(count)
+        except Exception:
+            self._rest(engine)
+            raise
+        self._rest(engine)
+        self.unscored.pop(step, None)
         return rollout, judgement, times
 
+    def score(self, step: int, rollout: Rollout) -> Sample:
+        """The sample of ``step`` that these responses make with the scores that they get now."""
+        begin, self.unscored[step] = self.clock(), rollout
+        judgement = self.judge.score(rollout)
+        del self.unscored[step]
+        return rollout, judgement, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
 
-def _rest(engine: RolloutEngine) -> None:
-    """Let other ranks sample on, where they share the engine and some need more rounds."""
-    rest = getattr(engine, "rest", None)
-    if rest is not None:
-        rest()
+    def _rest(self, engine: RolloutEngine) -> None:
+        """Let other ranks sample on, where they share the engine and some need more rounds."""
+        rest = getattr(engine, "rest", None)
+        if self.more and rest is not None:
+            rest()

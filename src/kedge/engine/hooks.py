@@ -42,6 +42,10 @@ class Hooks(Protocol):
         """An update is finished; True asks the loop to stop here."""
         ...
 
+    def on_failure(self, step: int, error: Exception) -> None:
+        """``error`` ends the run; its state is whole, as after ``step`` updates.  On all ranks."""
+        ...
+
 
 class NoHooks:
     """Nobody listens."""
@@ -61,3 +65,6 @@ class NoHooks:
     def on_step_end(self, report: StepReport) -> bool:
         """Never stop."""
         return False
+
+    def on_failure(self, step: int, error: Exception) -> None:
+        """Ignore."""

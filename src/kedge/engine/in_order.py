@@ -12,10 +12,10 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from kedge.engine.drawing import Drawing, Sample
+from kedge.engine.drawing import Ahead, Drawing, Sample
 from kedge.engine.receipts import Shipment, confirmed
 from kedge.protocols import RolloutEngine
-from kedge.types import Receipt
+from kedge.types import Receipt, Rollout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +47,7 @@ class InOrder:
 
     def __init__(self, max_lag: int) -> None:
         self._max_lag = max_lag
-        self._waiting: deque[Future[Sample]] = deque()  # sampled ahead, not trained on
+        self._waiting: deque[Future[Sample] | Rollout] = deque()  # not trained on, by step
         self._syncs: deque[_Sync] = deque()
         self._held, self._moves = "", 0
         self._worker: Executor = InlineExecutor()
@@ -76,11 +76,40 @@ class InOrder:
 
     def take(self, step: int) -> Sample:
         """The samples of ``step``; those of the next ``max_lag`` steps are asked for, too."""
+        for n, ahead in enumerate(self._waiting):
+            if isinstance(ahead, Rollout):
+                self._waiting[n] = self._worker.submit(self._drawing.score, step + n, ahead)
         while (sent := step + len(self._waiting)) < self._until and sent - step <= self._max_lag:
             self._waiting.append(self._worker.submit(self._drawing.draw, sent, self._rollouts))
-        sample = self._waiting.popleft().result()
+        first = self._waiting[0]
+        assert isinstance(first, Future)
+        sample = first.result()
         self._settle(wait=False)
         return sample
+
+    def spend(self) -> None:
+        """What was taken last was trained on."""
+        self._waiting.popleft()
+
+    def salvage(self, step: int) -> None:
+        """After a failure at ``step``: keep the responses sampled ahead, to be scored anew.
+
+        They end before the first that could not be sampled, for the order is what makes a run
+        repeatable; none are kept where scores decide what is sampled further.
+        """
+        kept: deque[Future[Sample] | Rollout] = deque()
+        for n, ahead in enumerate(() if self._drawing.more else self._waiting):
+            rollout = ahead if isinstance(ahead, Rollout) else self._sampled(ahead, step + n)
+            if rollout is None:
+                break
+            kept.append(rollout)
+        self._waiting = kept
+
+    def _sampled(self, ahead: Future[Sample], step: int) -> Rollout | None:
+        try:
+            return ahead.result()[0]
+        except Exception:  # which the driver has met, or will not come to
+            return self._drawing.unscored.pop(step, None)
 
     def settle(self) -> None:
         """Wait for the receipts that are still to come."""
@@ -93,13 +122,13 @@ class InOrder:
             self._held = confirmed(receipt.result(), sent, held=self._held, moved=moved)
 
     @property
-    def in_flight(self) -> list[Sample]:
+    def in_flight(self) -> list[Ahead]:
         """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
-        return [future.result() for future in self._waiting]
+        return [a if isinstance(a, Rollout) else a.result() for a in self._waiting]
 
-    def put_back(self, samples: list[Sample], step: int) -> None:
+    def put_back(self, samples: list[Ahead], step: int) -> None:
         """Take samples as already drawn for the next updates, as after a resume."""
-        self._waiting = deque(_done(sample) for sample in samples)
+        self._waiting = deque(a if isinstance(a, Rollout) else _done(a) for a in samples)
 
 
 def _done(sample: Sample) -> Future[Sample]:

@@ -10,12 +10,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from kedge.engine.as_completed import AsCompleted
-from kedge.engine.drawing import Drawing, Sample
+from kedge.engine.drawing import Ahead, Drawing, Sample
 from kedge.engine.hooks import StepReport
 from kedge.engine.in_order import InOrder
 from kedge.engine.receipts import Shipment
+from kedge.engine.recording import Replayed
 from kedge.engine.updater import Updater
+from kedge.errors import RewardError
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import Sampling
 
@@ -39,16 +43,24 @@ class Supply(Protocol):
         """What ``step`` learns from; waits until it is there."""
         ...
 
+    def spend(self) -> None:
+        """What was taken last was trained on."""
+        ...
+
+    def salvage(self, step: int) -> None:
+        """After a failure at ``step``: keep of what is in flight what ``step`` can begin with."""
+        ...
+
     def settle(self) -> None:
         """Wait until all weights that were sent are confirmed, as far as that is to come."""
         ...
 
     @property
-    def in_flight(self) -> list[Sample]:
+    def in_flight(self) -> list[Ahead]:
         """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
         ...
 
-    def put_back(self, samples: list[Sample], step: int) -> None:
+    def put_back(self, samples: list[Ahead], step: int) -> None:
         """Take samples as already drawn, as after a resume at ``step``."""
         ...
 
@@ -64,6 +76,7 @@ class Engine(Updater):
     max_lag: int = 0
     pieces: int = 0  # that a batch is cut into, to be trained on as completed; 0: whole, in order
     supply: Supply = field(init=False)
+    _united: bool = field(default=True, init=False)  # a failure now is met by all ranks
 
     def __post_init__(self) -> None:
         if self.plan.group < self.algorithm.min_group:
@@ -90,20 +103,58 @@ class Engine(Updater):
     def run(self, until: int) -> None:
         """Train up to update ``until``, or until a hook asks to stop; what is in flight is kept."""
         self.supply.draw_with(self._drawing(), self.rollouts)  # parts may have been exchanged
+        self._united = self.learner.ranks == 1
         with self.supply.open(self.step, until):
+            try:
+                self._train(until)
+            except Exception as error:
+                if self.whole and self._united:
+                    self._salvage()
+                    self.hooks.on_failure(self.step, error)
+                raise
+
+    def _train(self, until: int) -> None:
+        self.supply.send(self._shipment())
+        stop = False
+        while self.step < until and not stop:
+            self.hooks.on_step_begin(self.step)
+            begin = self.clock()
+            rollout, judgement, times = self._take()
+            metrics = self.train_on(rollout, judgement, times, begin=begin)
+            self.supply.spend()
             self.supply.send(self._shipment())
-            stop = False
-            while self.step < until and not stop:
-                self.hooks.on_step_begin(self.step)
-                begin = self.clock()
-                rollout, judgement, times = self.supply.take(self.step)
-                metrics = self.train_on(rollout, judgement, times, begin=begin)
-                self.supply.send(self._shipment())
-                report = StepReport(
-                    step=self.step, metrics=metrics, rollout=rollout, judgement=judgement
-                )
-                stop = self.hooks.on_step_end(report)
-            self.supply.settle()
+            report = StepReport(
+                step=self.step, metrics=metrics, rollout=rollout, judgement=judgement
+            )
+            stop = self.hooks.on_step_end(report)
+        self.supply.settle()
+
+    def _take(self) -> Sample:
+        """What this step learns from; where the reward fails on one rank, it fails on all."""
+        if self.learner.ranks == 1:
+            return self.supply.take(self.step)
+        sample, failure = None, None
+        try:
+            sample = self.supply.take(self.step)
+        except RewardError as error:  # all ranks have sampled: none waits for this one
+            failure = error
+        self._united = bool(self.learner.total(torch.tensor(float(failure is not None))))
+        if failure is not None:
+            raise failure
+        if sample is None or self._united:
+            raise RewardError("the reward failed in another process; its error says why")
+        return sample
+
+    def _salvage(self) -> None:
+        """Keep what is in flight, as far as it can be gone on with, by all ranks alike."""
+        self.supply.salvage(self.step)
+        if isinstance(self.rollouts, Replayed):  # a recording gives it out once more
+            self.supply.put_back([], self.step)
+        if self.learner.ranks > 1:
+            mine = torch.zeros(self.max_lag + 2)
+            mine[len(self.supply.in_flight)] = 1.0
+            if not bool((self.learner.total(mine) == self.learner.ranks).any()):
+                self.supply.put_back([], self.step)
 
     def _shipment(self) -> Shipment:
         return Shipment(
@@ -115,10 +166,10 @@ class Engine(Updater):
         )
 
     @property
-    def in_flight(self) -> list[Sample]:
+    def in_flight(self) -> list[Ahead]:
         """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
         return self.supply.in_flight
 
-    def put_back(self, samples: list[Sample]) -> None:
+    def put_back(self, samples: list[Ahead]) -> None:
         """Take samples as already drawn for the next updates, as after a resume."""
         self.supply.put_back(samples, self.step)

@@ -5,7 +5,7 @@ collect -> make_experience -> optimise (cut -> Learner.update, once per optimise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from statistics import fmean
 
@@ -43,10 +43,12 @@ def collect(
     seed: int,
     clock: Callable[[], float],
     greedy: bool = False,
+    on_rollout: Callable[[Rollout], None] = lambda rollout: None,
 ) -> tuple[Rollout, Judgement, dict[str, float]]:
     """Sample one response per prompt row and score it; also the seconds each took.
 
     With ``greedy`` the most likely response to each prompt is scored too, as the baseline.
+    ``on_rollout`` sees the responses before anything is scored.
     """
     begin = clock()
     rollout = engine.generate(prompts, sampling=sampling, seed=seed)
@@ -60,6 +62,7 @@ def collect(
             f"{type(engine).__name__}.generate returned responses without any token; a response"
             " holds at least one, its stop token included"
         )
+    on_rollout(rollout)
     sampled = clock()
     judgement = judge.score(rollout)
     if greedy and judgement.baseline is None:
@@ -310,6 +313,7 @@ def optimise(
     micro_rows: int,
     seed: int,
     only_value: bool = False,
+    before_step: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
     brakes: Brakes | None = None,
 ) -> dict[str, float]:
@@ -324,11 +328,18 @@ def optimise(
         experience, share = learner.pool(experience), slice(learner.rank, None, learner.ranks)
     limits = brakes or Brakes()
     history: list[dict[str, float]] = []
+
+    def admit(metrics: Mapping[str, float]) -> bool:
+        good = limits.admits(metrics)
+        if good:
+            before_step()
+        return good
+
     for _ in range(epochs):
         order = torch.randperm(len(experience), generator=shuffle)
         for index in order.chunk(minibatches):
             step = cut(experience, index[share], algo, micro_rows, learner.total)
-            found = learner.update(step, algo.loss, only_value=only_value, admit=limits.admits)
+            found = learner.update(step, algo.loss, only_value=only_value, admit=admit)
             history.append(found)
             after_step()
             if limits.ends(found):

@@ -34,6 +34,7 @@ class Updater:
     brakes: Brakes = field(default_factory=Brakes)
     clock: Callable[[], float] = time.perf_counter
     step: int = 0  # updates finished
+    whole: bool = field(default=True, init=False)  # the state is that after ``step`` updates
     _moves: int = field(default=0, init=False)  # updates in which the policy trained
 
     def train_on(
@@ -62,6 +63,7 @@ class Updater:
             seed=seed_for(self.seed, "shuffle", self.step),
             only_value=self.step < self.value_warmup_steps,
             brakes=self.brakes,
+            before_step=self._open,
             after_step=self.hooks.on_optimizer_step,
         )
         self.learner.end_batch()
@@ -81,7 +83,11 @@ class Updater:
             tokens = metrics["completions/mean_length"] * self.plan.batch_size
             metrics["tokens_per_second"] = tokens / max(whole, 1e-9)
         check_known(metrics)
+        self.whole = True
         return metrics
+
+    def _open(self) -> None:
+        self.whole = False
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, without what is in flight (that is saved as records)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -13,9 +14,12 @@ from torch import Tensor
 from kedge.backends.trackers import Screen
 from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
+from kedge.errors import CheckpointError
 from kedge.trainers.hf_callbacks import Callbacks, merge_rows, share_control
 from kedge.trainers.measures import over_ranks, peak_memory, tokens_in
 from kedge.types import Experience, Judgement, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerHooks:
@@ -61,6 +65,7 @@ class TrainerHooks:
         self._total, self._clock = total, clock
         self._begin, self._first = clock(), callbacks.state.episode
         self._epoch_open = False
+        self._saved = callbacks.state.global_step  # the last checkpoint's
 
     def on_step_begin(self, step: int) -> None:
         """Open a pass over the prompts if none is open, then the step."""
@@ -115,6 +120,33 @@ class TrainerHooks:
             found |= peak_memory()
         return found
 
+    def on_failure(self, step: int, error: Exception) -> None:
+        """Save the updates that no checkpoint holds yet, and say how to go on."""
+        args = self.callbacks.args
+        if step <= self._saved or isinstance(error, CheckpointError):
+            return
+        since = f"training ended after update {step} with {type(error).__name__}"
+        if self._save is None or args.save_strategy == "no":
+            why = "save_strategy='no'" if self._save else "output_dir is not set"
+            self._say(f"{since}, and {why}: its updates are lost")
+            return
+        try:
+            folder = self._write()
+        except Exception as other:
+            self._say(f"{since}, and what it learnt could not be saved: {other}")
+            return
+        if args.save_only_model:
+            self._say(f"{since}; the models are in {folder} (save_only_model=True)")
+            return
+        self._say(
+            f"{since}; nothing is lost: mend the cause, and train(resume_from_checkpoint=True) or"
+            f" --resume_from_checkpoint True goes on from {folder}"
+        )
+
+    def _say(self, what: str) -> None:
+        if self.callbacks.state.is_world_process_zero:
+            logger.warning("%s", what)
+
     def end_pass(self) -> None:
         """The last update is done: end the open pass over the prompts and log what is left.
 
@@ -164,6 +196,10 @@ class TrainerHooks:
             self.callbacks.log(row)
 
     def _save_now(self) -> None:
+        self._write()
+        self.callbacks.fire("on_save")
+
+    def _write(self) -> Path:
         assert self._save is not None
         callbacks, state = self.callbacks, self.callbacks.state
         root = Path(callbacks.args.output_dir or ".")
@@ -174,4 +210,5 @@ class TrainerHooks:
         if state.is_world_process_zero:
             keep = (saved, state.best_model_checkpoint)
             checkpoint.rotate(root, callbacks.args.save_total_limit, keep=keep)
-        callbacks.fire("on_save")
+        self._saved = state.global_step
+        return saved

@@ -87,7 +87,7 @@ class Run:
             evaluate=self.evaluator.evaluate if self.evaluator.sets else None,
             save=self.save_checkpoint if self.args.output_dir else None,
             screen=screen,
-            on_sample=self._on_sample(check=not resumed),
+            on_sample=self._on_sample(),
             on_experience=rows.hold if rows is not None else None,
             after_step=self._after_step(rows),
             total=self.learner.total if self.learner.ranks > 1 else None,
@@ -122,7 +122,7 @@ class Run:
 
     # -- along the way --------------------------------------------------------------------------
 
-    def _on_sample(self, *, check: bool) -> Callable[[int, Rollout, Judgement], None]:
+    def _on_sample(self) -> Callable[[int, Rollout, Judgement], None]:
         folder = self.settings.save_rollouts
         accelerator = self.learner.accelerator
         recorder = None
@@ -133,12 +133,11 @@ class Run:
                 rank=accelerator.process_index,
                 world_size=accelerator.num_processes,
             )
-        first = self.engine.step
 
         def look(step: int, rollout: Rollout, judgement: Judgement) -> None:
             if recorder is not None:
                 recorder.write(step, rollout, judgement)
-            if check and step == first and self.settings.preflight:
+            if step == 0 and self.settings.preflight:
                 self._preflight(rollout, judgement)
 
         return look

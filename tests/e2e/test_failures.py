@@ -1,0 +1,231 @@
+"""What fails while training costs the update that it falls in, and nothing before."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge import PPOTrainer
+from kedge.engine import checkpoint
+from kedge.errors import DataError, RewardError, RolloutError
+
+from .small import PROMPTS, length_reward, rows, small
+from .test_resume import assert_same, trainer, whole_run
+
+
+def break_at(made: PPOTrainer, part: str, method: str, call: int, error: Exception) -> None:
+    """One call of one method of a part of the engine fails; the calls before and after do not."""
+    owner = getattr(made.engine, part)
+    real, count = getattr(owner, method), itertools.count()
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == call:
+            raise error
+        return real(*args, **kwargs)
+
+    setattr(owner, method, sometimes)
+
+
+def saved(folder: Path) -> list[int]:
+    return [checkpoint.step_of(p) for p in checkpoint.checkpoints(folder)]
+
+
+@pytest.mark.parametrize(
+    ("part", "method", "error"),
+    [
+        ("judge", "score", RewardError("the judge is out")),
+        ("rollouts", "generate", RolloutError("out of paper")),
+        ("source", "batch", DataError("no such row")),
+        ("learner", "annotate", RuntimeError("out of memory")),
+    ],
+)
+def test_a_failing_part_costs_no_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, method: str, error: Exception
+) -> None:
+    failing = trainer(tmp_path)
+    break_at(failing, part, method, 4 + 3 * (part == "learner"), error)  # the preflight asks, too
+    with pytest.raises(type(error), match=str(error)):
+        failing.train()
+    assert saved(tmp_path) == [3, 4]
+    (said,) = [line for line in caplog.messages if "training ended" in line]
+    assert said == (
+        f"training ended after update 4 with {type(error).__name__}; nothing is lost: mend the"
+        " cause, and train(resume_from_checkpoint=True) or --resume_from_checkpoint True goes on"
+        f" from {tmp_path / 'checkpoint-4'}"
+    )
+    second = trainer(tmp_path)
+    second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run())
+
+
+@pytest.mark.parametrize("call", [1, 4, 5])
+def test_responses_sampled_ahead_wait_for_a_mended_reward(tmp_path: Path, call: int) -> None:
+    """They were sampled with weights that are gone, so they are kept, and scored after all."""
+    failing = trainer(tmp_path, max_lag=1, save_strategy="epoch")
+    break_at(failing, "judge", "score", call, RewardError("the judge is out"))
+    with pytest.raises(RewardError):
+        failing.train()
+    second = trainer(tmp_path, max_lag=1, save_strategy="epoch")
+    second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run(1))
+
+
+def test_a_failure_before_the_first_step_of_an_update_costs_nothing(tmp_path: Path) -> None:
+    """As when a batch of long responses runs out of memory in its backward pass."""
+    failing = trainer(tmp_path, max_lag=1)
+    four_updates = 4 * 2 * 2  # of two passes with two steps each
+    break_at(failing, "learner", "update", four_updates, RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failing.train()
+    assert saved(tmp_path) == [3, 4]
+    second = trainer(tmp_path, max_lag=1)
+    second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run(1))
+
+
+def test_a_failure_in_mid_update_saves_nothing(tmp_path: Path) -> None:
+    failing = trainer(tmp_path)
+    break_at(failing, "learner", "update", 4 * 2 * 2 + 1, RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failing.train()
+    assert saved(tmp_path) == [3]
+
+
+def test_the_same_trainer_goes_on_after_a_failure(tmp_path: Path) -> None:
+    made = trainer(tmp_path, max_lag=1, save_strategy="no")
+    break_at(made, "judge", "score", 3, RewardError("the judge is out"))
+    with pytest.raises(RewardError):
+        made.train()
+    made.train()
+    assert_same(made, whole_run(1))
+
+
+def broken_evaluation(made: PPOTrainer) -> None:
+    calls = itertools.count(1)
+    score = made.engine.judge.score
+
+    def fail(rollout: Any) -> Any:
+        if next(calls) == 6:  # four updates; the evaluation asks twice, for four prompts each
+            raise RewardError("the judge is out")
+        return score(rollout)
+
+    made.engine.judge.score = fail  # type: ignore[method-assign]
+
+
+def test_a_failing_evaluation_costs_no_update(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval_dataset": PROMPTS[:8], "eval_strategy": "steps"}
+    failing = trainer(tmp_path, eval_steps=4, **options)
+    broken_evaluation(failing)
+    with pytest.raises(RewardError):
+        failing.train()
+    assert saved(tmp_path) == [3, 4]
+
+
+def test_pieces_as_completed_begin_anew(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "max_lag": 1,
+        "rollout_schedule": "as_completed",
+        "rollout_pieces": 2,
+        "total_episodes": 24,
+        "save_strategy": "steps",
+        "output_dir": str(tmp_path),
+    }
+    failing = small(**options)
+    break_at(failing, "judge", "score", 7, RewardError("the judge is out"))
+    with pytest.raises(RewardError):
+        failing.train()
+    (step,) = saved(tmp_path)
+    assert step >= 2
+    second = small(**options)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 6
+    assert all(row["rollout/lag"] <= 1 for row in rows(second))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({}, "save_strategy='no'"), ({"output_dir": ""}, "output_dir is not set")],
+    ids=["no", "nowhere"],
+)
+def test_who_asked_for_no_checkpoints_gets_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], why: str
+) -> None:
+    made = small(**({"output_dir": str(tmp_path), "total_episodes": 24} | options))
+    if options:
+        made.args.output_dir = None
+    break_at(made, "judge", "score", 2, RewardError("the judge is out"))
+    with pytest.raises(RewardError):
+        made.train()
+    assert saved(tmp_path) == []
+    assert f"after update 2 with RewardError, and {why}: its updates are lost" in caplog.text
+
+
+def test_models_alone_are_saved_for_who_wants_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(tmp_path, save_only_model=True)
+    break_at(made, "judge", "score", 4, RewardError("the judge is out"))
+    with pytest.raises(RewardError):
+        made.train()
+    assert saved(tmp_path) == [3, 4]
+    assert "the models are in" in caplog.text
+
+
+def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(tmp_path)
+    break_at(made, "judge", "score", 4, RewardError("the judge is out"))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    real: Callable[..., Any] = checkpoint.write_manifest
+    monkeypatch.setattr(
+        checkpoint, "write_manifest", lambda f: (full if "4" in f.name else real)(f)
+    )
+    with pytest.raises(RewardError, match="the judge is out"):
+        made.train()
+    assert "could not be saved: could not write" in caplog.text
+    assert saved(tmp_path) == [3]
+
+
+def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path) -> None:
+    """None of the scores is a number: the responses are kept, the scores are not."""
+    calls = itertools.count()
+
+    def out(completions: list[str], **_: Any) -> list[Any]:
+        return [None] * len(completions) if next(calls) >= 3 else length_reward(completions)
+
+    options: dict[str, Any] = {
+        "output_dir": str(tmp_path),
+        "total_episodes": 24,
+        "save_strategy": "steps",
+        "reward_model": None,
+        "max_lag": 1,
+    }
+    with pytest.raises(RewardError, match="could be scored"):
+        small(reward_funcs=out, **options).train()
+    assert saved(tmp_path) == [3]
+    mended = small(reward_funcs=length_reward, **options)
+    mended.train(resume_from_checkpoint=True)
+    whole = small(reward_funcs=length_reward, **options | {"output_dir": str(tmp_path / "whole")})
+    whole.train()
+    assert rows(mended)[-1]["objective/scores"] == rows(whole)[-1]["objective/scores"]
+
+
+def test_a_replayed_run_goes_on_after_a_failure(tmp_path: Path) -> None:
+    trainer(tmp_path / "a", save_rollouts=str(tmp_path / "rec"), save_strategy="no").train()
+    options = {"replay_rollouts": str(tmp_path / "rec"), "save_strategy": "epoch"}
+    failing = trainer(tmp_path / "b", **options)
+    break_at(failing, "learner", "update", 2 * 2 * 2, RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failing.train()
+    assert saved(tmp_path / "b") == [2]
+    second = trainer(tmp_path / "b", **options)
+    second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run())
