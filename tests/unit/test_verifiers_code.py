@@ -202,6 +202,84 @@ VALUES = (
 )
 
 
+STACK = """
+LIMIT = 3
+class Full(Exception): pass
+class Stack:
+    def __init__(self, *first): self.items = list(first)
+    def push(self, x):
+        if len(self.items) == LIMIT: raise Full(x)
+        self.items.append(x); return self
+    def pop(self): return self.items.pop()
+    def joined(self, other): return self.items + other.items
+    def __len__(self): return len(self.items)
+    def __contains__(self, x): return x in self.items
+    def __iter__(self): return iter(self.items)
+    def __getitem__(self, i): return self.items[i]
+    def __setitem__(self, i, x): self.items[i] = x
+    def __eq__(self, other): return True
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "s = Stack(1)\nassert s.push(2).push(3).pop() == 3 and s.items == [1, 2]",
+        "s = Stack(5)\ns.items = [7]\ns[0] = 8\nassert len(s) == 1 and 8 in s and [*s] == [s[0]]",
+        "s, t = Stack(1), Stack(2)\nassert s.joined(t) == [1, 2] and s is not t and s != t",
+        "s = Stack(1, 2, LIMIT)\ntry: s.push(4)\nexcept Full: pass\nelse: assert 0",
+        "assert LIMIT == 3 and Stack().items == []",
+    ],
+)  # fmt: skip
+def test_classes_errors_and_constants_of_the_solution(test: str) -> None:
+    outcome = QUICK.test(STACK, [test])
+    assert outcome.passed == (True,), outcome.error
+    assert solves(STACK.replace("Stack", "Pile"), ["assert candidate(4).pop() == 4"]) is False
+    assert QUICK.test(STACK, ["assert candidate(4).pop() == 4"], entry_point="Stack").passed[0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert Stack(1) == 7", "assert 7 == Stack(1)", "assert Stack(1) == [1]",
+        "assert Stack(1) == Stack(1)", "assert Stack(1).joined == 7", "assert Stack(1) in [7]",
+    ],
+)  # fmt: skip
+def test_an_object_equals_itself_alone(test: str) -> None:
+    assert not any(QUICK.test(STACK, [test]).passed)
+
+
+def test_a_function_cannot_answer_with_an_object() -> None:
+    program = STACK + "def add(a, b): return Stack(a)\n"
+    assert "cannot leave the sandbox" in QUICK.test(program, TESTS).error
+    yes = "class Yes:\n    def __getattr__(self, name): return lambda *a: True\n"
+    assert not solves(yes + "def add(a, b): return Yes()\n", ["assert add(1, 2).issubset({3})"])
+
+
+@pytest.mark.parametrize(
+    "said", ["1", "{'refused': 1}", "[{}]", "abc", '{"test": 0, "passed": true}', "\\xff"]
+)
+def test_what_tests_print_is_no_report(said: str) -> None:
+    prints = f"import sys\nprint({said!r}, flush=True)\nsys.stdout.write({said!r})\n"
+    assert solves(ADD, [prints + TESTS[0], TESTS[1]])
+    assert not any(QUICK.test("def add(a, b): return 9\n", [prints + TESTS[0]]).passed)
+
+
+def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(process: object) -> bytes:
+        raise AssertionError("the sandbox waited longer, for the time that Python has to start")
+
+    monkeypatch.setattr("kedge.rewards.sandbox._killed", killed)
+    assert Sandbox(seconds=0.2).test("while True: pass", TESTS).stopped == "timeouts"
+    assert Sandbox(seconds=0.2).run("while True: pass").stopped == "timeouts"
+
+
+def test_a_test_that_is_no_python_is_a_mistake_in_the_dataset() -> None:
+    with pytest.raises(RewardError, match="verifier code: test 1 is no Python"):
+        code([ADD], ground_truth=[{"tests": ["assert add(1, 2) == 3", "assert add(1,"]}])
+    assert code(["def add("], ground_truth=[{"tests": TESTS}]) == [0.0]
+
+
 def test_values_cross_unchanged() -> None:
     tests = [f"for v in {VALUES}:\n    r = same(v)\n    assert r == v and type(r) is type(v), v"]
     assert solves("def same(v): return v\n", tests)
@@ -255,6 +333,13 @@ def test_code_of() -> None:
     assert code_of("```\na\n```\n```py\nb\n```\n```bash\nc\n```") == "b\n"
     assert code_of("```python\ndef f(): 1\n```\n```python\nprint(f())\n```", "f") == "def f(): 1\n"
     assert code_of("```python\nx = 1") == "x = 1"
+    assert code_of("~~~python\nx = 1\n~~~\n") == "x = 1\n"
+    assert code_of('```python title="a.py"\nx = 1\n```') == "x = 1\n"
+    assert code_of("1. So:\n   ```python\n   if 1:\n       x = 1\n   ```") == "if 1:\n    x = 1\n"
+    assert code_of("```python\n    return a + b\n```") == "    return a + b\n"
+    usage = "```python\nclass S: pass\n```\nUse it:\n```python\nprint(S())\n```"
+    assert code_of(usage) == "print(S())\n"
+    assert code_of(usage, tests=["assert S()"]) == "class S: pass\n"
 
 
 def test_verifier() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from kedge.rewards.sandbox import Sandbox
 MAX_LETTERS = 200_000  # of a program; a longer one scores 0
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3"]} or {"inputs": ["1 2"], "outputs": ["3"]}'
 _PYTHON = ("", "python", "py", "python3")
+_TILDES = re.compile(r"^([ \t]*)~~~", re.MULTILINE)
+_DEFINED = re.compile(r"\b(?:def|class)[ \t]+(\w+)")
+_NAME = re.compile(r"\b[^\W\d]\w*")
 
 
 def code_verifier(
@@ -26,12 +30,13 @@ def code_verifier(
 ) -> Verifier:
     """A verifier of Python programs: 1 if the code of a response passes all its tests, else 0.
 
-    The code is the last fenced block of the response that defines the function under test, else its
-    last Python block, else all of it.  The ground truth is a mapping, or JSON of one:
+    The code is the last fenced block of the response that defines what is under test (without
+    ``entry_point``: anything that a test names), else its last Python block, else all of it.  The
+    ground truth is a mapping, or JSON of one:
 
     * ``tests`` (or ``test``): text, or a list of texts, each Python that raises unless the solution
-      is right.  They see the functions of the solution by name.
-    * ``entry_point``: optional; the function under test, to which a test may also refer as
+      is right.  They see functions, classes and constants of the solution by name.
+    * ``entry_point``: optional; the function or class under test, to which a test may also refer as
       ``candidate``.  If a test defines ``check``, ``check(candidate)`` is called, as in HumanEval.
     * ``prefix`` (or ``prompt``): optional; trusted code in front of the response's.
     * or ``inputs`` and ``outputs``: lists of texts; the program reads one from standard input and
@@ -51,16 +56,28 @@ def code_verifier(
     return Verifier(check, name=name, column=column, threads=workers or os.cpu_count() or 1)
 
 
-def code_of(response: str, entry_point: str = "") -> str:
-    """The program in a response."""
+def code_of(response: str, entry_point: str = "", tests: Sequence[str] = ()) -> str:
+    """The program in a response.
+
+    Args:
+        response: all of it.
+        entry_point: what is under test, if it has a name.
+        tests: without one, blocks that define a name in these go before those that do not.
+    """
+    pieces = _TILDES.sub(r"\1```", response).split("```")
     blocks = []
-    for block in response.split("```")[1::2]:
+    for before, block in zip(pieces[::2], pieces[1::2], strict=False):
         language, _, body = block.partition("\n")
-        if language.strip().lower() in _PYTHON:
-            blocks.append(body)
+        if (language.split() or [""])[0].strip("{}.").lower() not in _PYTHON:
+            continue
+        indent = before.rpartition("\n")[2]
+        if indent and indent.isspace():  # within a list
+            body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
+        blocks.append(body)
     if not blocks:
         return response
-    defining = [b for b in blocks if entry_point and f"def {entry_point}" in b]
+    wanted = {entry_point} if entry_point else set(_NAME.findall("\n".join(tests)))
+    defining = [block for block in blocks if wanted & set(_DEFINED.findall(block))]
     return (defining or blocks)[-1]
 
 
@@ -68,7 +85,8 @@ def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool, name: str) -
     record = record_of(truth, name, EXAMPLE)
     entry_point = str(record.get("entry_point", ""))
     prefix = str(record.get("prefix", record.get("prompt", "")))
-    code = code_of(text, entry_point)
+    tests = [] if "inputs" in record else _tests(record, entry_point, name)
+    code = code_of(text, entry_point, tests)
     if len(code) > MAX_LETTERS:
         return 0.0
     joint = "\n" if code is not text else ""  # a bare response goes on where the prefix ends
@@ -77,9 +95,10 @@ def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool, name: str) -
         inputs, outputs = _cases(record, name)
         passed, stopped = _run_cases(program, inputs, outputs, sandbox, stop_early=not share)
     else:
-        tests = _tests(record, entry_point, name)
         outcome = sandbox.test(program, tests, entry_point=entry_point, prefix=prefix)
         passed, stopped = list(outcome.passed), outcome.stopped
+        if outcome.broken:
+            raise RewardError(f"verifier {name}: {outcome.broken}")
     if share:
         return sum(passed) / len(passed)
     if stopped and not all(passed):

@@ -30,12 +30,14 @@ class Outcome:
         output: what the program printed, if it was run as a program.
         stopped: "timeouts" if it ran out of time, "crashes" if its process died, else "".
         error: the first error, for people.
+        broken: what is wrong with the tests themselves, or "".
     """
 
     passed: tuple[bool, ...] = ()
     output: str = ""
     stopped: str = ""
     error: str = ""
+    broken: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +81,15 @@ class Sandbox:
     ) -> Outcome:
         """Run tests against a solution.
 
-        The tests see the solution's functions by name, and as ``candidate`` the one that
-        ``entry_point`` names.  Arguments and results must be of built-in types.
+        The tests see the solution's functions, classes and constants by name, and as ``candidate``
+        what ``entry_point`` names.  Arguments and results are of built-in types, or objects that
+        the tests made of a class of the solution; those have no arithmetic, and each equals itself
+        alone.
 
         Args:
             code: the solution, a module.
             tests: each a piece of Python that raises unless the solution is right.
-            entry_point: the function under test; the only one the tests then see.
+            entry_point: the function or class under test; the only name the tests then see.
             prefix: trusted code that the tests also see: imports, helper functions.
         """
         job = self._job(code) | {"stdin": None}
@@ -94,12 +98,13 @@ class Sandbox:
             said, stopped = self._run(folder, [job, checks])
         passed = {line["test"] for line in said if line.get("passed")}
         error = next((line["error"] for line in said if "error" in line), "")
-        if not stopped and not any("error" in line or "test" in line for line in said):
+        if not stopped and not any({"error", "test", "broken"} & line.keys() for line in said):
             stopped = "crashes"
         return Outcome(
             passed=tuple(number in passed for number in range(len(tests))),
             stopped="crashes" if error == "the solution ended" else stopped,
             error=error or stopped,
+            broken=next((line["broken"] for line in said if "broken" in line), ""),
         )
 
     def run(self, code: str, stdin: str = "") -> Outcome:
@@ -122,7 +127,7 @@ class Sandbox:
     def _job(self, code: str) -> dict[str, Any]:
         return {
             "code": code,
-            "seconds": int(self.seconds) + 1,
+            "seconds": self.seconds,
             "memory_mb": self.memory_mb,
             "file_kb": self.file_kb,
             "path": [place for place in sys.path if place] if self.packages else [],
@@ -159,7 +164,7 @@ class Sandbox:
                 f"the sandbox cannot be closed here: {refused}; allow user namespaces, run inside a"
                 " container, or choose Sandbox(namespaces=False)"
             )
-        return lines, stopped
+        return lines, stopped or next((x["stopped"] for x in lines if "stopped" in x), "")
 
 
 def _killed(process: subprocess.Popen[bytes]) -> bytes:

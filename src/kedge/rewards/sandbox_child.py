@@ -18,7 +18,6 @@ import json
 import os
 import signal
 import types
-from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,18 @@ def beside(name: str) -> types.ModuleType:
     """The module in the file of that name next to this one."""
     file = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     module = types.ModuleType(name)
+    sys.modules[name] = module
     SourceFileLoader(name, file).exec_module(module)
     return module
 
 
 if TYPE_CHECKING:
+    from kedge.rewards import sandbox_calls as calls
     from kedge.rewards import sandbox_guard as fence
     from kedge.rewards import sandbox_wire as wire
 else:
     fence, wire = beside("sandbox_guard"), beside("sandbox_wire")
+    calls = beside("sandbox_calls")
 
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 CLONE_NEWNET, CLONE_NEWIPC = 0x40000000, 0x08000000
@@ -62,7 +64,7 @@ def main() -> None:
             os._exit(status)
     os.close(to_child)
     os.close(from_child)
-    end_with(child, job["seconds"] + 3)
+    end_with(child, job["seconds"])
     try:
         if job["stdin"] is None:
             run_tests(wire.read_frame(0), from_parent, to_parent)
@@ -76,9 +78,10 @@ def main() -> None:
 
 
 def end_with(child: int, seconds: float) -> None:
-    """End the solution and this process after a while, in case nobody waits for them."""
+    """End the solution and this process when its time is up, and say so."""
 
     def end(*_: object) -> None:
+        say({"stopped": "timeouts"})
         os.kill(child, signal.SIGKILL)
         os._exit(1)
 
@@ -88,7 +91,7 @@ def end_with(child: int, seconds: float) -> None:
 
 # --- limits ---------------------------------------------------------------------------------------
 
-_state: dict[str, Any] = {"library": None}
+_state: dict[str, Any] = {"library": None, "report": 1}
 
 
 def isolate() -> bool:
@@ -116,9 +119,9 @@ def limit(job: dict[str, Any]) -> None:
     """Limits of this process and of all it starts."""
     import resource
 
-    seconds, memory, size = job["seconds"], job["memory_mb"] << 20, job["file_kb"] << 10
+    seconds, memory, size = int(job["seconds"]), job["memory_mb"] << 20, job["file_kb"] << 10
     wanted = {
-        "RLIMIT_CPU": seconds + 1,
+        "RLIMIT_CPU": seconds + 2,
         "RLIMIT_AS": memory,
         "RLIMIT_FSIZE": size,
         "RLIMIT_NOFILE": 64,
@@ -154,11 +157,11 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
         sys.stdout.flush()
         return int(error is not None)
     if error is not None:
-        wire.write_frame(answers, {"raised": described(error)})
+        wire.write_frame(answers, {"raised": calls.described(error)})
         return 1
-    functions = [key for key, value in list(module.__dict__.items()) if callable(value)]
-    wire.write_frame(answers, {"functions": functions})
-    serve_calls(module, requests, answers)
+    kept = calls.Kept(module)
+    wire.write_frame(answers, kept.described())
+    kept.serve(requests, answers)
     return 0
 
 
@@ -173,38 +176,16 @@ def executed(code: str, module: types.ModuleType) -> BaseException | None:
     return None
 
 
-def serve_calls(module: types.ModuleType, requests: int, answers: int) -> None:
-    """Answer calls until there are no more."""
-    while (request := wire.read_frame(requests)) is not None:
-        try:
-            arguments, named = wire.unpack(request["args"]), wire.unpack(request["kwargs"])
-            result = getattr(module, request["name"])(*arguments, **named)
-            answer = wire.encoded({"result": wire.pack(result), "args": wire.pack(arguments)})
-        except BaseException as error:
-            answer = wire.encoded({"raised": described(error)})
-        wire.write_all(answers, answer)
-
-
-def described(error: BaseException) -> list[str]:
-    """Class and message of an error."""
-    text = ""
-    with contextlib.suppress(Exception):
-        text = str(error)[:300]
-    return [type(error).__name__, text]
-
-
 # --- the process of the tests ---------------------------------------------------------------------
 
 
 DIED = "the solution ended"
 
 
-class Died(BaseException):
-    """The solution's process is gone; no test can catch this."""
-
-
 def run_tests(job: dict[str, Any], requests: int, answers: int) -> None:
     """Run every test, and report each as soon as it is done."""
+    _state["report"] = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what tests print is no report
     first = wire.read_frame(answers)
     if first is None or "raised" in first:
         say({"error": DIED if first is None else ": ".join(first["raised"])})
@@ -215,15 +196,22 @@ def run_tests(job: dict[str, Any], requests: int, answers: int) -> None:
     if job["prefix"]:
         with contextlib.suppress(SyntaxError):  # an unfinished function is no module
             exec(compile(job["prefix"], "<prefix>", "exec"), space)
-    names = [job["entry_point"]] if job["entry_point"] else first["functions"]
-    for name in filter(str.isidentifier, names):
+    entry = job["entry_point"]
+    away = calls.Away(requests, answers, first["errors"])
+    found = away.names(first, [entry] if entry else [*first["functions"], *first["values"]])
+    for name, thing in found.items():
         taken = name in space or hasattr(builtins, name) or name.startswith("__")
-        if name == job["entry_point"] or not taken:
-            space[name] = proxy(name, requests, answers)
-    if job["entry_point"]:
-        space["candidate"] = space[job["entry_point"]]
+        if name == entry or not taken:
+            space[name] = thing
+    if entry:
+        space["candidate"] = space[entry]
     for number, test in enumerate(job["tests"]):
-        error = failure(test, space)
+        try:
+            body = compile(test, "<test>", "exec")
+        except (SyntaxError, ValueError) as wrong:
+            say({"broken": f"test {number} is no Python: {wrong}"})
+            return
+        error = failure(body, space)
         if error is None:
             say({"test": number, "passed": True})
         else:
@@ -232,53 +220,20 @@ def run_tests(job: dict[str, Any], requests: int, answers: int) -> None:
             return
 
 
-def failure(test: str, space: dict[str, Any]) -> str | None:
+def failure(test: types.CodeType, space: dict[str, Any]) -> str | None:
     """What a test raised, or None if it passed."""
     try:
-        exec(compile(test, "<test>", "exec"), space)
-    except Died:
+        exec(test, space)
+    except calls.Died:
         return DIED
     except BaseException as error:
-        return ": ".join(described(error))
+        return ": ".join(calls.described(error))
     return None
-
-
-def proxy(name: str, requests: int, answers: int) -> Callable[..., Any]:
-    """A function that calls the solution's function of that name."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        wire.write_frame(
-            requests, {"name": name, "args": wire.pack(arguments), "kwargs": wire.pack(named)}
-        )
-        answer = wire.read_frame(answers)
-        if answer is None:
-            raise Died
-        if "raised" in answer:
-            kind, text = answer["raised"]
-            error = getattr(builtins, kind, None)
-            if isinstance(error, type) and issubclass(error, Exception):
-                raise error(text)
-            raise RuntimeError(f"{kind}: {text}")
-        for own, new in zip(arguments, wire.unpack(answer["args"]), strict=True):
-            update(own, new)
-        return wire.unpack(answer["result"])
-
-    call.__name__ = name
-    return call
-
-
-def update(own: Any, new: Any) -> None:
-    """Give a mutable argument the contents that the call left it with."""
-    if isinstance(own, list):
-        own[:] = new
-    elif isinstance(own, (dict, set)) and own != new:
-        own.clear()
-        own.update(new)
 
 
 def say(value: dict[str, Any]) -> None:
     """One line to whoever started the sandbox."""
-    wire.write_all(1, json.dumps(value).encode() + b"\n")
+    wire.write_all(_state["report"], json.dumps(value).encode() + b"\n")
 
 
 if __name__ == "__main__":

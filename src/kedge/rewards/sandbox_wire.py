@@ -10,44 +10,65 @@ from typing import Any
 
 MAX_FRAME = 64 << 20  # bytes
 
+SIMPLE: dict[type, Callable[[Any], Any]] = {
+    bool: bool,
+    int: int,
+    float: float,
+    str: str,
+    bytes: lambda value: {"b": bytes(value).hex()},
+    bytearray: lambda value: {"b": bytes(value).hex()},
+    complex: lambda value: {"c": [value.real, value.imag]},
+}
 
-def pack(value: Any) -> Any:
+
+def pack(value: Any, reference: Callable[[Any], int | None] = lambda _: None) -> Any:
     """A value of built-in types as JSON that tells them apart.
+
+    Args:
+        value: what crosses.
+        reference: the number of an object that crosses as a reference, or None.
 
     Raises:
         TypeError: it is of another type.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for kind in (bool, int, float, str):
+    number = reference(value)
+    if number is not None:
+        return {"o": number}
+    for kind, packed in SIMPLE.items():
         if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, (bytes, bytearray)):
-        return {"b": bytes(value).hex()}
-    if isinstance(value, complex):
-        return {"c": [value.real, value.imag]}
+            return packed(value)
     if isinstance(value, dict):
-        return {"d": [[pack(key), pack(item)] for key, item in value.items()]}
+        pairs = value.items()
+        return {"d": [[pack(key, reference), pack(item, reference)] for key, item in pairs]}
     for key, kinds in (("l", list), ("t", tuple), ("s", set), ("z", frozenset), ("r", range)):
         if isinstance(value, kinds):
-            return {key: [pack(item) for item in value]}
+            return {key: [pack(item, reference) for item in value]}
     if isinstance(value, Iterator):
-        return {"i": [pack(item) for item in value]}
+        return {"i": [pack(item, reference) for item in value]}
     raise TypeError(f"a {type(value).__name__} cannot leave the sandbox")
 
 
-def unpack(value: Any) -> Any:
-    """What ``pack`` was given."""
+def unpack(value: Any, referred: Callable[[int], Any] | None = None) -> Any:
+    """What ``pack`` was given.
+
+    Args:
+        value: what crossed.
+        referred: the object that a number refers to.
+    """
     if not isinstance(value, dict):
         return value
     ((key, items),) = value.items()
+    if key == "o" and referred is not None:
+        return referred(items)
     if key == "b":
         return bytes.fromhex(items)
     if key == "c":
         return complex(*items)
     if key == "d":
-        return {unpack(name): unpack(item) for name, item in items}
-    built = [unpack(item) for item in items]
+        return {unpack(name, referred): unpack(item, referred) for name, item in items}
+    built = [unpack(item, referred) for item in items]
     made: dict[str, Callable[[list[Any]], Any]] = {
         "l": list, "t": tuple, "s": set, "z": frozenset, "r": list, "i": iter,
     }  # fmt: skip
