@@ -78,7 +78,8 @@ class Judgement:
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
     token_rewards: Tensor | None = None  # float32 [B, R]; dense rewards, on top of the score
     baseline: Tensor | None = None  # float32 [B]; score of the greedy response to the same prompt
-    said: Mapping[str, float] = field(default_factory=dict)  # what reward functions measured, means
+    # What reward functions measured: sum and count.
+    said: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # and said of each row
 
 

@@ -82,6 +82,7 @@ def test_dynamic_sampling(tmp_path: Path, env: dict[str, str], max_lag: str) -> 
     assert any(row["grad_norm"] > 0 for row in one)
     for a, b in zip(one, two, strict=True):
         names = ("objective/scores", "loss/policy_avg", "grad_norm")
+        assert b["rollout/resampled_groups"] == a["rollout/resampled_groups"]
         assert [b[n] for n in names] == pytest.approx([a[n] for n in names], rel=1e-3, abs=1e-5)
     rounds = [json.loads((tmp_path / "two" / f"rows.{rank}").read_text()) for rank in (0, 1)]
     assert len(rounds[0]) != len(rounds[1])  # else this shows nothing

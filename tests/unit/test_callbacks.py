@@ -271,6 +271,10 @@ def test_merging_rows_keeps_extremes_and_skips_what_is_absent():
         {"completions/min_length": 4.0, "completions/max_length": 9.0, "val/ratio": 1.0},
         {"completions/min_length": 2.0, "completions/max_length": 5.0, "rewards/a": 7.0},
     ]
+    assert merge_rows([{"lr": 2.0, "lr/value": 4.0}, {"lr": 1.0, "lr/value": 3.0}]) == {
+        "lr": 1.0,
+        "lr/value": 3.0,
+    }
     assert merge_rows(rows) == {
         "completions/min_length": 2.0,
         "completions/max_length": 9.0,

@@ -256,6 +256,9 @@ def test_functions_log_metrics_and_columns():
     make(reward, log=log).score(rollout_of(PAIRS))
     metrics, extras = log.drain()
     assert metrics.means() == {"length": 3.0}
+    log.metric("rate", 1.0, 3)
+    log.metric("rate", 0.0, 1)
+    assert log.drain()[0].means() == {"rate": 0.75}
     assert extras == {"seen": ["w8 w9", "w10"]}
     assert log.drain() == (type(metrics)(), {})
 

@@ -105,12 +105,13 @@ def test_bad_verifiers_are_errors() -> None:
 
 def test_it_reports_rates() -> None:
     seen: dict[str, float] = {}
+    counted: set[float] = set()
     verify = by_column({"constant": constant})
     verify(
         ["4", "5", "6"],
         dataset=["gsm8k", "gsm8k", "constant"],
         ground_truth=["4", "4", None],
-        log_metric=seen.__setitem__,
+        log_metric=lambda name, value, weight: seen.update({name: value}) or counted.add(weight),
     )
     assert seen == {
         "gsm8k_reward": 0.5,
@@ -120,6 +121,7 @@ def test_it_reports_rates() -> None:
         "verifiable_reward": pytest.approx(1.25 / 3),
         "verifiable_correct_rate": pytest.approx(2 / 3),
     }
+    assert counted == {1, 2, 3}  # rows behind each
 
 
 def test_all_built_in_verifiers_can_be_named() -> None:

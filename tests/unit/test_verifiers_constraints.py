@@ -269,6 +269,7 @@ def test_languages() -> None:
     assert KNOWN - set(TEXTS) == {"hy", "ml", "ka"}
     assert language_of("") is language_of("123 !?") is language_of("🙂") is None
     assert language_of("xyzzy qwrt") is None
+    assert language_of("This is a very nice day.") == "en"
     mixed = f"{TEXTS['hi']} Python"
     assert language_of(mixed) == "hi"
 

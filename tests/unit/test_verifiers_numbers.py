@@ -75,6 +75,11 @@ RIGHT = [
     ("8", "First 5. The answer is 9? No, the answer is 8."),
     ("72", "#### Step 1: add 3\n70 + 2 = 72"),
     ("Natalia sold 48/2 = 24.\n#### 72", "72"),
+    ("18", r"\boxed{18^\circ}"),
+    ("18", r"\boxed{18^{\circ}}"),
+    ("18", "The answer is 18 or 18.0"),
+    ("18", "The answer is 18 to be precise, and 20 is not"),
+    ("18", "The answer is 9 + 9 = 18"),
 ]
 
 WRONG = [
@@ -92,6 +97,11 @@ WRONG = [
     ("18", r"\boxed{12 or 18}"),
     ("18", r"\boxed{12, 18}"),
     ("18", "#### 12 or 18"),
+    ("18", "The answer is 18 or 12."),
+    ("18", "The answer is 18 and $12."),
+    ("18", "The answer is 18-20."),
+    ("18", "The answer is 18 to 20."),
+    ("18", "The answer is 18:20."),
     ("18", "<answer>18</answer><answer>12</answer>"),
     ("18", "The answer is 18. The answer is 12."),
     ("18", "12, 13, 14, 15, 16, 17, 18, 19"),

@@ -153,6 +153,13 @@ def test_a_dropped_connection_is_tried_again() -> None:
     assert len(requests) == 2
 
 
+def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
+    cut = b"HTTP/1.0 200 OK\r\nContent-Length: 999\r\n\r\n{"
+    with raw_server(lambda n, _: cut if n == 1 else ok({"rewards": [1]})) as (url, requests):
+        assert RemoteReward(url, **QUICK)(["x"]) == [1.0]
+    assert len(requests) == 2
+
+
 def test_retries_end() -> None:
     answer = b"HTTP/1.0 500 Broken\r\n\r\nsecret cause"
     message = r"500 Broken: secret cause \(3 attempts"
@@ -220,7 +227,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardServer({"length": length}, token="right") as server:
         assert RemoteReward(server.url, token="right")(["xy"]) == [2.0]
         for wrong in (None, "", "wrong", "right2"):
-            with pytest.raises(RewardError, match="401"):
+            with pytest.raises(RewardError, match=f"401.* set {TOKEN_ENV}"):
                 RemoteReward(server.url, token=wrong)(["x"])
         monkeypatch.setenv(TOKEN_ENV, "right")
         remote = RemoteReward(server.url)
@@ -295,6 +302,9 @@ def test_what_the_server_refuses() -> None:
         for body in bodies:
             assert request(url, body, "/score/length")[0] == 400
         assert request(url, good, "/score/bad") == (422, {"error": "ValueError: the reason"})
+        for length_of_body in ("-1", "\N{SUPERSCRIPT TWO}", "9" * 30):
+            odd_length = {"Content-Length": length_of_body}
+            assert request(url, b"", "/score/length", **odd_length)[0] == 411
         assert request(url, good, "/score/short")[0] == 422
         assert request(url, good, "/score/nan")[0] == 422
         assert request(url, b"x" * (2 << 20), "/score/length")[0] == 413

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
-from kedge.engine.resample import refill, rows_of, spare_step
+from kedge.engine.resample import REPLACED, refill, rows_of, spare_step
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import collect
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
@@ -91,7 +91,7 @@ class Drawing:
                     draw=lambda fresh, turn: collected(fresh, f"rollout again {turn}"),
                     rounds=rounds,
                 )
-                times["rollout/resampled_groups"] = float(count)
+                times[REPLACED] = float(count)
         except Exception:
             self._rest(engine)
             raise

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from kedge.engine.drawing import Sample
 from kedge.math.sequences import widened
-from kedge.types import Judgement, PromptBatch, Rollout
+from kedge.types import Judgement, Metrics, PromptBatch, Rollout
 
 T = TypeVar("T", Rollout, Judgement)
 _UNUSED = {"support": -1}  # what stands in empty places, where that is not 0
@@ -66,7 +65,7 @@ def joined(samples: Sequence[Sample], like: PromptBatch) -> Sample:
         for name in dict.fromkeys(name for j in judgements for name in j.parts)
     }
     judgement = _joined_fields(
-        judgements, parts=parts, said=_means(judgements), extras=_rows(judgements)
+        judgements, parts=parts, said=_sums(judgements), extras=_rows(judgements)
     )
     spent: dict[str, float] = {}
     for _, _, took in samples:
@@ -101,10 +100,12 @@ def _stacked(parts: Sequence[Tensor], *, left: bool = False, fill: int = 0) -> T
     return torch.cat([widened(x, wide, left=left, fill=fill) for x in parts])
 
 
-def _means(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Means of what was measured of each piece; pieces are of equal size."""
-    names = dict.fromkeys(name for j in judgements for name in j.said)
-    return {n: fmean(j.said[n] for j in judgements if n in j.said) for n in names}
+def _sums(judgements: Sequence[Judgement]) -> Mapping[str, tuple[float, float]]:
+    """Sums and counts of what was measured of the pieces."""
+    found = Metrics()
+    for judgement in judgements:
+        found = found.merge(Metrics(judgement.said))
+    return found.totals
 
 
 def _rows(judgements: Sequence[Judgement]) -> dict[str, list[object]]:

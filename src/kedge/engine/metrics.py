@@ -56,11 +56,11 @@ NAMES: dict[str, str] = {
     "rollout/lag": "updates between sampling and training, mean over responses",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
-    "rollout/resampled_groups": "groups of equal scores sampled anew for other prompts, this rank",
-    "rollout/stale_gap": "the same for responses of older weights: how far the policy has moved",
+    "rollout/resampled_groups": "groups of equal scores sampled anew for other prompts",
     "rollout/correction_weight": "weight of learner against sampler, mean over tokens",
     "rollout/correction_bounded": "share of tokens whose weight was truncated or masked",
     "rollout/logprob_gap": "nats per token; |log-probability of the sampler - of the learner|",
+    "rollout/stale_gap": "the same for responses of older weights: how far the policy has moved",
     "eval_accuracy": "share of the evaluation's responses that score eval_success_score or more",
     "eval_win_rate": "share of the evaluation's responses that score more than the starting "
     "policy's to the same prompt, ties count half",
@@ -114,7 +114,7 @@ PREFIXES: dict[str, str] = {
     "eval_pass@": "share of evaluation prompts that at least one of so many responses solves, "
     "without bias (arXiv:2107.03374)",
     "eval_": "the same metric on the evaluation prompts",
-    "log/": "what a reward function recorded through log_metric, mean over its calls",
+    "log/": "what a reward function recorded through log_metric, mean over its calls on all ranks",
 }
 
 

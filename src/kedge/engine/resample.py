@@ -17,6 +17,7 @@ from kedge.math.advantage import group_std
 from kedge.math.sequences import widened
 from kedge.types import Judgement, PromptBatch, Rollout
 
+REPLACED = "rollout/resampled_groups"
 _FIRST = 2**40  # steps from here on name prompts of no training step
 Draw = Callable[[PromptBatch, int], tuple[Rollout, Judgement]]
 Columns = Mapping[str, Sequence[object]]

@@ -16,6 +16,7 @@ from kedge.algorithms.base import Algorithm, Evidence
 from kedge.engine.brakes import Brakes
 from kedge.engine.metrics import Tally
 from kedge.engine.resample import rows_of
+from kedge.engine.said import said_by_all
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.advantage import group_count, group_std
 from kedge.math.kl import k2, k3
@@ -138,7 +139,8 @@ def make_experience(
     _describe_batch(tally, evidence, credit, kl_coef)
     metrics = tally.read(learner.total) | _lengths(rollout, judgement.valid, learner.total)
     metrics["objective/kl_coef"] = kl_coef
-    metrics |= {f"log/{name}": mean for name, mean in judgement.said.items()}
+    said = said_by_all(judgement.said, learner)
+    metrics |= {f"log/{name}": mean for name, mean in said.items()}
     _derive(metrics)
     return _experience(rollout, note, credit), metrics
 

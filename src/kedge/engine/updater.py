@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kedge.algorithms.base import Algorithm
 from kedge.engine.brakes import Brakes
 from kedge.engine.hooks import Hooks, NoHooks
 from kedge.engine.metrics import check_known
 from kedge.engine.plan import BatchPlan
+from kedge.engine.resample import REPLACED
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import make_experience, optimise
 from kedge.math.offpolicy import Correction
@@ -73,6 +76,9 @@ class Updater:
         self._moves += moved and self.step > self.value_warmup_steps
         done = self.clock()
         whole = done - (start if begin is None else begin)
+        if REPLACED in times:
+            again = torch.tensor(times[REPLACED], dtype=torch.float64)
+            times = times | {REPLACED: float(self.learner.total(again))}
         metrics |= times | {
             "time/annotate": ready - start,
             "time/update": done - ready,

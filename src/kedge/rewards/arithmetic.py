@@ -17,6 +17,7 @@ ROUNDED_FROM = 6  # a ground truth with that many decimals was rounded there
 PROSE_WORDS, PROSE_LETTERS = 4, 300  # a mark with so many words holds a sentence
 _NEGATIVE = re.compile(r"(?:\bnegative |(?:\A|(?<=\bis ))minus )(?=[$€£]?[0-9])", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_JOINED = re.compile(r"\s?(?:or|and|to|-|:|/)\s?[-+]?(?:(?:\\?\$|[€£¥])\s?)?\.?[0-9]")  # 12 or 13
 
 
 def number_verifier(
@@ -30,9 +31,10 @@ def number_verifier(
 
     The final number is the one in the last mark (``\boxed{}``, ``<answer>``, ``####``); without a
     mark the one after the last "the answer is"; without that the last number of the response.  A
-    mark with several different numbers is a guess and scores 0, unless they form an equation, of
-    which the last side counts.  Numbers are compared exactly: 0.5, 1/2, 50% and .50 are equal;
-    units are ignored.  A ground truth with six or more decimals is taken as rounded there.
+    mark with several different numbers is a guess and scores 0, unless they form an equation,
+    of which the last side counts; so is "the answer is 12 or 13", also with and, to, a dash or
+    colon. Numbers are compared exactly: 0.5, 1/2, 50% and .50 are equal; units are ignored. A
+    ground truth with six or more decimals is taken as rounded there.
 
     Args:
         column: dataset column with the ground truth, a number or text; of a GSM8K solution what
@@ -74,7 +76,9 @@ def final_number(text: str, *, marked_only: bool = False) -> Number | None:
     if stated is not None:
         cleaned, numbers = _numbers(stated)
         if numbers:
-            return _right_side(cleaned, numbers)[0]
+            first, *others = _right_side(cleaned, numbers)
+            several = _JOINED.match(cleaned, first.end) and others
+            return first if not several or others[0].value == first.value else None
     _, numbers = _numbers("\n" + text)
     return numbers[-1] if numbers else None
 

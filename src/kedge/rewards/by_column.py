@@ -159,9 +159,10 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 
 def _report(
-    log: Callable[[str, float], None] | None, name: str, scores: list[float | None]
+    log: Callable[[str, float, float], None] | None, name: str, scores: list[float | None]
 ) -> None:
     known = [score for score in scores if score is not None]
     if log is not None and known:
-        log(f"{name}_reward", sum(known) / len(known))
-        log(f"{name}_correct_rate", sum(score > 0 for score in known) / len(known))
+        rows = len(known)
+        log(f"{name}_reward", sum(known) / rows, rows)
+        log(f"{name}_correct_rate", sum(score > 0 for score in known) / rows, rows)

@@ -41,7 +41,8 @@ _ALONE = {
 _WORDS = {
     "latin": {
         "en": "the of and to in is that it for was with as you are be this have on not or at by "
-        "i from we they his her an but which my will can your would there their what all",
+        "i from we they his her an but which my will can your would there their what all a very "
+        "has had were do does did if so no out up just some them then than into other has when who",
         "de": "der die das und ist nicht ein eine zu den von mit sie ich es auf für im dem des "
         "sich auch an werden als wie wir aus oder wird aber einen sind ihr war bei nach",
         "fr": "le la les et des est un une du en que qui dans pour pas il ce sur plus au nous "

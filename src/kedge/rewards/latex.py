@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 MAX_LETTERS = 1000  # of an answer; a longer one is no answer
 
@@ -14,7 +15,8 @@ _NAMES = (
     (r"\cfrac", r"\frac"), (r"\dfrac", r"\frac"), (r"\tfrac", r"\frac"), (r"\leq", r"\le"),
     (r"\geq", r"\ge"), (r"\neq", r"\ne"), (r"\lbrace", r"\{"), (r"\rbrace", r"\}"),
     ("bmatrix", "pmatrix"), ("Bmatrix", "pmatrix"), ("\\ ", " "), ("~", " "), ("**", "^"),
-    (r"\%", "%"), ("{,}", ","), (",\\! ", ","), (",\\!", ","),
+    (r"\%", "%"), ("{,}", ","), ("{:}", ":"), (r"\varnothing", r"\emptyset"),
+    (",\\! ", ","), (",\\!", ","),
     ("\N{INFINITY}", r"\infty"), ("\N{GREEK SMALL LETTER PI}", r"\pi"),
     ("\N{SQUARE ROOT}", r"\sqrt"), ("\N{MULTIPLICATION SIGN}", r"\times"),
     ("\N{MIDDLE DOT}", r"\cdot"), ("\N{UNION}", r"\cup"), ("\N{ELEMENT OF}", r"\in"),
@@ -48,6 +50,9 @@ _SUBSTITUTIONS = tuple(
     )
 )
 SEPARATORS = (",", ";", " and ", " or ")
+_REPEATING = re.compile(
+    r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s?(?:\{\s?([0-9]{1,20})\s?\}|([0-9]))"
+)
 _TOKEN = re.compile(r"\\[{}]|\\cup(?![a-zA-Z])| and | or |[()\[\]{},;]")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _FLAT = re.compile(r"\\frac\{\s?(-?)\s?([0-9]+|[a-zA-Z]|\\[a-z]+)\s?\}\{\s?([0-9]+)\s?\}")
@@ -69,9 +74,20 @@ def tidy(answer: str) -> str:
     text = " ".join(_DROP.sub("", text).split()).rstrip(" .;")
     text = _TEXT.sub(r"\1", _TEXT_UNIT.sub("", text)).strip()
     text = _WORD_UNIT.sub(r"\1", text)
+    text = _REPEATING.sub(_repeating, text)
     for pattern, new in _SUBSTITUTIONS:
         text = pattern.sub(new, text)
     return text.strip()
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""``0.1\overline{6}`` as a fraction: all digits less those that do not repeat, over 90."""
+    whole, once, again = match[1], match[2], match[3] or match[4]
+    value = Fraction(
+        int(whole + once + again) - int(whole + once or "0"),
+        10 ** len(once) * (10 ** len(again) - 1),
+    )
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def flat(tidied: str) -> str:

@@ -109,6 +109,8 @@ def _equal(found: str, want: str, judge: Judge | None) -> bool:
     if "_" in right:  # a number in another base
         return False
     parts, wanted_parts = group(left), group(right)
+    if (parts is None) != (wanted_parts is None) and (one is not None or other is not None):
+        left, right, parts, wanted_parts = flat(left), flat(right), None, None  # 1,000 is a number
     if parts is not None or wanted_parts is not None:
         if parts is None or wanted_parts is None or parts.kind != wanted_parts.kind:
             return False

@@ -26,6 +26,7 @@ _VULGAR = {
 _VULGAR_SIGN = re.compile(f"([0-9])?\\s?([{''.join(_VULGAR)}])")
 _TOO_LONG = re.compile(rf"[0-9]{{{MAX_DIGITS + 1},}}")
 _GROUP = r"(?:\{,\}|,(?:\\! ?)?|\\,|\\! ?|[\u2009\u202f\u00a0])"
+_DEGREES = re.compile(r"\^\s?(?:\{\s?\\circ\s?\}|\\circ(?![a-zA-Z]))")
 _CURRENCY = re.compile(r"(?:Rs|USD|EUR|GBP)\Z")
 _FRAC = re.compile(
     r"\\[dtc]?frac\s?(?:\{\s?([0-9]{1,99})\s?\}|([0-9]))\s?(?:\{\s?([0-9]{1,99})\s?\}|([0-9]))"
@@ -63,7 +64,7 @@ class Number:
 
 def clean(text: str) -> str:
     """The text with one kind of minus, digit and fraction, and without endless digits."""
-    text = text.translate(_CHARACTERS)
+    text = _DEGREES.sub("", text.translate(_CHARACTERS))
     text = _VULGAR_SIGN.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{_VULGAR[m[2]]}", text)
     text = _FRAC.sub(_flat_fraction, text)
     return _TOO_LONG.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -243,6 +243,8 @@ def _post(address: _Address, body: bytes, headers: dict[str, str], seconds: floa
             connection.request("POST", address.path, body, headers)
             response = connection.getresponse()
             data = response.read(MAX_ANSWER + 1)
+            if response.length and len(data) <= MAX_ANSWER:  # bytes that are missing
+                raise http.client.IncompleteRead(data, response.length)
         except (OSError, http.client.HTTPException) as error:
             if expired.is_set():
                 raise TimeoutError(f"no answer after {seconds:.1f} s") from error
@@ -259,10 +261,14 @@ def _post(address: _Address, body: bytes, headers: dict[str, str], seconds: floa
     return _Answer(
         status=response.status,
         body=data,
-        problem=f"answered {response.status} {response.reason}: {text}",
+        problem=f"answered {response.status} {response.reason}: {text}{_hint(response.status)}",
         again=response.status in AGAIN,
         pause=_pause(response.getheader("Retry-After")),
     )
+
+
+def _hint(status: int) -> str:
+    return f"; give token=, or set {TOKEN_ENV}" if status == 401 else ""
 
 
 def _cut(sock: Any, expired: threading.Event) -> Callable[[], None]:

@@ -168,7 +168,7 @@ class RewardServer:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the Content-Type must be application/json")
         length = headers.get("content-length", "")
-        if not length.isdigit():
+        if not _is_number(length):
             raise Refused(411, "the request must have a Content-Length")
         if int(length) > self.max_bytes:
             raise Refused(413, f"the request has {length} bytes; at most {self.max_bytes}")
@@ -187,6 +187,10 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20
 
 
 def _called(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
@@ -215,7 +219,7 @@ def _checked(returned: Any, rows: int) -> list[float | None]:
 
 class _Body:
     def __init__(self, file: Any, length: str) -> None:
-        self._file, self._unread = file, int(length) if length.isdigit() else 0
+        self._file, self._unread = file, int(length) if _is_number(length) else 0
 
     def read(self, size: int) -> bytes:
         self._unread -= size

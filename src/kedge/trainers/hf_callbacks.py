@@ -29,7 +29,8 @@ from kedge.protocols import Tracker
 
 STATE_FILE = "trainer_state.json"
 LATEST = (
-    *("episode", "epoch", "lr", "eps", "objective/kl_coef", "skipped_steps"),
+    *("episode", "epoch", "lr", "lr/value", "eps", "objective/kl_coef"),
+    "skipped_steps",
     *("num_input_tokens_seen", "memory/peak_cpu", "memory/peak_gpu"),
 )
 

@@ -32,8 +32,8 @@ class RewardFunction:
     (all of them if it takes ``**kwargs``): ``prompts`` and ``completions`` (text, or chat messages
     where the dataset has chats), ``prompt_ids`` and ``completion_ids`` (token ids, the stop token
     included), every other dataset column by its name, ``trainer_state``, ``log_metric(name,
-    value)`` and ``log_extra(column, values)``.  It returns one entry per row: a number, None where
-    it does not apply, or one number per response token.
+    value, weight=1)`` and ``log_extra(column, values)``.  It returns one entry per row: a number,
+    None where it does not apply, or one number per response token.
 
     Args:
         function: the callable.

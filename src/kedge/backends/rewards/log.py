@@ -18,9 +18,10 @@ class RewardLog:
         self._metrics = Metrics()
         self._extras: dict[str, list[object]] = {}
 
-    def metric(self, name: str, value: float) -> None:
-        """Add one observation of ``name``; its mean is logged."""
-        self._metrics = self._metrics.merge(Metrics({name: (float(value), 1.0)}))
+    def metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add an observation of ``name``, or the mean of ``weight`` of them; the mean is logged."""
+        sums = {name: (float(value) * weight, float(weight))}
+        self._metrics = self._metrics.merge(Metrics(sums))
 
     def merge(self, metrics: Metrics) -> None:
         """Add observations that were made elsewhere."""
@@ -63,7 +64,7 @@ class Noted:
                     f"log_extra({name!r}, ...) was given {len(values)} values for {len(rollout)}"
                     " completions; give one for each"
                 )
-        return replace(judgement, said=metrics.means(), extras=extras)
+        return replace(judgement, said=metrics.totals, extras=extras)
 
     def close(self) -> None:
         """Release what the source holds outside this process."""
