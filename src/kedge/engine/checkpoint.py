@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kedge.engine.checkpoint_folders import (
@@ -125,10 +126,18 @@ def save(
     except BaseException as e:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(e, OSError):
-            raise CheckpointError(f"could not write {final}: {e}; the ones before are whole") from e
+        refused = e.__cause__ if isinstance(e, CheckpointError) else e
+        if isinstance(refused, OSError | SafetensorError):
+            raise CheckpointError(f"could not write {final}: {refused}; {_kept(final)}") from e
         raise
     return final
+
+
+def _kept(lost: Path) -> str:
+    before = [folder.name for folder in checkpoints(lost.parent)]
+    if not before:
+        return "make room, or name another output_dir; there is no checkpoint before it"
+    return f"make room; {before[-1]} is whole, and resume_from_checkpoint=True goes on from it"
 
 
 def load(

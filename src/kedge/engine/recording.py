@@ -79,11 +79,14 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, rollout: Rollout, judgement: Judgement) -> Path:
-        """Record the batch of update ``step`` (0 is the first); returns the JSON file."""
+        """Record the batch of update ``step`` (0 is the first); returns the JSON file.
+
+        Raises:
+            CheckpointError, OSError: the disk refused; the update is not recorded.
+        """
         file = _file(self.folder, step, self.rank, self.world_size)
         file.unlink(missing_ok=True)  # the JSON file says that the pair is whole
         tree, tensors = split(pack({"rollout": rollout, "judgement": judgement}), name="sample")
-        write_tensors(file.with_suffix(".safetensors"), tensors)
         head = {
             "format": FORMAT,
             "step": step,
@@ -91,9 +94,15 @@ class Recorder:
             "about": self.about,
             "sample": tree,
         }
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(head), encoding="utf-8")
-        part.replace(file)
+        part, others = file.with_suffix(".part"), file.with_suffix(".safetensors")
+        try:
+            write_tensors(others, tensors)
+            part.write_text(json.dumps(head), encoding="utf-8")
+            part.replace(file)
+        except (OSError, CheckpointError):
+            part.unlink(missing_ok=True)
+            others.unlink(missing_ok=True)
+            raise
         return file
 
 

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from kedge.backends.trackers import write_whole
 from kedge.config.support import Refused, default_of
 from kedge.trainers.model_card import versions
 from kedge.trainers.publishing import Provenance
@@ -71,10 +72,7 @@ def read_about(output_dir: str | Path | None) -> dict[str, Any]:
 
 
 def _write(file: Path, about: Mapping[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(about, indent=1, default=str) + "\n", encoding="utf-8")
-    part.replace(file)
+    write_whole(file, json.dumps(about, indent=1, default=str) + "\n")
 
 
 _SECRETS = ("hub_token", "api_key", "auth_token", "password", "secret")

@@ -14,6 +14,7 @@ from kedge.config.on_policy import OnPolicyConfig
 from kedge.engine.loop import Engine
 from kedge.errors import ConfigError
 from kedge.trainers.about import read_about, write_about
+from kedge.trainers.beside import opening
 from kedge.trainers.given import Given
 from kedge.trainers.prompts import eval_sets
 from kedge.trainers.publishing import hub_of, provenance, write_card
@@ -47,7 +48,8 @@ class TrainerShell:
         """Train to the end; ``resume_from_checkpoint`` is True (the newest) or a folder."""
         resume = resume_from_checkpoint
         if self.args.output_dir and self.accelerator.is_main_process:
-            write_about(self._made_of, self.args, device=str(self.accelerator.device))
+            with opening("output_dir", self.args.output_dir):
+                write_about(self._made_of, self.args, device=str(self.accelerator.device))
         return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:

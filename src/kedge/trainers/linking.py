@@ -6,6 +6,7 @@ from typing import Any
 
 from kedge.backends.trackers.links import note, run_links
 from kedge.trainers.about import add_links
+from kedge.trainers.beside import Beside
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.pushing import PushOnSave
 from kedge.trainers.services import services_of, writer_of
@@ -26,5 +27,6 @@ def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
         facts = {"hub_repository": links["hub"]}
         note(services, facts, tensorboard=lambda: writer_of(callbacks))
     if links and args.output_dir:
-        add_links(args.output_dir, links)
+        with Beside().writing("addresses of the run", args.output_dir):
+            add_links(args.output_dir, links)
     return links

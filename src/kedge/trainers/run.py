@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine
 from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
-from kedge.engine.recording import Recorder, pack, unpack
+from kedge.engine.recording import pack, unpack
 from kedge.errors import CheckpointError, ConfigError
+from kedge.protocols import Tracker
+from kedge.trainers.beside import Beside, Spared, opening
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.hooks import TrainerHooks
 from kedge.trainers.linking import link
-from kedge.trainers.saving import earlier_run, numbers_of, recording_of, write_models
+from kedge.trainers.saving import earlier_run, numbers_of, recorder_of, write_models
 from kedge.trainers.services import tables_of
 from kedge.trainers.token_rows import TokenRows, token_rows
 from kedge.types import Judgement, Rollout
@@ -49,6 +51,7 @@ class Run:
         tokenizer: saved with the models.
         fresh_reference: the reference was made from the policy, so their KL starts at 0.
         more: adds metrics to those of an update.
+        beside: where files that may fail are written.
     """
 
     args: Any
@@ -60,6 +63,7 @@ class Run:
     tokenizer: Any
     fresh_reference: bool
     more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict  # metrics in other names
+    beside: Beside = field(default_factory=Beside)
 
     def train(self, resume: str | bool | None) -> TrainOutput:
         """Train to the end of the plan, or until a callback stops it.
@@ -108,7 +112,9 @@ class Run:
     def _output(self, seconds: float) -> TrainOutput:
         state = self.callbacks.state
         if self.args.output_dir and state.is_world_process_zero:
-            draw_curves(state.log_history, self._root() / "curves.png")
+            file = self._root() / "curves.png"
+            with self.beside.writing("curves", file):
+                draw_curves(state.log_history, file)
         losses = [row["loss/policy_avg"] for row in state.log_history if "loss/policy_avg" in row]
         loss = sum(losses) / len(losses) if losses else 0.0
         metrics = {
@@ -123,20 +129,12 @@ class Run:
     # -- along the way --------------------------------------------------------------------------
 
     def _on_sample(self) -> Callable[[int, Rollout, Judgement], None]:
-        folder = self.settings.save_rollouts
-        accelerator = self.learner.accelerator
-        recorder = None
-        if folder is not None:
-            recorder = Recorder(
-                folder,
-                about=recording_of(self.settings),
-                rank=accelerator.process_index,
-                world_size=accelerator.num_processes,
-            )
+        recorder = recorder_of(self.settings, self.learner)
 
         def look(step: int, rollout: Rollout, judgement: Judgement) -> None:
             if recorder is not None:
-                recorder.write(step, rollout, judgement)
+                with self.beside.writing("recorded rollouts", recorder.folder):
+                    recorder.write(step, rollout, judgement)
             if step == 0 and self.settings.preflight:
                 self._preflight(rollout, judgement)
 
@@ -185,8 +183,12 @@ class Run:
             self.engine.plan.updates, start=self.engine.step, bar=not self.args.disable_tqdm
         )
         history = self.callbacks.state.log_history
-        files = [Jsonl(self._root(), history=history)] if self.args.output_dir else []
-        self.callbacks.tracker = Many([*files, screen, tables_of(self.callbacks)])
+        seen: list[Tracker] = [Spared(screen, self.beside, "the screen")]
+        if self.args.output_dir:
+            with opening("output_dir", self._root()):
+                files = Jsonl(self._root(), history=history)
+            seen.insert(0, Spared(files, self.beside, self._root()))
+        self.callbacks.tracker = Many([*seen, tables_of(self.callbacks)])
         return screen
 
     # -- checkpoints ----------------------------------------------------------------------------

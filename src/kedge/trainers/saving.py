@@ -17,7 +17,9 @@ from kedge.backends.hf.learner import HFLearner
 from kedge.config.resolve import RunSettings
 from kedge.engine.checkpoint import checkpoints
 from kedge.engine.loop import Engine
+from kedge.engine.recording import Recorder
 from kedge.errors import CheckpointError
+from kedge.trainers.beside import opening
 
 VALUE_FOLDER = "value_model"
 
@@ -35,8 +37,14 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
             learner.save(folder, folder / VALUE_FOLDER)
             if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
                 tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the models could not be written to {folder}: {error}") from error
+    except Exception as error:
+        # tokenizers reports what the disk says as a bare Exception
+        if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
+            raise CheckpointError(
+                f"the models could not be written to {folder}: {error}; make room, or give"
+                " save_model() another folder"
+            ) from error
+        raise
 
 
 @contextlib.contextmanager
@@ -106,3 +114,18 @@ def numbers_of(settings: RunSettings, engine: Engine, learner: HFLearner) -> dic
 def recording_of(settings: RunSettings) -> dict[str, Any]:
     """What a recording of rollouts must agree with to be trained from."""
     return {"temperature": settings.sampling.temperature, "stop_ids": [*settings.sampling.stop_ids]}
+
+
+def recorder_of(settings: RunSettings, learner: HFLearner) -> Recorder | None:
+    """What records the rollouts of this rank, if ``save_rollouts`` asks for it.
+
+    Raises:
+        ConfigError: its folder cannot be made.
+    """
+    folder = settings.save_rollouts
+    if folder is None:
+        return None
+    with opening("save_rollouts", folder):
+        return Recorder(
+            folder, about=recording_of(settings), rank=learner.rank, world_size=learner.ranks
+        )

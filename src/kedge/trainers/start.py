@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kedge.backends.trackers import write_whole
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.errors import CheckpointError, ConfigError
+from kedge.trainers.beside import Beside
 
 FOLDER = "start"
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Start:
     def __init__(self, root: Path | None, *, main: bool) -> None:
         self.root, self.main = root, main
         self._kept: dict[str, Tensor | None] = {}
+        self._beside = Beside()
 
     def keep(self, name: str, scores: Tensor, rows: Sequence[dict[str, object]]) -> None:
         """Keep the scores (float64 [rows], NaN where there is none) under the set's name."""
@@ -53,11 +56,9 @@ class Start:
         if self.root is None or not self.main:
             return
         file = self._file(self.root, name)
-        file.parent.mkdir(parents=True, exist_ok=True)
         plain = [None if math.isnan(x) else x for x in scores.tolist()]
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps({"scores": plain, "completions": list(rows)}), encoding="utf-8")
-        part.replace(file)
+        with self._beside.writing("the answers of the start", file):
+            write_whole(file, json.dumps({"scores": plain, "completions": list(rows)}))
 
     def scores(self, name: str, count: int) -> Tensor | None:
         """The scores kept for a set of ``count`` rows, by this process or an earlier one.

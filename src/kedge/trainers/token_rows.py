@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kedge.backends.trackers import write_whole
 from kedge.config.cadence import Cadence
 from kedge.engine.hooks import StepReport
 from kedge.protocols import Learner
+from kedge.trainers.beside import Beside
 from kedge.types import Experience
 
 FOLDER = "tokens"
@@ -49,6 +51,7 @@ class TokenRows:
         self.folder, self.rows, self.due = root / FOLDER, rows, due
         self.learner, self.tokenizer = learner, tokenizer
         self._held: Experience | None = None
+        self._beside = Beside()
 
     def hold(self, step: int, experience: Experience) -> None:
         """Keep the first rows that update ``step`` (0 is the first) reads."""
@@ -57,7 +60,7 @@ class TokenRows:
             self._held = experience.rows(torch.arange(min(self.rows, len(experience))))
 
     def write(self, report: StepReport) -> Path | None:
-        """Write the rows that were kept, if any, after the update; returns the file on rank 0."""
+        """Write the rows that were kept, if any, after the update; returns rank 0's file."""
         held, self._held = self._held, None
         if held is None:
             return None
@@ -66,11 +69,10 @@ class TokenRows:
             return None
         lines = [self._line(held, after, report, i) for i in range(len(held))]
         file = self.folder / f"step-{report.step:06d}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.write_text("".join(lines), encoding="utf-8")
-        part.replace(file)
-        return file
+        with self._beside.writing("rows of tokens", self.folder):
+            write_whole(file, "".join(lines))
+            return file
+        return None
 
     def _line(self, held: Experience, after: Tensor, report: StepReport, i: int) -> str:
         rollout, judgement = report.rollout, report.judgement

@@ -1,8 +1,8 @@
 """Where metrics and completions go: files, the screen, memory; curves at the end."""
 
-from kedge.backends.trackers.base import Jsonl, Many, Memory
+from kedge.backends.trackers.base import Jsonl, Many, Memory, write_whole
 from kedge.backends.trackers.curves import draw_curves
 from kedge.backends.trackers.progress import Screen
 from kedge.backends.trackers.tables import Tables
 
-__all__ = ["Jsonl", "Many", "Memory", "Screen", "Tables", "draw_curves"]
+__all__ = ["Jsonl", "Many", "Memory", "Screen", "Tables", "draw_curves", "write_whole"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -79,21 +81,55 @@ class Jsonl:
         for tables in {file.parent for file in self.folder.glob("*/step-*.jsonl")}:
             if not lines and not tables.suffix:
                 tables.rename(_free(tables))
-        self.file.write_text("".join(lines), encoding="utf-8")
+        write_whole(self.file, "".join(lines))
+        self._late: list[str] = []  # rows that the disk refused so far
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Append one row; it is in the file when this returns."""
-        with self.file.open("a", encoding="utf-8") as out:
-            out.write(_line({"step": step, **metrics}))
+        """Append one row; it is in the file when this returns.
+
+        Raises:
+            OSError: the disk refused.  No part of the row is in the file, and the next call writes
+                it before its own.
+        """
+        self._late.append(_line({"step": step, **metrics}))
+        size = self.file.stat().st_size if self.file.exists() else 0
+        try:
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write("".join(self._late))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.file, size)
+            raise
+        self._late.clear()
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
-        """Write one table; a table of the same name and step is replaced."""
+        """Write one table; a table of the same name and step is replaced.
+
+        Raises:
+            OSError: the disk refused; a table of before is whole.
+        """
         file = self.folder / name / f"step-{step:06d}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(_line(row) for row in rows), encoding="utf-8")
+        write_whole(file, "".join(_line(row) for row in rows))
 
     def close(self) -> None:
         """Nothing is held open, so an evaluation after training is recorded too."""
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file whole or not at all, with the folders above it.
+
+    Raises:
+        OSError: the disk refused; what was there before is as it was.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _set_aside(file: Path, *, unless: list[str]) -> None:
