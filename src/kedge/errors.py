@@ -2,6 +2,7 @@
 
     KedgeError
     ├── ConfigError (ValueError)      an option, or a combination of options, that cannot work
+    │   └── OptionError (TypeError)   an option that there is not
     ├── DataError (ValueError)        a dataset, a prompt or a tokenizer that cannot be used
     ├── RewardError (RuntimeError)    a reward function or model failed, or returned nonsense
     ├── RolloutError (RuntimeError)   an engine could not generate, or broke its contract
@@ -24,6 +25,10 @@ class KedgeError(Exception):
 
 class ConfigError(KedgeError, ValueError):
     """An option, or a combination of options, that cannot work."""
+
+
+class OptionError(ConfigError, TypeError):
+    """An option or argument that there is not; also the error that Python itself would raise."""
 
 
 class DataError(KedgeError, ValueError):

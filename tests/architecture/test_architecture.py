@@ -15,15 +15,17 @@ STDLIB = sys.stdlib_module_names
 
 KEDGE_RULES = {
     "errors": set(),
+    "naming": {"errors"},
     "types": set(),
     "protocols": {"types"},
     "math": {"math"},
     "algorithms": {"types", "math", "algorithms"},
-    "config": {"config", "errors", "types"},
+    "config": {"config", "errors", "naming", "types"},
     "engine": {"types", "math", "protocols", "algorithms", "engine", "errors"},
     "backends": {"types", "math", "protocols", "config", "backends", "errors"},
     "classic": {
         *("types", "math", "protocols", "algorithms", "engine", "backends", "errors", "classic"),
+        "naming",
     },
     "testing": {"types", "errors"},
     "rewards": {"rewards", "errors"},
@@ -32,6 +34,7 @@ KEDGE_RULES = {
 }
 THIRD_PARTY = {
     "errors": set(),
+    "naming": set(),
     "types": {"torch"},
     "protocols": {"torch"},
     "math": {"torch"},

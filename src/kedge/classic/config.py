@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kedge.errors import ConfigError
+from kedge.naming import named
 
 JSON = dict[str, Any] | str | None  # a dictionary, or JSON from a command line
 _JSON_FIELDS = (
@@ -27,6 +28,7 @@ def _script() -> str:
     return Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "kedge"
 
 
+@named("option")
 @dataclass
 class PPOConfig:
     """Options of ``kedge.classic.PPOTrainer``.
@@ -213,4 +215,4 @@ def _parsed(name: str, value: JSON) -> dict[str, Any]:
 
 
 def _deprecated(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated; use {new}, which does the same", stacklevel=4)
+    warnings.warn(f"{old} is deprecated; use {new}, which does the same", stacklevel=5)

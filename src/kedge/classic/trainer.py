@@ -38,9 +38,11 @@ from kedge.classic.tracking import log_batch, start_trackers
 from kedge.classic.watch import Watch
 from kedge.engine.updater import Updater
 from kedge.errors import ConfigError
+from kedge.naming import named
 from kedge.types import given
 
 
+@named("argument", config=PPOConfig)
 class PPOTrainer(Pieces, Publishing):
     """PPO one step at a time.
 

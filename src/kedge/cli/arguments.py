@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -20,6 +19,7 @@ from kedge.config.on_policy import OnPolicyConfig, option
 from kedge.config.ppo import PPOv2Config
 from kedge.config.support import Honoured, Moved, Support
 from kedge.errors import ConfigError
+from kedge.naming import hint
 
 
 @dataclass
@@ -269,10 +269,9 @@ def _names(tokens: Iterable[str], known: set[str]) -> frozenset[str]:
 def _unknown(token: str, known: Iterable[str], *, in_file: bool = False) -> str:
     if token.startswith("-") or in_file:
         name = token.lstrip("-").partition("=")[0].replace("-", "_")
-        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
         dashes = "--" if token.startswith("-") else ""
-        hint = f"; the nearest is {dashes}{near[0]}" if near else ""
-        return f"there is no {'flag' if dashes else 'option'} {dashes}{name}{hint}"
+        meant = hint(name, {*known}, dashes=dashes)
+        return f"there is no {'flag' if dashes else 'option'} {dashes}{name}{meant}"
     return f"{token!r} belongs to no flag; flags look like --learning_rate 1e-5"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.errors import ConfigError
+from kedge.naming import hint
 
 RL = ("ppo", "rloo", "grpo", "async-ppo")
 PLACES = {"generate": ("model", "prompts"), "judge": ("ours", "theirs")}  # without a flag
@@ -269,6 +269,4 @@ def _commands() -> dict[str, Callable[[], set[str]]]:
 
 def nearest(word: str, known: Any, kind: str) -> str:
     """That there is no such word, and which one was perhaps meant."""
-    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-    hint = f"; the nearest is {near[0]}" if near else ""
-    return f"there is no {kind} {word!r}{hint}"
+    return f"there is no {kind} {word!r}{hint(word, {*known})}"

@@ -14,6 +14,7 @@ from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import engine_args
 from kedge.config.support import Honoured, Moved, Refused, Support, apply_support, option
 from kedge.errors import ConfigError
+from kedge.naming import named
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ def _ai2(default: Any) -> Any:
     return option(default, "Of Ai2's cluster: ignored, with a note.")
 
 
+@named("option")
 @dataclass(repr=False)
 class AsyncPPOConfig(PPOConfig):
     """Options of ``kedge.AsyncPPOTrainer``: PPO whose engines sample while the learners train.

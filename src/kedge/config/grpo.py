@@ -14,6 +14,7 @@ from kedge.config.on_policy import KLEstimator, OnPolicyConfig, option
 from kedge.config.resolve import RunSettings, shared_parts
 from kedge.config.support import Honoured, Refused, Support, apply_support
 from kedge.errors import ConfigError
+from kedge.naming import named
 
 _GRPO = "algorithm: kedge.algorithms.grpo"
 _ENTROPY = Refused("there is no entropy bonus", "leave it at its default")
@@ -91,6 +92,7 @@ def _refused(default: Any) -> Any:
     return option(default, "Not supported.")
 
 
+@named("option")
 @dataclass(repr=False)
 class GRPOConfig(NewerArguments, OnPolicyConfig):
     """Options of ``kedge.GRPOTrainer``, with the names and defaults of TRL 1.16.

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kedge.config.on_policy import OnPolicyConfig, option
+from kedge.naming import named
 
 
+@named("option")
 @dataclass(repr=False)
 class PPOConfig(OnPolicyConfig):
     """Options of ``kedge.PPOTrainer``; ``transformers.TrainingArguments`` with those of PPO.
@@ -57,6 +59,7 @@ class PPOConfig(OnPolicyConfig):
     value_warmup_steps: int = option(0, "Updates at the start that train the value alone.")
 
 
+@named("option")
 @dataclass(repr=False)
 class PPOv2Config(PPOConfig):
     """PPOConfig with the names that only its first version had."""

@@ -14,6 +14,7 @@ from kedge.config.on_policy import OnPolicyConfig, option
 from kedge.config.resolve import RunSettings, shared_parts
 from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
+from kedge.naming import named
 
 _RLOO = "algorithm: kedge.algorithms.rloo"
 
@@ -66,6 +67,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@named("option")
 @dataclass(repr=False)
 class RLOOConfig(NewerArguments, OnPolicyConfig):
     """Options of ``kedge.RLOOTrainer``, in the names of TRL up to 0.21 or of 0.22 and later.

@@ -13,6 +13,7 @@ from kedge.algorithms import Algorithm, grpo
 from kedge.backends.hf.device import accelerator_for
 from kedge.config.grpo import GRPOConfig, resolve_grpo
 from kedge.errors import ConfigError
+from kedge.naming import named
 from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
@@ -22,6 +23,7 @@ from kedge.trainers.prompts import own_or, text_tokenizer
 from kedge.trainers.rules import check_unread
 
 
+@named("argument", config=GRPOConfig)
 class GRPOTrainer(TrainerShell):
     """Trains a causal language model with GRPO, or one of its family, against a reward.
 

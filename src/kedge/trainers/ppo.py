@@ -14,6 +14,7 @@ from kedge.backends.hf.device import accelerator_for
 from kedge.config.ppo import PPOConfig
 from kedge.config.resolve import resolve
 from kedge.errors import ConfigError
+from kedge.naming import named
 from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
@@ -30,6 +31,7 @@ _OLDER_NAMES = {
 }
 
 
+@named("argument", config=PPOConfig)
 class PPOTrainer(TrainerShell):
     """Trains a causal language model with PPO against a reward.
 

@@ -13,6 +13,7 @@ from kedge.algorithms import Algorithm, rloo
 from kedge.backends.hf.device import accelerator_for
 from kedge.config.rloo import RLOOConfig, resolve_rloo
 from kedge.errors import ConfigError
+from kedge.naming import named
 from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
@@ -31,6 +32,7 @@ _PAIRS = {
 }
 
 
+@named("argument", config=RLOOConfig)
 class RLOOTrainer(TrainerShell):
     """Trains a causal language model with RLOO against a reward.
 
