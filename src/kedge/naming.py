@@ -65,18 +65,22 @@ def hint(name: str, known: Collection[str], *, dashes: str = "") -> str:
     return f"; the nearest is {dashes}{near[0]}" if near else ""
 
 
-def named(kind: str, *, config: type | None = None) -> Callable[[Class], Class]:
+def named(
+    kind: str, *, config: type | None = None, older: Collection[str] = ()
+) -> Callable[[Class], Class]:
     """A class whose unknown keywords are refused with a name that was perhaps meant.
 
     Args:
         kind: what the class calls its keywords: "option" or "argument".
         config: holds the options beside these arguments.
+        older: keywords that the class takes besides those of its signature.
     """
     beside = frozenset(inspect.signature(config).parameters) if config is not None else frozenset()
 
     def decorate(made: Class) -> Class:
         real: Callable[..., None] = made.__init__  # type: ignore[misc]
-        known = frozenset(inspect.signature(real).parameters) - {"self"}
+        parameters = inspect.signature(real).parameters.values()
+        known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"} | {*older}
 
         @functools.wraps(real)
         def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:

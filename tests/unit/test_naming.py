@@ -74,6 +74,11 @@ def test_arguments_of_trainers(trainer: type[Any]) -> None:
     )
 
 
+def test_a_trainer_takes_the_older_names_that_it_knows() -> None:
+    with pytest.raises(ConfigError, match="policy and model are the older and the newer name"):
+        kedge.RLOOTrainer(policy="a", model="b")
+
+
 def test_older_arguments_of_trainers() -> None:
     want = "PPOTrainer has no argument 'tokenizer'; it is called processing_class here"
     assert said(kedge.PPOTrainer, "tokenizer") == want

@@ -32,7 +32,7 @@ _PAIRS = {
 }
 
 
-@named("argument", config=RLOOConfig)
+@named("argument", config=RLOOConfig, older=_PAIRS)
 class RLOOTrainer(TrainerShell):
     """Trains a causal language model with RLOO against a reward.
 
@@ -135,15 +135,10 @@ def one_spelling(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str
     """The arguments under their newer names.
 
     Raises:
-        ConfigError: an unknown name, or both names of one thing.
+        ConfigError: both names of one thing.
     """
     found = dict(newer)
     for name, value in older.items():
-        if name not in _PAIRS:
-            raise ConfigError(
-                f"RLOOTrainer has no argument {name!r}; the older names it knows are"
-                f" {', '.join(_PAIRS)}"
-            )
         if value is None:
             continue
         if found[_PAIRS[name]] is not None:
