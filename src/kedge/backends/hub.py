@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kedge.errors import HubError
 
@@ -25,15 +25,16 @@ def logged_in() -> bool:
 
 
 class Hub:
-    """One model repository on the hub.  Only rank 0 has one.
+    """One repository on the hub, of a model or of data.  Only rank 0 has one.
 
     Args:
         repo_id: "name" or "organization/name".
         token: of a user who may write; None takes the one of ``hf auth login`` or ``HF_TOKEN``.
         private: for a repository that does not exist yet; None is the account's default.
         revision: branch to push to, made if it is missing; None is "main".
+        kind: what the repository holds.
         api: a ``huggingface_hub.HfApi``, or something with its ``create_repo``,
-            ``create_branch`` and ``upload_folder``.
+            ``create_branch``, ``upload_folder`` and ``upload_file``.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Hub:
         token: str | None = None,
         private: bool | None = None,
         revision: str | None = None,
+        kind: Literal["model", "dataset"] = "model",
         api: Any = None,
     ) -> None:
         if api is None:
@@ -51,6 +53,7 @@ class Hub:
             api = HfApi()
         self.repo_id, self.private, self.revision = repo_id, private, revision
         self._token, self._api, self._ready = token, api, False
+        self._kind = {} if kind == "model" else {"repo_type": kind}
 
     @property
     def url(self) -> str:
@@ -58,7 +61,8 @@ class Hub:
         from huggingface_hub.constants import ENDPOINT
 
         branch = "" if self.revision in (None, "main") else f"/tree/{self.revision}"
-        return f"{ENDPOINT}/{self.repo_id}{branch}"
+        place = "datasets/" if self._kind else ""
+        return f"{ENDPOINT}/{place}{self.repo_id}{branch}"
 
     def create(self) -> str:
         """Make the repository and branch unless they exist; returns the repository's full name.
@@ -119,6 +123,29 @@ class Hub:
             run_as_future=not blocking,
         )
 
+    def write(self, path: str, text: str, *, message: str, blocking: bool = True) -> Any:
+        """Upload a text as one file.
+
+        Args:
+            path: in the repository.
+            text: what the file holds.
+            message: the commit's message.
+            blocking: False returns a future at once.
+
+        Raises:
+            HubError: says what the hub answered and what to do.
+        """
+        self.create()
+        return self._call(
+            "upload_file",
+            repo_id=self.repo_id,
+            path_or_fileobj=text.encode(),
+            path_in_repo=path,
+            commit_message=message,
+            revision=self.revision,
+            run_as_future=not blocking,
+        )
+
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
         """Push what ``hub_strategy`` asks for after a save; waits until it is there.
 
@@ -147,9 +174,9 @@ class Hub:
 
     def _call(self, name: str, **kwargs: Any) -> Any:
         try:
-            return getattr(self._api, name)(token=self._token, **kwargs)
+            return getattr(self._api, name)(token=self._token, **self._kind, **kwargs)
         except Exception as e:  # the HTTP package behind the hub client differs by version
-            raise HubError(_explain(e, self.repo_id)) from e
+            raise HubError(explain(e, self.repo_id)) from e
 
 
 def repo_name(hub_model_id: str | None, output_dir: str | Path | None) -> str:
@@ -165,7 +192,8 @@ def repo_name(hub_model_id: str | None, output_dir: str | Path | None) -> str:
     return Path(output_dir).absolute().name
 
 
-def _explain(error: Exception, repo_id: str) -> str:
+def explain(error: BaseException, repo_id: str) -> str:
+    """What went wrong with a repository, and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     kinds = [kind.__name__ for kind in type(error).__mro__]
     if status in (401, 403) or "LocalTokenNotFoundError" in kinds:
@@ -174,8 +202,8 @@ def _explain(error: Exception, repo_id: str) -> str:
         advice = "check hub_model_id and that the token may write there"
     elif status is None and ("ConnectionError" in kinds or "TransportError" in kinds):
         advice = (
-            "the hub cannot be reached from here; set push_to_hub=False and upload the output "
-            "folder later with `hf upload`"
+            "the hub cannot be reached from here; train without it, and upload the output folder "
+            "later with `hf upload`"
         )
     else:
         advice = "the models are in the output folder; upload them later with `hf upload`"

@@ -325,6 +325,16 @@ def _output_dir(c: Any) -> None:
         raise ConfigError(f"output_dir={c.output_dir!r} is a file; name a folder")
 
 
+def _completions(c: Any) -> None:
+    evaluates = str(getattr(c.eval_strategy, "value", c.eval_strategy)) != "no"
+    if c.log_completions_hub_repo and not (c.num_sample_generations or evaluates):
+        raise ConfigError(
+            f"log_completions_hub_repo={c.log_completions_hub_repo!r}, but there are no tables of"
+            " completions to send; set num_sample_generations (and leave log_completions alone), or"
+            " leave it out"
+        )
+
+
 COMBINATIONS: tuple[Callable[[Any], None], ...] = (
     _stops,
     _sampling,
@@ -338,4 +348,5 @@ COMBINATIONS: tuple[Callable[[Any], None], ...] = (
     _optimizer,
     _loader_options,
     _output_dir,
+    _completions,
 )

@@ -206,6 +206,7 @@ OWN: dict[str, Support] = {
         "rows at a time while generating, annotating and scoring"
     ),
     "num_sample_generations": Honoured("cadence: tables of sample completions in the run"),
+    "log_completions_hub_repo": Honoured("trackers: a dataset repository of completions"),
     "log_token_rows": Honoured("trackers: responses token by token, for kedge report"),
     "sft_model_path": Honoured(_SCRIPT),
     "reward_model_path": Honoured(_SCRIPT),

@@ -78,6 +78,11 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     log_token_rows: int = option(
         4, "Responses written token by token when metrics are logged, for kedge report; 0 for none."
     )
+    log_completions_hub_repo: str | None = option(
+        None,
+        "Dataset repository on the hub that gets the tables of completions; private unless "
+        "hub_private_repo=False.",
+    )
     dataset_num_proc: int | None = option(None, "Processes that tokenise the dataset.")
     world_size: int | None = option(None, "Filled in: processes.")
     num_total_batches: int | None = option(None, "Filled in: updates in the run.")

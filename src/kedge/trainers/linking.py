@@ -9,7 +9,7 @@ from kedge.trainers.about import add_links
 from kedge.trainers.beside import Beside
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.pushing import PushOnSave
-from kedge.trainers.services import services_of, writer_of
+from kedge.trainers.services import completions_url, services_of, writer_of
 
 
 def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
@@ -26,6 +26,9 @@ def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
         links["hub"] = pushes[0].hub.url
         facts = {"hub_repository": links["hub"]}
         note(services, facts, tensorboard=lambda: writer_of(callbacks))
+    completions = completions_url(callbacks)
+    if completions is not None:
+        links["completions"] = completions
     if links and args.output_dir:
         with Beside().writing("addresses of the run", args.output_dir):
             add_links(args.output_dir, links)

@@ -14,7 +14,7 @@ import torch
 from transformers.trainer_utils import TrainOutput
 
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.trackers import Jsonl, Many, Screen, draw_curves
+from kedge.backends.trackers import Screen, draw_curves
 from kedge.config.cadence import Cadence, cadence
 from kedge.config.resolve import RunSettings
 from kedge.engine import checkpoint
@@ -23,14 +23,13 @@ from kedge.engine.loop import Engine
 from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.engine.recording import pack, unpack
 from kedge.errors import CheckpointError, ConfigError
-from kedge.protocols import Tracker
-from kedge.trainers.beside import Beside, Spared, opening
+from kedge.trainers.beside import Beside
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.hooks import TrainerHooks
 from kedge.trainers.linking import link
 from kedge.trainers.saving import earlier_run, numbers_of, recorder_of, write_models
-from kedge.trainers.services import tables_of
+from kedge.trainers.services import trackers_of
 from kedge.trainers.token_rows import TokenRows, token_rows
 from kedge.types import Judgement, Rollout
 
@@ -182,13 +181,7 @@ class Run:
         screen = Screen(
             self.engine.plan.updates, start=self.engine.step, bar=not self.args.disable_tqdm
         )
-        history = self.callbacks.state.log_history
-        seen: list[Tracker] = [Spared(screen, self.beside, "the screen")]
-        if self.args.output_dir:
-            with opening("output_dir", self._root()):
-                files = Jsonl(self._root(), history=history)
-            seen.insert(0, Spared(files, self.beside, self._root()))
-        self.callbacks.tracker = Many([*seen, tables_of(self.callbacks)])
+        self.callbacks.tracker = trackers_of(self.callbacks, self.args, screen, self.beside)
         return screen
 
     # -- checkpoints ----------------------------------------------------------------------------

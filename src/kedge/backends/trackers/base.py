@@ -75,7 +75,7 @@ class Jsonl:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = self.folder / "metrics.jsonl"
-        lines = [_line({"step": row["step"], **row}) for row in history]
+        lines = [json_line({"step": row["step"], **row}) for row in history]
         if self.file.exists():
             _set_aside(self.file, unless=lines)
         for tables in {file.parent for file in self.folder.glob("*/step-*.jsonl")}:
@@ -91,7 +91,7 @@ class Jsonl:
             OSError: the disk refused.  No part of the row is in the file, and the next call writes
                 it before its own.
         """
-        self._late.append(_line({"step": step, **metrics}))
+        self._late.append(json_line({"step": step, **metrics}))
         size = self.file.stat().st_size if self.file.exists() else 0
         try:
             with self.file.open("a", encoding="utf-8") as out:
@@ -109,7 +109,7 @@ class Jsonl:
             OSError: the disk refused; a table of before is whole.
         """
         file = self.folder / name / f"step-{step:06d}.jsonl"
-        write_whole(file, "".join(_line(row) for row in rows))
+        write_whole(file, "".join(json_line(row) for row in rows))
 
     def close(self) -> None:
         """Nothing is held open, so an evaluation after training is recorded too."""
@@ -155,7 +155,8 @@ def _sorted(line: str) -> str:
         return line
 
 
-def _line(row: Mapping[str, object]) -> str:
+def json_line(row: Mapping[str, object]) -> str:
+    """A row as one line of JSON; a number that is not finite is null."""
     clean = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
     }
