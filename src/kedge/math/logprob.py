@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kedge.math.gradient import gathered
+from kedge.math.product import add_outer, add_product, product
+
 _NEVER = -1e30  # logit of a token that cannot be drawn; finite, so that no inf - inf arises
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 stays in cache
 _GPU_TILE = 1 << 26
@@ -74,11 +77,8 @@ class _Tiles:
         head, draw = self.head, self.draw
         out = self.buffer[: len(self.hidden) * (high - low)].view(len(self.hidden), high - low)
         w = self.weight(low, high)
-        if head.bias is None:
-            z = torch.mm(self.hidden, w.T, out=out)
-        else:
-            z = torch.addmm(head.bias[low:high].to(w.dtype), self.hidden, w.T, out=out)
-        z = z.to(self.exact)
+        bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
+        z = product(self.hidden, w, bias, room=out).to(self.exact)
         derivative = None
         if head.softcap is not None:
             z.mul_(head.scale / head.softcap).tanh_()
@@ -176,9 +176,11 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         head, draw, tile, entropy_grad = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        into = gathered(weight) if need_weight else None
+        fresh = need_weight and into is None
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            torch.zeros_like(weight) if need_weight else None,
+            torch.zeros_like(weight) if fresh else into,
             torch.zeros_like(bias) if need_bias else None,
         )
         with torch.autocast(hidden.device.type, enabled=False):
@@ -189,7 +191,16 @@ class _LinearLogprob(torch.autograd.Function):
                 of = (up[0][part], up[1][part] if entropy_grad else None)
                 _pull(tiles, targets[part], lse[part], entropy[part], of, grads.rows(part))
         grad_hidden = None if grads.hidden is None else grads.hidden.to(hidden.dtype)
-        return grad_hidden, grads.weight, grads.bias, None, None, None, None, None
+        return (
+            grad_hidden,
+            grads.weight if fresh else None,
+            grads.bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Grads(NamedTuple):
@@ -199,13 +210,6 @@ class _Grads(NamedTuple):
 
     def rows(self, part: slice) -> _Grads:
         return self._replace(hidden=None if self.hidden is None else self.hidden[part])
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
 
 
 def _pull(
@@ -236,9 +240,9 @@ def _pull(
             d.mul_(slope)
         small = d.to(tiles.hidden.dtype)
         if grads.hidden is not None:
-            _add_product(grads.hidden, small, tiles.weight(low, high))
+            add_product(grads.hidden, small, tiles.weight(low, high))
         if grads.weight is not None:
-            _add_product(grads.weight[low:high], small.T, tiles.hidden)
+            add_outer(grads.weight[low:high], small, tiles.hidden)
         if grads.bias is not None:
             grads.bias[low:high] += d.sum(0)
 

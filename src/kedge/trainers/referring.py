@@ -71,7 +71,7 @@ def reference_elsewhere(
         how,
         options,
         autocast=DTYPES[settings.learner.precision],
-        short=not (given.args.torch_compile or how.gradient_checkpointing),
+        quick=not given.args.torch_compile,
         trust=trusts(given.args),
     )
 

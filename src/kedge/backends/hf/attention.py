@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,48 +21,72 @@ from transformers.masking_utils import sdpa_mask
 NAME = "kedge_short"
 _LARGEST_HEAD = 16
 _LARGEST_WEIGHTS = 1 << 23  # elements of attention weights kept for the backward, per layer
-_BLOCK = 1 << 18  # elements of attention weights worked on at a time: 1 MB
+_BLOCK = 1 << 19  # elements of attention weights worked on at a time: 2 MB
+_SPAN = 36  # positions
 _NEVER = -1e30
 
 
 class _ShortAttention(torch.autograd.Function):
-    """(softmax(Q K^T + causal) V)^T for groups of query heads that share a key head.
+    """(softmax(Q K^T + causal) V)^T for groups of g query heads that share a key head.
 
-    Q is float32 [n, g L, d], already scaled; K and V are float32 [n, L, d]; out [n, d, g L].
+    Q is float32 [n, L g, d], already scaled; K and V are float32 [n, L, d]; out [n, d, L g].
+    Queries are taken in spans of positions: a span needs no key behind its end.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, wide, size = q.shape
-        length = k.shape[1]
-        weights, out = q.new_empty(n, wide, length), q.new_empty(n, size, wide)
-        never = torch.full((length, length), _NEVER).triu(1).repeat(wide // length, 1)
-        for part in _blocks(weights):
-            scores = torch.baddbmm(never.expand_as(weights[part]), q[part], k[part].mT)
-            torch.softmax(scores, -1, out=weights[part])
-            torch.bmm(v[part].mT, weights[part].mT, out=out[part])
-        ctx.save_for_backward(q, k, v, weights, out)
+        length, out = k.shape[1], q.new_empty(n, size, wide)
+        spans = list(_spans(length, wide // length))
+        never = [_masked(span, wide // length, q) for span in spans]
+        weights = [q.new_empty(n, *mask.shape) for mask in never]
+        for part in _parts(n, wide * length):
+            for span, mask, kept in zip(spans, never, weights, strict=True):
+                rows, keys = span
+                w = kept[part]
+                scores = torch.baddbmm(mask.expand_as(w), q[part, rows], k[part, keys].mT)
+                torch.softmax(scores, -1, out=w)
+                out[part, :, rows] = torch.bmm(v[part, keys].mT, w.mT)
+        ctx.save_for_backward(q, k, v, out, *weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, *up: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, weights, out = ctx.saved_tensors
-        g = up[0].contiguous()
+        q, k, v, out, *weights = ctx.saved_tensors
+        (n, wide, _), length, g = q.shape, k.shape[1], up[0].contiguous()
         # d scores = weights (g V^T - sum(g out)): the difference is one product, [g, -sum] [V, 1]^T
         longer = torch.cat([g, -(g * out).sum(1, keepdim=True)], 1)
-        values = torch.cat([v, v.new_ones(*v.shape[:2], 1)], 2)
-        of_q, of_k, of_v = torch.empty_like(g), *(g.new_empty(x.mT.shape) for x in (k, v))
-        for part in _blocks(weights):
-            torch.bmm(g[part], weights[part], out=of_v[part])
-            scores = torch.bmm(longer[part].mT, values[part].mT).mul_(weights[part])
-            torch.bmm(k[part].mT, scores.mT, out=of_q[part])
-            torch.bmm(q[part].mT, scores, out=of_k[part])
+        values = torch.cat([v, v.new_ones(n, length, 1)], 2)
+        of_q, of_k, of_v = torch.empty_like(g), *(torch.zeros_like(x.mT) for x in (k, v))
+        for part in _parts(n, wide * length):
+            for span, kept in zip(_spans(length, wide // length), weights, strict=True):
+                rows, keys = span
+                of_v[part, :, keys] += torch.bmm(g[part, :, rows], kept[part])
+                scores = torch.bmm(longer[part, :, rows].mT, values[part, keys].mT)
+                scores.mul_(kept[part])
+                of_q[part, :, rows] = torch.bmm(k[part, keys].mT, scores.mT)
+                of_k[part, :, keys] += torch.bmm(q[part, rows].mT, scores)
         return of_q.mT, of_k.mT, of_v.mT
 
 
-def _blocks(weights: Tensor) -> Iterator[slice]:
-    step = max(1, _BLOCK // max(weights[0].numel(), 1)) if len(weights) else 1
-    return (slice(i, i + step) for i in range(0, len(weights), step))
+def _parts(n: int, each: int) -> Iterator[slice]:
+    step = max(1, _BLOCK // max(each, 1))
+    return (slice(i, i + step) for i in range(0, n, step))
+
+
+def _spans(length: int, group: int) -> Iterator[tuple[slice, slice]]:
+    """The queries [start g, stop g) and the keys [0, stop) of each span of positions."""
+    count = max(1, round(length / _SPAN))
+    ends = [length * i // count for i in range(count + 1)]
+    return ((slice(low * group, high * group), slice(0, high)) for low, high in pairwise(ends))
+
+
+def _masked(span: tuple[slice, slice], group: int, like: Tensor) -> Tensor:
+    """What is added to the scores of a span: 0, and so little for later keys that none is left."""
+    rows, keys = span
+    at = torch.arange(rows.start, rows.stop, device=like.device) // group
+    later = torch.arange(keys.stop, device=like.device) > at[:, None]
+    return like.new_zeros(later.shape).masked_fill_(later, _NEVER)
 
 
 def short_attention(
@@ -93,17 +118,21 @@ def short_attention(
     fits = attention_mask is None and key.shape[2] == length > 1 and not dropout
     fits = fits and not torch.is_autocast_enabled(query.device.type)
     small = rows * heads * length * length <= _LARGEST_WEIGHTS and query.dtype == torch.float32
-    if not (fits and small and value.shape == key.shape and options.get("is_causal") is not False):
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if not (fits and small and causal and value.shape == key.shape):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     group = heads // shared
-    q = (query * scale).reshape(rows * shared, group * length, size)
+    # [b, kv, L, g, d]: the heads that share a key side by side at each position.
+    q = query.view(rows, shared, group, length, size).transpose(2, 3).mul(scale)
+    q = q.reshape(rows * shared, length * group, size)
     k, v = (x.reshape(rows * shared, length, size) for x in (key, value))
     out: Tensor = _ShortAttention.apply(q, k, v)
-    out = out.view(rows, shared, size, group, length).permute(0, 4, 1, 3, 2)
+    out = out.view(rows, shared, size, length, group).permute(0, 3, 1, 4, 2)
     return out.reshape(rows, length, heads, size), None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from transformers import TrainingArguments
 
 from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
 from kedge.backends.hf.annotate import annotate_all, sampled_by
-from kedge.backends.hf.attention import attending, gains
 from kedge.backends.hf.device import accelerator_for
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
 from kedge.backends.hf.fit import check_rows
+from kedge.backends.hf.kernels import Kernels
 from kedge.backends.hf.model import (
     LanguageModelParts,
     causal_parts,
@@ -124,8 +124,8 @@ class HFLearner:
         )
         if args.torch_compile:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
-        plain = not (args.torch_compile or settings.gradient_checkpointing or self.sharded)
-        self._short = [m for m in self._held() if gains(m)] if plain else []
+        plain = not (args.torch_compile or self.sharded)
+        self._kernels = Kernels(self._held() if plain else [])
         spare = settings.spare_tokens
         self._spare = worth_padding(policy, self.module.parts.output) if spare is None else spare
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
@@ -208,7 +208,7 @@ class HFLearner:
         names |= {"ref_logprobs": reference and begun is None, "full_kl": full_kl}
         wanted = {name for name, asked in names.items() if asked}
         gathered = whole(self._held() if self.sharded else [])
-        with gathered, attending(self._short), self.accelerator.autocast():
+        with gathered, self._kernels.active(), self.accelerator.autocast():
             out = annotate_all(self.module, self.reference, rollout, groups, wanted, self.settings)
         if begun is not None:
             out["ref_logprobs"] = begun()
@@ -241,10 +241,8 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
-        for micro_batch in step:
-            # Sharded ranks must run equally many passes.
-            spare = 2**62 if self.sharded else self._spare
-            for part in split_by_length(micro_batch, self.device, spare=spare):
+        with self._kernels.active():
+            for part in self._parts_of(step):
                 output = self._output(part.rows, only_value)
                 found = loss(output, part)
                 self.scaler.scale(found.total).backward()
@@ -255,6 +253,11 @@ class HFLearner:
         if not admit(metrics):
             return metrics | self._standing()
         return metrics | self._take_step()
+
+    def _parts_of(self, step: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        spare = 2**62 if self.sharded else self._spare  # sharded ranks run equally many passes
+        for micro_batch in step:
+            yield from split_by_length(micro_batch, self.device, spare=spare)
 
     def _standing(self) -> dict[str, float]:
         return learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
@@ -271,7 +274,7 @@ class HFLearner:
             slots=slots,
             only_value=only_value,
         )
-        with attending(self._short), self.accelerator.autocast():
+        with self.accelerator.autocast():
             said: Said = self.module(ask)
         assert said.logprobs is not None and said.entropy is not None  # asked for  # noqa: PT018
         return PolicyOutput(
@@ -284,7 +287,8 @@ class HFLearner:
     def probe(self, rows: Experience) -> PolicyOutput:
         """The forward pass of ``update`` without gradient or step."""
         set_training(self.module, self.settings.gradient_checkpointing)
-        output = self._output(to_device(rows, self.device), only_value=False)
+        with self._kernels.active():
+            output = self._output(to_device(rows, self.device), only_value=False)
         reshard(self._held() if self.sharded else [])  # no backward pass will do it
         return output
 

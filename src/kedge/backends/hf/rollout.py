@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.decode import base_of, stepper_for
 from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
+from kedge.backends.hf.kernels import Kernels
 from kedge.backends.hf.sampling import check, draw, restrict, support, uniforms
 from kedge.backends.hf.stopping import Stopper
 from kedge.errors import RolloutError
@@ -94,7 +95,8 @@ class EmbeddedEngine:
         device = next(self.model.parameters()).device
         order, copies = _order(prompts)
         pieces = []
-        with torch.no_grad(), _evaluating(self.model), self._precision(device):
+        quick, precise = Kernels([self.model]).active(), self._precision(device)
+        with torch.no_grad(), _evaluating(self.model), quick, precise:
             for start in range(0, len(order), self._chunk_rows):
                 cut = slice(start, start + self._chunk_rows)
                 pieces.append(self._chunk(prompts, order[cut], copies[cut], sampling, seed, device))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kedge.backends.engines import together
 from kedge.backends.engines.rows import bare
 from kedge.backends.hf.annotate import reference_logprobs
-from kedge.backends.hf.attention import attending, gains
+from kedge.backends.hf.kernels import Kernels
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.packing import to_device
 from kedge.backends.hf.reference import FrozenModel
@@ -32,7 +32,7 @@ class Referee:
         model: the reference, or where it is loaded from.
         settings: how the learner computes.
         autocast: the type of mixed precision; None is float32.
-        short: small heads attend with code of their own where that is faster, as the learner's do.
+        quick: layers may be computed by quicker code, as the learner's are.
         trust: whether code that comes with the model may run.
     """
 
@@ -42,21 +42,21 @@ class Referee:
         settings: LearnerSettings,
         *,
         autocast: torch.dtype | None,
-        short: bool,
+        quick: bool,
         trust: bool,
     ) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_policy(model, trust_remote_code=trust)
         self._reference = FrozenModel(loaded).to(self._device)
         self._settings, self._autocast = settings, autocast
-        self._short: list[nn.Module] = [loaded] if short and gains(loaded) else []
+        self._kernels = Kernels([loaded] if quick else [])
 
     @torch.no_grad()
     def logprobs(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> list[Tensor]:
         """Per group of rows its log-probabilities float32 [rows, R], on the CPU."""
         rollout = to_device(rollout, self._device)
         kind, low = self._device.type, self._autocast
-        with attending(self._short), torch.autocast(kind, low, enabled=low is not None):
+        with self._kernels.active(), torch.autocast(kind, low, enabled=low is not None):
             found = [
                 reference_logprobs(
                     self._reference,
@@ -146,7 +146,7 @@ def ray_reference(
     options: RolloutOptions,
     *,
     autocast: torch.dtype | None,
-    short: bool,
+    quick: bool,
     trust: bool,
 ) -> RayReference:
     """Workers in the room that a launch holds for this rank, or in room of their own.
@@ -156,7 +156,7 @@ def ray_reference(
         settings: how the learner computes.
         options: how many workers, and how long to wait.
         autocast: the type of mixed precision; None is float32.
-        short: small heads attend as the learner's do.
+        quick: layers may be computed by quicker code, as the learner's are.
         trust: whether code that comes with the model may run.
 
     Raises:
@@ -173,7 +173,7 @@ def ray_reference(
 
         room = of_its_own("reference", options, plan)
     sent = ray.put(model)
-    about = {"autocast": autocast, "short": short, "trust": trust}
+    about = {"autocast": autocast, "quick": quick, "trust": trust}
     return RayReference(
         lambda handle: handle.build.remote(Referee, sent, settings, **about),
         room,

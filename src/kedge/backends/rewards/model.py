@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kedge.backends.hf.kernels import Kernels
 from kedge.backends.rewards.heads import SHIFT, head_of
 from kedge.backends.rewards.packing import chunks, filled, packed, padded
 from kedge.backends.rewards.retokenize import Retokenizer
@@ -139,7 +140,7 @@ class RewardModel:
         device = next((p.device for p in self.model.parameters()), ids.device)
         ids, lengths = ids.to(device), lengths.to(device)
         out = torch.empty(len(ids), dtype=torch.float32, device=device)
-        with self._precision(device):
+        with self._precision(device), Kernels([self.model]).active():
             for rows in chunks(lengths, rows=self._chunk):
                 width = int(lengths[rows[0]])
                 logits = self._head(ids[rows, :width], lengths[rows])

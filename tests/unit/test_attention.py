@@ -6,12 +6,9 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kedge.algorithms import ppo
 from kedge.backends.hf import attention
 from kedge.backends.hf.attention import attending, gains, short_attention
-from kedge.engine.stages import cut
 from kedge.testing import tiny_policy
-from tests.learners import VOCAB, experience, learner, one_rank, rollout
 
 
 def heads(rows, queries, keys, length, size, dtype=torch.float32):
@@ -24,9 +21,11 @@ def heads(rows, queries, keys, length, size, dtype=torch.float32):
     ]
 
 
-@pytest.mark.parametrize("block", [1, 200, 1 << 18])
+@pytest.mark.parametrize("block", [1, 200, 1 << 19])
+@pytest.mark.parametrize("span", [1, 5, 36])
 @pytest.mark.parametrize("shape", [(3, 4, 2, 7, 8), (2, 4, 4, 33, 8), (5, 6, 1, 2, 16)])
-def test_equals_torchs_kernel_with_gradients(shape, block, monkeypatch):
+def test_equals_torchs_kernel_with_gradients(shape, span, block, monkeypatch):
+    monkeypatch.setattr(attention, "_SPAN", span)
     monkeypatch.setattr(attention, "_BLOCK", block)
     rows, queries, keys, length, size = shape
     layer = SimpleNamespace(is_causal=True, num_key_value_groups=queries // keys, training=False)
@@ -50,7 +49,9 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("why", ["mask", "cache", "dtype", "size", "not causal", "autocast"])
+@pytest.mark.parametrize(
+    "why", ["mask", "cache", "dtype", "size", "not causal", "an encoder", "autocast"]
+)
 def test_whatever_does_not_fit_goes_to_torchs_kernel(why, monkeypatch):
     seen = calls(monkeypatch)
     q, k, v = heads(2, 2, 2, 5, 8, torch.bfloat16 if why == "dtype" else torch.float32)
@@ -60,7 +61,7 @@ def test_whatever_does_not_fit_goes_to_torchs_kernel(why, monkeypatch):
         q = q[:, :, -1:]
     if why == "size":
         monkeypatch.setattr(attention, "_LARGEST_WEIGHTS", 10)
-    layer = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+    layer = SimpleNamespace(is_causal=why != "an encoder", num_key_value_groups=1, training=False)
     with torch.autocast("cpu", enabled=why == "autocast"):
         short_attention(layer, q, k, v, mask, **options)
     assert seen == [1]
@@ -85,33 +86,3 @@ def test_models_attend_as_before_after_the_block_even_after_an_error():
     with pytest.raises(RuntimeError, match="on the way"):
         fail()
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
-def test_the_learner_uses_it_and_the_numbers_stay(family, monkeypatch):
-    used = []
-    plain = attention._ShortAttention.apply
-    monkeypatch.setattr(
-        attention._ShortAttention, "apply", lambda *a: (used.append(1), plain(*a))[1]
-    )
-    results = []
-    for on in (True, False):
-        found = learner(family, policy=tiny_policy(family, vocab_size=VOCAB))
-        assert len(found._short) == 3  # policy, value, reference
-        found._short = found._short if on else []
-        before = len(used)
-        note = found.annotate(rollout(), values=True, reference=True, full_kl=False)
-        batch, algo = experience(rollout()), ppo()
-        step = cut(batch, torch.arange(6), algo, 2, one_rank)
-        metrics = found.update(step, algo.loss)
-        assert (len(used) > before) == on
-        results.append((note, metrics))
-        assert found.policy.config._attn_implementation == "sdpa"
-    (a, x), (b, y) = results
-    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(a.values, b.values, atol=1e-5, rtol=1e-5)
-    assert x == pytest.approx(y, rel=1e-4, abs=1e-6)
-
-
-def test_checkpointed_models_keep_torchs_kernel():
-    assert learner(gradient_checkpointing=True)._short == []

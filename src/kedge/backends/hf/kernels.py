@@ -1,0 +1,73 @@
+"""Layers of models on a CPU computed by quicker code, for the length of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from kedge.backends.hf.attention import attending, gains
+from kedge.math.gradient import Gathering, embedding
+from kedge.math.product import by_onednn, linear
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Kernels:
+    """What some models can gain on this machine; nothing, where torch's own code is as quick.
+
+    Args:
+        models: on the device where they will be used.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
+        self._small_heads = [m for m in models if gains(m)]
+        self._layers = [pair for m in models for pair in _layers(m)]
+        self._gathering = Gathering()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Compute with the quicker code inside the block, backward passes included."""
+        for layer, forward in self._layers:
+            layer.__dict__["forward"] = forward
+        try:
+            with attending(self._small_heads), self._gathering.active():
+                yield
+        finally:
+            for layer, _ in self._layers:
+                layer.__dict__.pop("forward", None)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
+    """The layers that are computed otherwise, and how."""
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        replaced = "forward" in vars(layer)  # somebody else's hook
+        if replaced or type(weight) is not nn.Parameter or weight.device.type != "cpu":
+            continue
+        if type(layer) is nn.Linear and by_onednn(weight):
+            yield layer, partial(_linear, layer)
+        elif type(layer) is Conv1D and by_onednn(weight):
+            yield layer, partial(_conv1d, layer)
+        elif type(layer) is nn.Embedding and _plain(layer):
+            yield layer, partial(_embedding, layer)
+
+
+def _plain(layer: nn.Embedding) -> bool:
+    return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
+
+
+def _embedding(layer: nn.Embedding, ids: Tensor) -> Tensor:
+    return embedding(layer.weight, ids, layer.padding_idx)
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)
+
+
+def _conv1d(layer: Conv1D, x: Tensor) -> Tensor:
+    return linear(x, layer.weight.T, layer.bias)

@@ -1,0 +1,142 @@
+"""Quicker layers give the numbers of torch's, and models are afterwards as they were."""
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from kedge.algorithms import ppo
+from kedge.backends.hf import attention, kernels
+from kedge.backends.hf.kernels import Kernels
+from kedge.backends.rewards import RewardModel
+from kedge.engine.stages import cut
+from kedge.math import gradient, product
+from kedge.testing import tiny_policy, tiny_reward_model
+from tests.learners import VOCAB, experience, learner, one_rank, rollout
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
+
+
+@pytest.fixture(autouse=True)
+def every_product_by_onednn(monkeypatch):
+    monkeypatch.setattr(product, "_unused_by_mkl", lambda: True)
+    monkeypatch.setattr(product, "_SMALLEST", 0)
+    monkeypatch.setattr(gradient, "_LARGE", 0)
+
+
+def counted(monkeypatch, *functions):
+    """How often each of these autograd functions has been applied."""
+    seen = dict.fromkeys(functions, 0)
+    for function in functions:
+
+        def apply(*args, function=function, plain=function.apply):
+            seen[function] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(function, "apply", apply)
+    return seen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_the_learner_uses_them_and_the_numbers_stay(family, checkpointing, monkeypatch):
+    seen = counted(monkeypatch, attention._ShortAttention, product._Linear, gradient._Embedding)
+    results = []
+    for quick in (True, False):
+        before = dict(seen)
+        how = {"gradient_checkpointing": checkpointing, "max_grad_norm": 1.0}
+        found = learner(family, policy=tiny_policy(family, vocab_size=VOCAB), **how)
+        if not quick:
+            found._kernels = Kernels([])
+        note = found.annotate(rollout(), values=True, reference=True, full_kl=False)
+        batch, algo = experience(rollout()), ppo()
+        step = cut(batch, torch.arange(6), algo, 2, one_rank)
+        metrics = found.update(step, algo.loss)
+        assert all((seen[f] > before[f]) == quick for f in seen)
+        results.append((note, metrics, [p.detach() for p in found.module.parameters()]))
+    (a, x, mine), (b, y, theirs) = results
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.values, b.values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.ref_logprobs, b.ref_logprobs, atol=1e-5, rtol=1e-5)
+    assert x == pytest.approx(y, rel=1e-4, abs=1e-6)
+    for p, q in zip(mine, theirs, strict=True):  # Adam enlarges what rounding leaves of zero
+        assert float(((p - q).abs() > 1e-4).float().mean()) < 0.01
+
+
+def test_models_compute_as_before_after_the_block_even_after_an_error():
+    model = tiny_policy("gpt2")
+
+    def fail():
+        with Kernels([model]).active():
+            assert "forward" in vars(model.transformer.h[0].mlp.c_fc)
+            assert isinstance(model.transformer.h[0].mlp.c_fc, Conv1D)
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        fail()
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert copy.deepcopy(model) is not model
+
+
+def test_two_blocks_of_one_model_may_overlap():
+    model, ids = tiny_policy(), torch.arange(5)[None]
+    want = model(input_ids=ids).logits
+    first, second = Kernels([model]), Kernels([model])
+    with first.active():
+        with second.active():
+            inside = model(input_ids=ids).logits
+        after = model(input_ids=ids).logits
+    for found in (inside, after):
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_of_other_kinds_and_layers_with_a_forward_of_their_own_are_left_alone():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    hooked, sparse = nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True)
+    hooked.forward = lambda x: -x
+    double = nn.Linear(4, 4).double()
+    model = nn.Sequential(Doubled(4, 4), hooked, sparse, double, nn.Embedding(4, 4, max_norm=1.0))
+    assert list(kernels._layers(model)) == []
+    with Kernels([model]).active():
+        assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
+    assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
+
+
+def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
+    monkeypatch.setattr(product, "_unused_by_mkl", lambda: False)
+    layers = [type(m) for m, _ in kernels._layers(tiny_policy())]
+    assert set(layers) == {nn.Embedding}
+
+
+@pytest.mark.parametrize("family", ["Bert", "Llama"])
+def test_a_reward_model_scores_as_it_does_by_itself(family):
+    torch.manual_seed(0)
+    r = rollout()
+    if family == "Llama":
+        model = tiny_reward_model(vocab_size=VOCAB)
+    else:
+        config = tf.BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_labels=1,
+            initializer_range=0.5,
+        )
+        model = tf.BertForSequenceClassification(config)
+    model.eval()
+    scores = RewardModel(model).score(r).scores
+    for row in range(len(r)):
+        ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.present[row]]])
+        alone = model(input_ids=ids[None], attention_mask=torch.ones(1, len(ids))).logits[0, 0]
+        torch.testing.assert_close(scores[row], alone.detach(), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,121 @@
+"""Matrix products by either library inside torch, against float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kedge.math import product as module
+from kedge.math.product import add_outer, add_product, by_onednn, linear, outer, product
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
+
+
+@pytest.fixture(params=["onednn", "mkl"])
+def library(request, monkeypatch):
+    monkeypatch.setattr(module, "_unused_by_mkl", lambda: request.param == "onednn")
+    monkeypatch.setattr(module, "_SMALLEST", 0)
+    return request.param
+
+
+def drawn(*shape):
+    g = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=g)
+
+
+def close(found, want):
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), want, atol=1e-4, rtol=1e-5)
+
+
+SHAPES = [(7, 5, 3), (1, 64, 64), (64, 1, 33), (129, 40, 17), (300, 172, 64)]
+
+
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_products_equal_float64(m, k, n, library):
+    x, w, g, bias = drawn(m, k), drawn(n, k), drawn(m, n), drawn(n)
+    close(product(x, w), x.double() @ w.double().T)
+    close(product(x, w, bias), x.double() @ w.double().T + bias)
+    close(product(x, w, bias, room=torch.empty(m, n)), x.double() @ w.double().T + bias)
+    close(outer(g, x), g.double().T @ x.double())
+    total = drawn(n, k)
+    want = total.double() + g.double().T @ x.double()
+    add_outer(total, g, x)
+    close(total, want)
+    total = drawn(m, k)
+    want = total.double() + g.double() @ w.double()
+    add_product(total, g, w)
+    close(total, want)
+
+
+def test_sides_may_lie_in_any_order(library):
+    x, w = drawn(40, 30).T, drawn(2, 20, 40)[1]
+    close(product(x, w), x.double() @ w.double().T)
+    wide = drawn(30, 80)[:, ::2]
+    close(product(wide, w), wide.double() @ w.double().T)
+
+
+@pytest.mark.parametrize("shape", [(30, 12), (2, 15, 12), (2, 3, 5, 12)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_linear_layer_with_gradients_equals_float64(shape, with_bias, library):
+    inputs = [drawn(*shape), drawn(9, 12), drawn(9) if with_bias else None]
+    found, want = [], []
+    for take, into, layer in ((torch.float32, found, linear), (torch.float64, want, None)):
+        leaves = [None if t is None else t.detach().to(take).requires_grad_() for t in inputs]
+        out = (layer or functional.linear)(*leaves)
+        (out * torch.arange(out.numel()).view(out.shape).cos()).sum().backward()
+        into += [out, *(t.grad for t in leaves if t is not None)]
+    assert found[0].shape == (*shape[:-1], 9)
+    for mine, theirs in zip(found, want, strict=True):
+        close(mine, theirs)
+
+
+def test_only_what_needs_a_gradient_gets_one(library):
+    x, w = drawn(8, 6).requires_grad_(), drawn(4, 6)
+    linear(x, w).sum().backward()
+    assert x.grad is not None
+    assert w.grad is None
+    w.requires_grad_()
+    linear(x.detach(), w).sum().backward()
+    assert w.grad is not None
+
+
+def test_half_precision_and_autocast_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
+    monkeypatch.setattr(module, "_SMALLEST", 0)
+    monkeypatch.setattr(module, "_Linear", None)  # would fail if it were used
+    x, w = drawn(8, 6), drawn(4, 6)
+    assert linear(x.bfloat16(), w.bfloat16()).dtype == torch.bfloat16
+    assert linear(x.double(), w.double()).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, w).dtype == torch.bfloat16
+
+
+def test_torchs_own_switch_turns_it_off(monkeypatch):
+    monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
+    assert by_onednn(torch.zeros(1))
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        assert not by_onednn(torch.zeros(1))
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+
+
+@pytest.mark.parametrize(
+    ("maker", "capability", "used"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("GenuineIntel", "AVX512", False),
+        ("AuthenticAMD", "AVX2", False),
+    ],
+)
+def test_chosen_where_mkl_leaves_avx512_unused(maker, capability, used, tmp_path, monkeypatch):
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor : 0\nvendor_id : {maker}\n")
+    monkeypatch.setattr(module, "_CPUINFO", info)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert module._unused_by_mkl.__wrapped__() == used
+    info.unlink()
+    monkeypatch.setattr(module.platform, "processor", lambda: f"Family 26, {maker}")
+    assert module._unused_by_mkl.__wrapped__() == used
