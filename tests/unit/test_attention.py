@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as tf
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kedge.backends.hf import attention
 from kedge.backends.hf.attention import attending, gains, short_attention
+from kedge.backends.hf.encoder_decoder import parts_of
 from kedge.testing import tiny_policy
 
 
@@ -75,6 +77,18 @@ def test_models_with_small_heads_gain_from_it():
     assert not gains(eager)
 
 
+def test_models_that_attend_by_their_own_rules_are_left_alone():
+    config = tf.FalconConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=False
+    )
+    torch.manual_seed(0)
+    model = tf.FalconForCausalLM(config).train()
+    assert config._attn_implementation == "sdpa"
+    assert not gains(model)  # it would leave out the causal mask
+    assert model.training
+    assert gains(tf.LlamaForCausalLM(tiny_policy().config))
+
+
 def test_models_attend_as_before_after_the_block_even_after_an_error():
     model = tiny_policy()
 
@@ -86,3 +100,28 @@ def test_models_attend_as_before_after_the_block_even_after_an_error():
     with pytest.raises(RuntimeError, match="on the way"):
         fail()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_encoder_goes_on_looking_both_ways():
+    config = tf.BartConfig(
+        vocab_size=64,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        init_std=0.5,
+    )
+    torch.manual_seed(0)
+    model = tf.BartForConditionalGeneration(config).eval()
+    parts, ids = parts_of(model), torch.arange(3, 11)[None]
+    every = torch.ones_like(ids, dtype=torch.bool)
+    packed = parts.pack(ids, every, ids, every)
+    assert gains(model)
+    with torch.no_grad():
+        want = parts.read(packed)
+        with attending([model]):
+            found = parts.read(packed)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

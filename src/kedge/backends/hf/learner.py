@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +241,9 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
+        spare = 2**62 if self.sharded else self._spare  # sharded ranks run equally many passes
         with self._kernels.active():
-            for part in self._parts_of(step):
+            for part in split_by_length(step, self.device, spare=spare):
                 output = self._output(part.rows, only_value)
                 found = loss(output, part)
                 self.scaler.scale(found.total).backward()
@@ -253,11 +254,6 @@ class HFLearner:
         if not admit(metrics):
             return metrics | self._standing()
         return metrics | self._take_step()
-
-    def _parts_of(self, step: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        spare = 2**62 if self.sharded else self._spare  # sharded ranks run equally many passes
-        for micro_batch in step:
-            yield from split_by_length(micro_batch, self.device, spare=spare)
 
     def _standing(self) -> dict[str, float]:
         return learning_rates(self.optimizer) | {"skipped_steps": self.skipped}

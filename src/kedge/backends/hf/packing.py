@@ -7,7 +7,7 @@ stands at its true position, without any attention mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -92,24 +92,27 @@ def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[i
     return groups
 
 
-def split_by_length(uncut: MicroBatch, device: torch.device, *, spare: int) -> Iterator[MicroBatch]:
-    """A micro-batch on the device, cut further where rows differ much in length.
+def split_by_length(
+    step: Iterable[MicroBatch], device: torch.device, *, spare: int
+) -> Iterator[MicroBatch]:
+    """Micro-batches on the device, cut further where rows differ much in length.
 
     Args:
-        uncut: any rows; their weights are kept.
+        step: any rows; their weights are kept.
         device: where the parts go.
         spare: padding that a part may have.
     """
-    rows = uncut.rows
-    lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
-    for group in by_length(lengths, tokens=2**62, spare=spare):
-        index = torch.tensor(group, device=rows.ids.device)
-        yield MicroBatch(
-            rows=to_device(rows.rows(index), device),
-            token_weight=uncut.token_weight[index].to(device),
-            value_weight=uncut.value_weight[index].to(device),
-            row_weight=uncut.row_weight[index].to(device),
-        )
+    for uncut in step:
+        rows = uncut.rows
+        lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
+        for group in by_length(lengths, tokens=2**62, spare=spare):
+            index = torch.tensor(group, device=rows.ids.device)
+            yield MicroBatch(
+                rows=to_device(rows.rows(index), device),
+                token_weight=uncut.token_weight[index].to(device),
+                value_weight=uncut.value_weight[index].to(device),
+                row_weight=uncut.row_weight[index].to(device),
+            )
 
 
 def worth_padding(model: nn.Module, head: nn.Module) -> int:
