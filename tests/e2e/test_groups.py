@@ -31,7 +31,17 @@ SIZES = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
-TRAINER = {"args", "model", "reward_funcs", "eval_dataset", "peft_config", "algorithm", "ref_model"}
+TRAINER = {
+    "quantization_config",
+    "processing_class",
+    "args",
+    "model",
+    "reward_funcs",
+    "eval_dataset",
+    "peft_config",
+    "algorithm",
+    "ref_model",
+}
 
 
 def make(trainer: Any, config: Any, **changes: Any) -> Any:

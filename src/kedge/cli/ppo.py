@@ -121,7 +121,7 @@ def build(
     shared: dict[str, Any] = {
         "args": options.config,
         "processing_class": tokenizer or load_tokenizer(names.tokenizer, model),
-        "model": load_policy(names.policy, model),
+        "model": load_policy(names.policy, model, more=_taken(options.config)),
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "peft_config": lora(model) if model.use_peft else None,
@@ -217,22 +217,35 @@ def load_tokenizer(name: str, options: ModelArguments) -> Any:
         raise ConfigError(f"there is no tokenizer in {name!r}: {error}") from error
 
 
-def load_policy(name: str, options: ModelArguments) -> Any:
-    """The policy's weights.
+def load_policy(
+    name: str, options: ModelArguments, *, more: Mapping[str, Any] | None = None
+) -> Any:
+    """The policy's weights; ``more`` are arguments of ``from_pretrained`` that win over the flags.
 
     Raises:
         ConfigError: there is no such model.
     """
     from kedge.backends.hf import load
+    from kedge.trainers.loading import split
 
-    return load.load_policy(
-        name,
-        dtype=options.dtype or "float32",
-        revision=options.model_revision,
-        attn_implementation=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code,
-        quantization=quantization(options),
-    )
+    flags = {
+        "dtype": options.dtype or "float32",
+        "revision": options.model_revision,
+        "attn_implementation": options.attn_implementation,
+        "trust_remote_code": options.trust_remote_code,
+        "quantization_config": quantization(options),
+    }
+    return load.load_policy(name, **split(flags | dict(more or {})))
+
+
+def _taken(config: OnPolicyConfig) -> dict[str, Any]:
+    """``model_init_kwargs``, out of the config: the trainer is given a loaded model."""
+    from kedge.trainers.loading import init_kwargs
+
+    found = init_kwargs(config)
+    if found:
+        config.model_init_kwargs = None  # type: ignore[attr-defined]
+    return found
 
 
 def loading(options: ModelArguments) -> dict[str, Any]:

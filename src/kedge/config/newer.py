@@ -1,5 +1,7 @@
 """Names that TRL 0.22 and later has for trainers of groups, and what becomes of each."""
 
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
 from __future__ import annotations
 
 import os
@@ -35,7 +37,11 @@ class NewerArguments:
         None, "False: no tables of completions. Else num_sample_generations says how many."
     )
 
-    model_init_kwargs: str | None = _refused(None)
+    model_init_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Further arguments of from_pretrained for a policy and a reference given by name, as JSON "
+        "on the command line.",
+    )
     trust_remote_code: bool = option(False, "Run code that comes with a model given by name.")
     router_aux_loss_coef: float | None = _refused(None)
     pad_to_multiple_of: str | None = _refused("auto")
@@ -65,9 +71,6 @@ class NewerArguments:
     use_transformers_paged: bool = _refused(False)
 
 
-_LOADING = Refused(
-    "the trainer takes a model as it is loaded", "load the model with it and pass the model"
-)
 _SAMPLING = Refused(
     "it would sample from another distribution than the one that is trained", "leave it unset"
 )
@@ -86,7 +89,7 @@ NEWER: dict[str, Support] = {
         "two passes over the same text would disagree, and with them the ratio", "leave it True"
     ),
     "log_completions": Honoured("cadence: False shows no tables"),
-    "model_init_kwargs": _LOADING,
+    "model_init_kwargs": Honoured("loading of the policy and a reference given by name"),
     "trust_remote_code": Honoured("loading of models and tokenizers given by name"),
     "router_aux_loss_coef": Refused(
         "mixtures of experts get no balancing loss", "leave it at its default"

@@ -25,10 +25,11 @@ from kedge.errors import ConfigError
 from kedge.protocols import RewardSource
 from kedge.trainers.beside import check_folders
 from kedge.trainers.evaluation import Evaluator
-from kedge.trainers.given import Given, trusts
+from kedge.trainers.given import Given
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.judging import judge_of
 from kedge.trainers.launched import own_callbacks
+from kedge.trainers.loading import loading_of
 from kedge.trainers.models import (
     Models,
     check_models,
@@ -157,8 +158,8 @@ def callbacks_of(given: Given, models: Models, accelerator: Accelerator) -> Call
 
 def models_of(given: Given, settings: RunSettings, algorithm: Algorithm, tokenizer: Any) -> Models:
     """Policy, reference and value model."""
-    args, trust = given.args, trusts(given.args)
-    policy = policy_of(given.model, given.peft_config, args.model_adapter_name, trust=trust)
+    args, loading = given.args, loading_of(given)
+    policy = policy_of(given.model, given.peft_config, args.model_adapter_name, loading=loading)
     elsewhere = settings.rollout.ray.ref_workers > 0
     reference, fresh = reference_of(
         policy,
@@ -166,7 +167,7 @@ def models_of(given: Given, settings: RunSettings, algorithm: Algorithm, tokeniz
         args.ref_adapter_name,
         wanted=algorithm.needs_reference and not elsewhere,
         new_adapter=given.peft_config is not None,
-        trust=trust,
+        loading=loading,
     )
     fresh |= elsewhere and given.ref_model is None
     value = None

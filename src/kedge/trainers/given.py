@@ -33,6 +33,7 @@ class Given:
     reward_weights: Sequence[float] | None = None
     reward_processing_class: Any = None
     rollout_engine: RolloutEngine | None = None
+    quantization_config: Any = None
 
 
 def trusts(config: OnPolicyConfig) -> bool:

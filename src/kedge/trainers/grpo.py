@@ -18,6 +18,7 @@ from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
+from kedge.trainers.loading import init_kwargs
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import own_or, text_tokenizer
 from kedge.trainers.rules import check_unread
@@ -46,6 +47,8 @@ class GRPOTrainer(TrainerShell):
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
         rollout_engine: samples instead of the embedded engine.
         algorithm: a learning rule of your own instead of GRPO.
+        quantization_config: of transformers, for the base of an adapter whose model is given by
+            name; needs ``peft_config``.
 
     Raises:
         ConfigError: options that cannot work, before any weight is loaded where possible.
@@ -70,11 +73,17 @@ class GRPOTrainer(TrainerShell):
         data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
         rollout_engine: RolloutEngine | None = None,
         algorithm: Algorithm | None = None,
+        quantization_config: Any = None,
     ) -> None:
         options = checked(args)
         if algorithm is not None:
             check_unread(options, algorithm)
-        tokenizer = text_tokenizer(processing_class, model, trust=options.trust_remote_code)
+        tokenizer = text_tokenizer(
+            processing_class,
+            model,
+            trust=options.trust_remote_code,
+            revision=init_kwargs(options).get("revision"),
+        )
         given = Given(
             args=options,
             processing_class=own_or(processing_class, tokenizer),
@@ -90,6 +99,7 @@ class GRPOTrainer(TrainerShell):
             reward_weights=reward_weights,
             reward_processing_class=reward_processing_classes,
             rollout_engine=rollout_engine,
+            quantization_config=quantization_config,
         )
         settle_process(options)
         accelerator = accelerator_for(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,20 @@ class Models:
 
 
 def policy_of(
-    model: str | nn.Module | None, peft_config: Any, adapter: str | None, *, trust: bool = False
+    model: str | nn.Module | None,
+    peft_config: Any,
+    adapter: str | None,
+    *,
+    loading: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The policy, loaded and with its adapter.
+    """The policy, loaded and with its adapter; ``loading`` is for ``load_policy``.
 
     Raises:
         ConfigError: no model, or a PEFT model together with a peft_config.
     """
     if model is None:
         raise ConfigError("model=None: give the policy as a model, a folder or a hub name")
-    policy = load_policy(model, trust_remote_code=trust)
+    policy = load_policy(model, **loading or {})
     if peft_config is None and adapter is None and not hasattr(policy, "peft_config"):
         return policy
     from kedge.backends.hf.peft import with_adapter
@@ -66,7 +70,7 @@ def reference_of(
     *,
     wanted: bool,
     new_adapter: bool = False,
-    trust: bool = False,
+    loading: Mapping[str, Any] | None = None,
 ) -> tuple[Reference | None, bool]:
     """The reference, and whether it was made from the policy as it is.
 
@@ -89,7 +93,7 @@ def reference_of(
     if not wanted:
         return None, False
     if ref_model is not None:
-        own = load_policy(ref_model, trust_remote_code=trust)
+        own = load_policy(ref_model, **loading or {})
         check_apart({"model": policy}, {"ref_model": own})
         return FrozenModel(own), False
     if hasattr(policy, "peft_config"):

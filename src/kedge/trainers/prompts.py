@@ -25,8 +25,12 @@ class Prompting:
     plan: BatchPlan
 
 
-def text_tokenizer(processing_class: Any, model: Any, *, trust: bool = False) -> Any:
+def text_tokenizer(
+    processing_class: Any, model: Any, *, trust: bool = False, revision: str | None = None
+) -> Any:
     """The tokenizer: given, by its name or folder, inside a processor, or beside the model's files.
+
+    ``revision`` is the model's.
 
     Raises:
         ConfigError: there is none.
@@ -34,7 +38,7 @@ def text_tokenizer(processing_class: Any, model: Any, *, trust: bool = False) ->
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
-        return _load_tokenizer(name, trust)
+        return _load_tokenizer(name, trust, None if processing_class else revision)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
@@ -49,11 +53,14 @@ def own_or(processing_class: Any, tokenizer: Any) -> Any:
     return tokenizer if isinstance(processing_class, str | None) else processing_class
 
 
-def _load_tokenizer(name: str, trust: bool) -> Any:
+def _load_tokenizer(name: str, trust: bool, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust)
+        more = {} if revision is None else {"revision": revision}
+        return AutoTokenizer.from_pretrained(
+            name, padding_side="left", trust_remote_code=trust, **more
+        )
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise ConfigError(f"the tokenizer in {name!r} cannot be loaded: {error}") from error
 

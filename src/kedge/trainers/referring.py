@@ -16,6 +16,7 @@ from kedge.backends.hf.settings import LearnerSettings
 from kedge.config.resolve import RunSettings
 from kedge.errors import ConfigError
 from kedge.trainers.given import Given, trusts
+from kedge.trainers.loading import loading_of
 from kedge.trainers.sampling import DTYPES
 
 
@@ -34,6 +35,11 @@ def check_reference(given: Given, settings: RunSettings, algorithm: Algorithm) -
         raise ConfigError(
             f"{asked} compute log-probabilities of the sampled tokens, and kl_estimator='full'"
             " needs those of the whole vocabulary; set ray_ref_workers=0, or another estimator"
+        )
+    if isinstance(given.ref_model, str) and loading_of(given).keys() - {"trust_remote_code"}:
+        raise ConfigError(
+            f"{asked} load the reference themselves, without model_init_kwargs; give ref_model as a"
+            " loaded model"
         )
     adapted = given.peft_config is not None or hasattr(given.model, "peft_config")
     if given.ref_model is None and (adapted or given.args.ref_adapter_name is not None):

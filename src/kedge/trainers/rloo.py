@@ -18,6 +18,7 @@ from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
+from kedge.trainers.loading import init_kwargs
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import own_or, text_tokenizer
 from kedge.trainers.rules import check_unread
@@ -57,6 +58,8 @@ class RLOOTrainer(TrainerShell):
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
         rollout_engine: samples instead of the embedded engine.
         algorithm: a learning rule of your own instead of RLOO.
+        quantization_config: of transformers, for the base of an adapter whose model is given by
+            name; needs ``peft_config``.
         older: the names of TRL up to 0.21: ``config``, ``tokenizer``, ``policy``, ``ref_policy``
             and ``reward_model``, which may also be a function of whole texts,
             ``f(list[str]) -> list[float]``.
@@ -84,6 +87,7 @@ class RLOOTrainer(TrainerShell):
         data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
         rollout_engine: RolloutEngine | None = None,
         algorithm: Algorithm | None = None,
+        quantization_config: Any = None,
         **older: Any,
     ) -> None:
         newer = {
@@ -99,7 +103,10 @@ class RLOOTrainer(TrainerShell):
         if algorithm is not None:
             check_unread(options, algorithm)
         tokenizer = text_tokenizer(
-            named["processing_class"], named["model"], trust=options.trust_remote_code
+            named["processing_class"],
+            named["model"],
+            trust=options.trust_remote_code,
+            revision=init_kwargs(options).get("revision"),
         )
         rewards = named["reward_funcs"]
         if older.get("reward_model") is not None:
@@ -119,6 +126,7 @@ class RLOOTrainer(TrainerShell):
             reward_weights=reward_weights,
             reward_processing_class=named["reward_processing_classes"],
             rollout_engine=rollout_engine,
+            quantization_config=quantization_config,
         )
         settle_process(options)
         accelerator = accelerator_for(options)

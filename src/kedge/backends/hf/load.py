@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,6 +28,7 @@ def load_policy(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: Any = None,
+    more: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """A causal language model, from a name, a folder, or as it is.
 
@@ -40,6 +42,7 @@ def load_policy(
         attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
         trust_remote_code: run Python code that comes with the model.
         quantization: a transformers quantization config, for frozen bases.
+        more: further arguments of ``from_pretrained``.
 
     Raises:
         ConfigError: it cannot be loaded, or its files lack weights.
@@ -54,6 +57,7 @@ def load_policy(
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     options["trust_remote_code"] = trust_remote_code
     options |= {name: value for name, value in given.items() if value is not None}
+    options |= more or {}
     try:
         if find_adapter_config_file(source, revision=revision) is not None:
             return _with_its_adapter(source, options)

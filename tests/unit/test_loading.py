@@ -1,0 +1,132 @@
+"""A policy given by name is loaded as the options say, or they say why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.backends.hf import load
+from kedge.errors import ConfigError
+from kedge.testing import tiny_policy
+from kedge.trainers import prompts
+from tests.e2e.small import VOCAB, rows
+from tests.e2e.test_groups import grpo, rloo
+from tests.unit.text_toys import word_tokenizer
+
+BOTH = pytest.mark.parametrize("make", [rloo, grpo])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tiny_policy("llama", vocab_size=VOCAB).save_pretrained(tmp_path / "policy")
+    word_tokenizer().save_pretrained(tmp_path / "policy")
+    return str(tmp_path / "policy")
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "given", ['{"attn_implementation": "eager"}', {"attn_implementation": "eager"}]
+)
+def test_model_init_kwargs_reach_the_model(make: Any, folder: str, given: Any) -> None:
+    assert make(model=folder).model.config._attn_implementation == "sdpa"
+    made = make(model=folder, ref_model=folder, beta=0.1, model_init_kwargs=given)
+    assert made.model.config._attn_implementation == "eager"
+    assert made.engine.learner.reference.model.config._attn_implementation == "eager"
+    made.train()
+    assert len(rows(made)) == 2
+
+
+@BOTH
+def test_everything_of_from_pretrained_is_handed_on(
+    make: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    real, tokenizer = load.load_whole, prompts._load_tokenizer
+
+    def spy(kind: Any, what: str, source: str, **options: Any) -> Any:
+        seen.update(options)
+        return real(kind, what, source, dtype="float32")
+
+    def tokens(name: str, trust: bool, revision: str | None) -> Any:
+        seen["tokenizer"] = revision
+        return tokenizer(name, trust, None)
+
+    monkeypatch.setattr(load, "load_whole", spy)
+    monkeypatch.setattr(prompts, "_load_tokenizer", tokens)
+    wanted = {"revision": "v2", "torch_dtype": "float32", "low_cpu_mem_usage": True}
+    make(model=folder, processing_class=None, model_init_kwargs=wanted)
+    assert seen == {
+        **{"revision": "v2", "dtype": "float32", "low_cpu_mem_usage": True, "tokenizer": "v2"},
+        **{"use_safetensors": True, "trust_remote_code": False},
+    }
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"model_init_kwargs": {"revision": "v2"}, "model": None},
+            "sets revision, and the model is",
+        ),
+        ({"model_init_kwargs": {"device_map": "auto"}}, "device_map='auto': accelerate places"),
+        ({"model_init_kwargs": {"use_safetensors": False}}, "pickled weights can run code"),
+        ({"model_init_kwargs": "[1]"}, "must be a JSON object"),
+        ({"model_init_kwargs": "{"}, "is no JSON object"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "float32"),
+        ({"quantization_config": object()}, "weights that do not train; give a peft_config"),
+        ({"quantization_config": object(), "model": None}, "the model is loaded already"),
+        (
+            {"quantization_config": 1, "model_init_kwargs": {"quantization_config": 1}},
+            "give it once",
+        ),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_what_nothing_would_read_is_refused(
+    make: Any, folder: str, options: dict[str, Any], said: str
+) -> None:
+    given = {"model": folder} | options
+    if given["model"] is None:
+        given["model"] = tiny_policy("llama", vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match=said):
+        make(**given)
+
+
+@BOTH
+def test_a_quantised_base_is_loaded_for_an_adapter(make: Any, folder: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="float32")
+    made = make(model=folder, quantization_config=how, peft_config=lora())
+    assert made.model.is_loaded_in_4bit
+    before = {n: p.clone() for n, p in made.model.named_parameters() if p.requires_grad}
+    made.train()
+    after = dict(made.model.named_parameters())
+    assert any(not torch.equal(x, after[n]) for n, x in before.items())
+
+
+def test_the_command_takes_them(folder: str, tmp_path: Path) -> None:
+    from kedge.cli.arguments import parse
+    from kedge.cli.ppo import build
+    from kedge.config.grpo import GRPOConfig
+
+    (tmp_path / "rewards.py").write_text("def long(completions, **_):\n    return [1.0] * 8\n")
+    argv = ["--model_name_or_path", folder, "--reward_funcs", f"{tmp_path}/rewards.py:long"]
+    argv += ["--output_dir", str(tmp_path / "out"), "--use_cpu", "--max_steps", "1"]
+    argv += ["--attn_implementation", "sdpa"]
+    argv += ["--model_init_kwargs", '{"attn_implementation": "eager"}']
+    argv += ["--per_device_train_batch_size", "8", "--max_completion_length", "6"]
+    options = parse(argv, prog="kedge grpo", config=GRPOConfig)
+    made = build(options, train_dataset=[{"prompt": "w1 w2"}])
+    assert made.model.config._attn_implementation == "eager"
