@@ -130,9 +130,17 @@ def test_errors_are_one_line_and_exit_code_2(capsys, monkeypatch):
 def test_help_of_a_command_lists_what_works_and_hides_what_does_not(capsys):
     assert main(["ppo", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "--kl_estimator" in out
+    assert "--kl_estimator {k1,k2,k3,abs,full}" in out
+    assert "(default: k1)" in out
+    assert "--kl-estimator" not in out  # understood, and not listed
+    assert max(map(len, out.splitlines())) < 120
     assert "--warmup_ratio" not in out
     assert "--neftune_noise_alpha" not in out
+
+
+def test_a_plan_without_prompts_says_so(capsys, tiny):
+    assert main(["plan", "ppo", "--model_name_or_path", str(tiny)]) != 0
+    assert "without --dataset_name the number of passes" in capsys.readouterr().err
 
 
 # -- flags ----------------------------------------------------------------------------------------

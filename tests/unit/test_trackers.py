@@ -153,6 +153,12 @@ def test_evaluations_are_printed_above_the_bar():
     shown.log({"eval_objective/scores": 2.0}, step=3)
     shown.close()
     assert "eval score 2" in out.getvalue()
+    named = {"eval_new_objective/kl": 3.0, "eval_new_pass@4": 0.5, "eval_win_rate": 0.25}
+    shown.log(named, step=3)
+    assert "eval new kl 3  eval new pass@4 0.5  eval win rate 0.25" in out.getvalue()
+    lines = out.getvalue()
+    shown.log({"eval_time/step": 1.0}, step=3)
+    assert out.getvalue() == lines  # a line that says nothing is not printed
 
 
 def test_the_table_escapes_markup_and_cuts_long_cells():

@@ -116,6 +116,27 @@ class Options:
     given: frozenset[str]
 
 
+SHORT = 60  # letters of a list of choices that help shows
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Each flag once, for dashes stand for underscores anywhere, with its default."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [n for n in action.option_strings if "-" not in n.strip("-")]
+        if not names or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        kinds = ",".join(str(getattr(choice, "value", choice)) for choice in action.choices or ())
+        value = f"{{{kinds}}}" if 0 < len(kinds) < SHORT else "X"
+        return f"{names[0]} {self._format_args(action, value)}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", getattr(action.default, "value", action.default)
+        if default in (None, argparse.SUPPRESS, "", False) or not action.option_strings:
+            return text
+        return f"{text} (default: {str(default).replace('%', '%%')})"
+
+
 class Parser(HfArgumentParser):
     """HfArgumentParser with errors that name the nearest flag, and no abbreviations."""
 
@@ -123,7 +144,7 @@ class Parser(HfArgumentParser):
         super().__init__(
             kinds,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             **options,
         )
         for action in self._actions:

@@ -125,6 +125,11 @@ def _batches(
     options: Options, settings: RunSettings, tokenizer: Any, min_group: int
 ) -> tuple[BatchPlan, dict[str, int]]:
     if options.script.dataset_name is None and not options.script.dataset_mixer_list:
+        if settings.batch.total_episodes is None and settings.batch.max_steps <= 0:
+            raise ConfigError(
+                "without --dataset_name the number of passes does not say how long the run is; "
+                "give it, or --total_episodes or --max_steps"
+            )
         guess = settings.data.max_prompt_length or PROMPT_GUESS
         made = plan_batches(**asdict(settings.batch), min_group=min_group)
         return made, {"longest prompt, assumed": guess}

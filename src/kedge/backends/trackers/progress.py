@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -21,8 +22,6 @@ from rich.text import Text
 SHOWN = {
     "objective/scores": "score",
     "objective/kl": "kl",
-    "eval_objective/scores": "eval score",
-    "eval_objective/kl": "eval kl",
     "loss/policy_avg": "policy loss",
     "loss/value_avg": "value loss",
     "val/ratio": "ratio",
@@ -31,6 +30,13 @@ SHOWN = {
     "lr": "lr",
     "eps": "eps",
 }
+EVALUATED = {
+    "objective/scores": "score",
+    "objective/kl": "kl",
+    "accuracy": "accuracy",
+    "win_rate": "win rate",
+}
+_EVALUATION = re.compile(rf"eval_(?:(.+)_)?({'|'.join(EVALUATED)}|pass@\d+)")
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 BAR = ("objective/scores", "objective/kl", "eps")
 
@@ -88,6 +94,13 @@ class Screen:
         if self._bar is not None and not any(k.startswith("eval_") for k in metrics):
             return
         shown = [f"{label} {metrics[k]:.4g}" for k, label in SHOWN.items() if k in metrics]
+        for name, value in metrics.items():
+            found = _EVALUATION.fullmatch(name)
+            if found is not None:
+                words = ("eval", found[1], EVALUATED.get(found[2], found[2]))
+                shown.append(f"{' '.join(filter(None, words))} {value:.4g}")
+        if not shown:
+            return
         if "episode" in metrics:
             shown.insert(0, f"episode {metrics['episode']:.0f}")
         left = [self._left()] if self.step < self.total and self._left() else []
