@@ -126,9 +126,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         names = [n for n in action.option_strings if "-" not in n.strip("-")]
         if not names or action.nargs == 0:
             return super()._format_action_invocation(action)
-        kinds = ",".join(str(getattr(choice, "value", choice)) for choice in action.choices or ())
-        value = f"{{{kinds}}}" if 0 < len(kinds) < SHORT else "X"
-        return f"{names[0]} {self._format_args(action, value)}"
+        value = self._format_args(action, "X")
+        return f"{names[0]} {value if len(value) < SHORT else 'X'}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", getattr(action.default, "value", action.default)
