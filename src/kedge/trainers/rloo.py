@@ -31,6 +31,7 @@ _PAIRS = {
     "ref_policy": "ref_model",
     "reward_model": "reward_funcs",
 }
+_NEWER = ("model", "reward_funcs", "args")
 
 
 @named("argument", config=RLOOConfig, older=_PAIRS)
@@ -65,13 +66,13 @@ class RLOOTrainer(TrainerShell):
             ``f(list[str]) -> list[float]``.
 
     Raises:
-        ConfigError: options that cannot work, or both names of one thing.
+        ConfigError: options that cannot work, names of both generations, or arguments without one.
         DataError: prompts that cannot be used.
     """
 
     def __init__(  # noqa: PLR0913
         self,
-        *,
+        *unnamed: Any,
         model: str | nn.Module | None = None,
         reward_funcs: Any = None,
         args: RLOOConfig | None = None,
@@ -90,6 +91,12 @@ class RLOOTrainer(TrainerShell):
         quantization_config: Any = None,
         **older: Any,
     ) -> None:
+        if unnamed:
+            raise ConfigError(
+                f"RLOOTrainer takes its arguments by name, and {len(unnamed)} came without: TRL's"
+                " own order differs between 0.21 and 0.22; write model=, reward_funcs=, args=,"
+                " train_dataset= (or policy=, reward_model=, config=)"
+            )
         newer = {
             "args": args,
             "processing_class": processing_class,
@@ -143,7 +150,7 @@ def one_spelling(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str
     """The arguments under their newer names.
 
     Raises:
-        ConfigError: both names of one thing.
+        ConfigError: both names of one thing, or names of both generations.
     """
     found = dict(newer)
     for name, value in older.items():
@@ -153,6 +160,13 @@ def one_spelling(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str
             raise ConfigError(
                 f"{name} and {_PAIRS[name]} are the older and the newer name of the same thing; "
                 "give one of them"
+            )
+        other = next((n for n in _NEWER if newer.get(n) is not None), None)
+        if other is not None and name != "tokenizer":
+            was = next(old for old, new in _PAIRS.items() if new == other)
+            raise ConfigError(
+                f"{name} is a name of TRL up to 0.21 and {other} one of 0.22 and later; write"
+                f" {_PAIRS[name]} for {name}, or {was} for {other}"
             )
         found[_PAIRS[name]] = value
     return found
