@@ -12,6 +12,8 @@ from typing import Any
 import pandas
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import PrinterCallback
 
 from kedge import PPOConfig, PPOTrainer, PPOv2Trainer
 from kedge.algorithms import Algorithm, ppo
@@ -78,6 +80,93 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ["GPTNeoX", "PPOConfig"],
     ),
     "no model": (lambda: small(model=None), ConfigError, ["model=None"]),
+    "a number for a model": (lambda: small(model=5), ConfigError, ["model=5", "policy"]),
+    "a model and its tokenizer nowhere": (
+        lambda: small(model="/no/such/model", processing_class=None),
+        ConfigError,
+        ["'/no/such/model'", "no such folder"],
+    ),
+    "a reward model nowhere": (
+        lambda: small(reward_model="/no/such/model"),
+        ConfigError,
+        ["reward model '/no/such/model'", "no such folder"],
+    ),
+    "a value model nowhere": (
+        lambda: small(value_model="./no/such/model"),
+        ConfigError,
+        ["value model './no/such/model'", "no such folder"],
+    ),
+    "an optimiser alone": (
+        lambda: small(optimizers=torch.optim.SGD([torch.ones(1)], lr=1.0)),
+        ConfigError,
+        ["optimizers", "SGD", "pair"],
+    ),
+    "the class of an optimiser": (
+        lambda: small(optimizers=(torch.optim.SGD, None)),
+        ConfigError,
+        ["optimizers[0]", "SGD", "not its class"],
+    ),
+    "a schedule by name": (
+        lambda: small(optimizers=(None, "linear")),
+        ConfigError,
+        ["optimizers[1]='linear'", "scheduler"],
+    ),
+    "a callback alone": (
+        lambda: small(callbacks=PrinterCallback()),
+        ConfigError,
+        ["callbacks", "list"],
+    ),
+    "an adapter as a dict": (
+        lambda: small(peft_config={"r": 4}),
+        ConfigError,
+        ["peft_config={'r': 4}", "LoraConfig"],
+    ),
+    "an adapter of another task": (
+        lambda: small(peft_config=LoraConfig(task_type="SEQ_CLS")),
+        ConfigError,
+        ["task_type='SEQ_CLS'", "CAUSAL_LM"],
+    ),
+    "an adapter on layers that are not there": (
+        lambda: small(peft_config=LoraConfig(target_modules=["nope"])),
+        ConfigError,
+        ["peft_config", "nope"],
+    ),
+    "a collator by name": (
+        lambda: small(data_collator="mine"),
+        ConfigError,
+        ["data_collator='mine'", "function"],
+    ),
+    "an engine that is none": (
+        lambda: small(rollout_engine=5),
+        ConfigError,
+        ["rollout_engine=5", "rollout_engine='vllm'"],
+    ),
+    "an algorithm by name": (
+        lambda: small(algorithm="remax"),
+        ConfigError,
+        ["algorithm='remax'", "kedge.algorithms"],
+    ),
+    "an algorithm that was not called": (
+        lambda: small(algorithm=ppo),
+        ConfigError,
+        ["no kedge.Algorithm; call it"],
+    ),
+    "arguments that the optimiser does not read": (
+        lambda: small(optim_args="beta=1"),
+        ConfigError,
+        ["optim_args='beta=1'", "nothing reads 'beta'"],
+    ),
+    "no prompt to evaluate on": (
+        lambda: small(eval_dataset={"new": []}),
+        DataError,
+        ["eval_dataset['new']", "empty"],
+    ),
+    "a number for a folder": (lambda: small(output_dir=5), ConfigError, ["output_dir=5"]),
+    "resume from a number": (
+        lambda: small().train(resume_from_checkpoint=5),
+        ConfigError,
+        ["resume_from_checkpoint=5", "True"],
+    ),
     "no dataset": (lambda: small(train_dataset=None), DataError, ["train_dataset=None", "prompt"]),
     "empty dataset": (lambda: small(train_dataset=[]), DataError, ["empty"]),
     "no prompt column": (

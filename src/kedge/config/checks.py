@@ -14,6 +14,8 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from kedge.config.support import Moved
 from kedge.errors import ConfigError
 
+FINITE = 1e30  # larger numbers overflow in float32 sooner or later
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -28,8 +30,9 @@ class Range:
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
+        kind = "a finite number" if self.high == FINITE else kind
         low = f"above {self.low:g}" if self.above else f"of at least {self.low:g}"
-        if math.isinf(self.high):
+        if math.isinf(self.high) or self.high >= 2**62:
             return f"{kind} {low}"
         return f"{kind} {low} and {'below' if self.below else 'at most'} {self.high:g}"
 
@@ -51,7 +54,7 @@ _WHOLE = Range(0, 2**62, whole=True)
 _UNIT = Range(0, 1)
 _POSITIVE = Range(0, above=True)
 _NOT_NEGATIVE = Range(0)
-_FACTOR = Range(0, 1e30)  # finite
+_FACTOR = Range(0, FINITE)
 
 RANGES: dict[str, Range] = {
     "per_device_train_batch_size": _COUNT,
@@ -321,6 +324,8 @@ def _loader_options(c: Any) -> None:
 
 
 def _output_dir(c: Any) -> None:
+    if not isinstance(c.output_dir, str | Path | None):
+        raise ConfigError(f"output_dir={c.output_dir!r} must be the name of a folder")
     if c.output_dir is not None and Path(c.output_dir).expanduser().is_file():
         raise ConfigError(f"output_dir={c.output_dir!r} is a file; name a folder")
 

@@ -55,7 +55,8 @@ def verify(folder: str | Path, *, contents: bool = True) -> None:
     folder = Path(folder)
     if not folder.is_dir():
         near = [p.name for p in checkpoints(folder.parent)]
-        raise CheckpointError(f"{folder} does not exist; {folder.parent} has {near or 'none'}")
+        others = f"; there are {', '.join(near)} beside it" if near else ""
+        raise CheckpointError(f"there is no checkpoint {folder}{others}")
     inside = [p.name for p in checkpoints(folder)]
     if inside:
         raise CheckpointError(

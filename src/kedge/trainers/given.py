@@ -10,6 +10,7 @@ from torch import nn
 
 from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
+from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 
 
@@ -34,6 +35,53 @@ class Given:
     reward_processing_class: Any = None
     rollout_engine: RolloutEngine | None = None
     quantization_config: Any = None
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+
+
+def check_kinds(given: Given) -> None:
+    """Look at what each argument is, before anything is loaded.
+
+    Raises:
+        ConfigError: one is of another kind than can be used.
+    """
+    pair = given.optimizers
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ConfigError(
+            f"optimizers={_shown(pair)} must be a pair, (optimizer, scheduler), each perhaps None"
+        )
+    for name, value, methods in (
+        ("optimizers[0]", pair[0], ("param_groups", "step")),
+        ("optimizers[1]", pair[1], ("step", "state_dict")),
+        ("rollout_engine", given.rollout_engine, ("generate", "load_weights", "logprobs")),
+        ("peft_config", given.peft_config, ("peft_type",)),
+        ("data_collator", given.data_collator, ("__call__",)),
+    ):
+        missing = [method for method in methods if not hasattr(value, method)]
+        if value is not None and (missing or isinstance(value, type)):
+            raise ConfigError(f"{name}={_shown(value)} is of another kind; pass {_WANTED[name]}")
+    if not isinstance(given.callbacks, list | tuple | None):
+        raise ConfigError(f"callbacks={_shown(given.callbacks)} must be a list of callbacks")
+    task = getattr(given.peft_config, "task_type", None)
+    task = getattr(task, "value", task)
+    if task not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"peft_config has task_type={task!r}; the policy needs 'CAUSAL_LM'")
+
+
+_WANTED = {
+    "optimizers[0]": "a torch optimizer that holds the weights, not its class",
+    "optimizers[1]": "a learning-rate scheduler of torch",
+    "rollout_engine": "an object with generate and load_weights; engines by name are an option of"
+    " the config, rollout_engine='vllm'",
+    "peft_config": "a configuration of PEFT, such as peft.LoraConfig(...)",
+    "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"a {type(value).__name__}"
 
 
 def trusts(config: OnPolicyConfig) -> bool:

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelerate import Accelerator
+from torch.nn import Module
 
 from kedge.backends.data import DatasetPrompts
+from kedge.backends.hf.load import check_folder
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import DataOptions, RunSettings
 from kedge.engine.plan import BatchPlan, plan_batches
@@ -35,6 +37,10 @@ def text_tokenizer(
     Raises:
         ConfigError: there is none.
     """
+    if model is None or model == "" or not isinstance(model, str | Module):
+        raise ConfigError(
+            f"model={model!r} is neither a model nor the folder or name of one: it is the policy"
+        )
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
@@ -56,6 +62,7 @@ def own_or(processing_class: Any, tokenizer: Any) -> Any:
 def _load_tokenizer(name: str, trust: bool, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
+    check_folder(name, "the tokenizer")
     try:
         more = {} if revision is None else {"revision": revision}
         return AutoTokenizer.from_pretrained(
@@ -154,6 +161,10 @@ def eval_sets(
     per_batch = args.per_device_eval_batch_size * accelerator.num_processes
     made, completions = [], settings.evaluation.completions
     for prefix, each in named.items():
+        if hasattr(each, "__len__") and not len(each):
+            raise DataError(
+                f"eval_dataset{_of(prefix)} is empty: there is no prompt to evaluate on"
+            )
         source = prompt_source(
             each,
             tokenizer,
@@ -166,6 +177,11 @@ def eval_sets(
         batches, rows = math.ceil(len(source) / per_batch), len(source) * completions
         made.append(EvalSet(prefix=prefix, source=source, batches=batches, rows=rows))
     return made
+
+
+def _of(prefix: str) -> str:
+    name = prefix.removeprefix("eval_").removesuffix("_")
+    return f"[{name!r}]" if name else ""
 
 
 def pad_id(tokenizer: Any) -> int:

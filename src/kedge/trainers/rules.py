@@ -23,9 +23,15 @@ def check_unread(args: OnPolicyConfig, algorithm: Algorithm, *, value_model: Any
     """Refuse what nothing would read beside the user's own rule.
 
     Raises:
-        ConfigError: an option of the trainer's rule is set, or one of a value model that the
-            user's rule does not have.
+        ConfigError: it is no rule, an option of the trainer's rule is set, or one of a value model
+            that the user's rule does not have.
     """
+    if not isinstance(algorithm, Algorithm):
+        called = "; call it" if callable(algorithm) else ""
+        raise ConfigError(
+            f"algorithm={algorithm!r} is no kedge.Algorithm{called}; pass for example"
+            " algorithm=kedge.algorithms.reinforce_pp()"
+        )
     refuse_unread(args, [_RULE], algorithm.name)
     if algorithm.needs_values:
         return

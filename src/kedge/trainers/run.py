@@ -227,6 +227,10 @@ class Run:
         """Load a checkpoint if asked to; whether training goes on from one."""
         if not resume:
             return False
+        if not isinstance(resume, bool | str | Path):
+            raise ConfigError(
+                f"resume_from_checkpoint={resume!r} must be True, for the newest, or a folder"
+            )
         given = None if isinstance(resume, bool) else Path(resume)
         folder = given or checkpoint.latest_good(self._root())
         if folder is None:

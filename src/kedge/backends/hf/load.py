@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ _HEADS = {
     *("score", "classifier", "pre_classifier", "classification_head", "pooler", "v_head"),
     *("sequence_summary", "logits_proj"),
 }
+
+
+def check_folder(source: str, what: str) -> None:
+    """Refuse a path that leads nowhere, which the hub would be asked for.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    path = Path(source).expanduser()
+    if source.startswith(("/", ".", "~")) and not path.is_dir():
+        why = "it is a file" if path.exists() else "there is no such folder"
+        raise ConfigError(f"{what} {source!r} cannot be loaded: {why}")
 
 
 def load_policy(
@@ -49,6 +62,7 @@ def load_policy(
     """
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
+    check_folder(source, "the model")
     given = {
         "revision": revision,
         "attn_implementation": attn_implementation,

@@ -20,6 +20,9 @@ from kedge.errors import CheckpointError, ConfigError
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
+_WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+
+
 def parameter_groups(
     models: Mapping[str, tuple[nn.Module, float]], weight_decay: float
 ) -> list[dict[str, Any]]:
@@ -121,6 +124,12 @@ def _style(args: TrainingArguments) -> str:
         raise ConfigError(
             f"optim_args={args.optim_args!r} with optim={optim!r}: style is torch or tf, and tf is "
             "for optim=adamw_torch or adamw_torch_fused"
+        )
+    unread = [name for name in pairs if name.strip() != "style"]
+    if unread and optim in _WITHOUT_ARGS:
+        raise ConfigError(
+            f"optim_args={args.optim_args!r} with optim={optim!r}: nothing reads {unread[0]!r}; "
+            "adam_beta1, adam_beta2, adam_epsilon and weight_decay are options of their own"
         )
     return style
 

@@ -14,6 +14,16 @@ from torch import nn
 from kedge.errors import ConfigError
 
 
+def _wrapped(model: Any, peft_config: Any, name: str) -> Any:
+    from peft import get_peft_model
+
+    try:
+        with without_notices():
+            return get_peft_model(model, peft_config, adapter_name=name)
+    except ValueError as error:  # no layer has the name of a target
+        raise ConfigError(f"peft_config does not fit the policy: {error}") from error
+
+
 def with_adapter(
     policy: nn.Module, peft_config: Any = None, adapter: str | None = None
 ) -> nn.Module:
@@ -30,7 +40,7 @@ def with_adapter(
     """
     if find_spec("peft") is None:
         raise ConfigError("adapters need peft: pip install 'kedge[peft]'")
-    from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+    from peft import PeftModel, prepare_model_for_kbit_training
 
     made: Any = policy
     if not isinstance(policy, PeftModel):
@@ -41,8 +51,7 @@ def with_adapter(
         if is_quantized(policy):
             _with_gradients(made)
             made = prepare_model_for_kbit_training(made, use_gradient_checkpointing=False)
-        with without_notices():
-            made = get_peft_model(made, peft_config, adapter_name=adapter or "default")
+        made = _wrapped(made, peft_config, adapter or "default")
     elif peft_config is not None:
         raise ConfigError(
             "peft_config was given, but the model has an adapter already; merge it first "

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from kedge.backends.hf.load import load_whole
+from kedge.backends.hf.load import check_folder, load_whole
 from kedge.backends.hf.model import CausalParts, backbone_of, expect_no_mask, trunk
 from kedge.backends.rewards.heads import SHIFT
 from kedge.errors import ConfigError
@@ -135,6 +135,7 @@ def load_value(
     """
     if isinstance(source, nn.Module):
         return scalar_model(source)
+    check_folder(source, "the value model")
     given = {"use_safetensors": True, "trust_remote_code": False, "num_labels": 1}
     given |= {k: v for k, v in options.items() if v is not None}
     try:

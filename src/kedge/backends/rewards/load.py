@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kedge.backends.hf.load import load_whole
+from kedge.backends.hf.load import check_folder, load_whole
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    check_folder(name, "reward model")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         kinds = getattr(config, "architectures", None) or []
