@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     with pytest.warns(UserWarning, match=r"checkpoint-4 is damaged: model.safetensors"):
         second.train(resume_from_checkpoint=True)
     assert_same(second, whole_run())
-    with pytest.raises(CheckpointError, match=r"checkpoint-9 does not exist"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*checkpoint-9; there are"):
         trainer(tmp_path / "cut").train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-9"))
 
 

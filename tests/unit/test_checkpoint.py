@@ -271,7 +271,9 @@ def test_no_checkpoint_is_none_and_only_damaged_ones_raise(tmp_path):
 
 def test_a_missing_checkpoint_lists_what_there_is(tmp_path):
     checkpoint.save(tmp_path, 1, {"a": 1})
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*checkpoint-5; there are checkpoint-1"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint .*checkpoint-5; there are checkpoint-1"
+    ):
         checkpoint.load(tmp_path / "checkpoint-5")
 
 
