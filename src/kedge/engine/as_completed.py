@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from kedge.engine.drawing import Ahead, Drawing, OneAtATime, Sample
 from kedge.engine.joining import joined, pieces_of
 from kedge.engine.receipts import Shipment, confirmed
+from kedge.engine.threads import working
 from kedge.errors import CheckpointError, SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import Rollout
@@ -128,14 +129,17 @@ class AsCompleted:
         ]
         for thread in threads:
             thread.start()
-        try:
+        with working(threads, close=self._close, drop=self._drop):
             yield
-        finally:
-            with self._turn:
-                self._closing = True
-                self._turn.notify_all()
-            for thread in threads:
-                thread.join()
+
+    def _close(self) -> None:
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+
+    def _drop(self) -> None:
+        """Forget what was sampled; the next step begins with its own prompts."""
+        self._done, self._running, self._next, self._failure = [], [], 0, None
 
     def send(self, shipment: Shipment) -> None:
         """Begin every piece from now on with these weights."""
@@ -182,12 +186,12 @@ class AsCompleted:
 
     def salvage(self, step: int) -> None:
         """After a failure at ``step``: nothing is kept, and sampling begins with its prompts."""
+        self._close()
         with self._turn:
-            self._closing = True
-            self._turn.notify_all()
             while self._running:
                 self._turn.wait()
-            self._done, self._next, self._failure = [], step * self.pieces, None
+            self._drop()
+            self._next = step * self.pieces
 
     def settle(self) -> None:
         """Nothing to wait for: a lane checks the receipt before it samples."""
@@ -239,13 +243,17 @@ class AsCompleted:
     # -- in the threads of the lanes ------------------------------------------------------------
 
     def _serve(self, lane: _Lane) -> None:
+        with suppress(KeyboardInterrupt):  # which the driver had first
+            self._sample_on(lane)
+
+    def _sample_on(self, lane: _Lane) -> None:
         while (begun := self._begin()) is not None:
             piece, weights = begun
             try:
                 finished = replace(piece, sample=self._sample(lane, piece, weights))
             except BaseException as error:  # raised again where the driver waits
                 with self._turn:
-                    self._running.remove(piece)
+                    self._running = [each for each in self._running if each is not piece]
                     self._failure = self._failure or error
                     self._turn.notify_all()
                 return

@@ -7,31 +7,16 @@ a slow and a fast machine.  At lag 0 the worker is the driver itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from kedge.engine.drawing import Ahead, Drawing, Sample
 from kedge.engine.receipts import Shipment, confirmed
+from kedge.engine.threads import Inline, Worker, working
 from kedge.protocols import RolloutEngine
 from kedge.types import Receipt, Rollout
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class InlineExecutor(Executor):
-    """Runs what is submitted at once, in the caller's thread."""
-
-    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call ``fn`` now; its result or exception waits in the returned future."""
-        future: Future[R] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # handed over to whoever asks for the result
-            future.set_exception(error)
-        return future
 
 
 class _Sync(NamedTuple):
@@ -50,7 +35,7 @@ class InOrder:
         self._waiting: deque[Future[Sample] | Rollout] = deque()  # not trained on, by step
         self._syncs: deque[_Sync] = deque()
         self._held, self._moves = "", 0
-        self._worker: Executor = InlineExecutor()
+        self._worker: Inline | Worker = Inline()
         self._until = 0
 
     def draw_with(self, drawing: Drawing, rollouts: RolloutEngine) -> None:
@@ -62,10 +47,8 @@ class InOrder:
         """Sample while inside; what was sampled ahead stays afterwards."""
         self._until = until
         self._syncs.clear()
-        worker: Executor = InlineExecutor()
-        if self._max_lag > 0:
-            worker = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        with worker as self._worker:
+        worker = self._worker = Worker("rollout") if self._max_lag > 0 else Inline()
+        with working(worker.threads, close=worker.close, drop=self._waiting.clear):
             yield
 
     def send(self, shipment: Shipment) -> None:
@@ -106,10 +89,9 @@ class InOrder:
         self._waiting = kept
 
     def _sampled(self, ahead: Future[Sample], step: int) -> Rollout | None:
-        try:
+        if ahead.exception() is None:
             return ahead.result()[0]
-        except Exception:  # which the driver has met, or will not come to
-            return self._drawing.unscored.pop(step, None)
+        return self._drawing.unscored.pop(step, None)
 
     def settle(self) -> None:
         """Wait for the receipts that are still to come."""

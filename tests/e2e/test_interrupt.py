@@ -1,0 +1,197 @@
+"""A second Ctrl-C ends a run at once, whatever is being sampled, and breaks no checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge.engine import checkpoint
+from kedge.engine.threads import Worker, interrupt, working
+
+from .small import rows, small
+from .test_resume import assert_same, trainer, whole_run
+
+# From the seventh call on, responses take longer than this test: 60 tokens of half a second.
+ENDLESS = """
+    import os, sys, time
+    from pathlib import Path
+    from kedge.cli.ppo import learn
+    from tests.e2e.small import small
+
+    pieces = {"rollout_schedule": "as_completed", "rollout_pieces": 2}
+    made = small(
+        output_dir=os.environ["RUN"], total_episodes=400, save_strategy="steps", save_steps=1,
+        response_length=60, stop_token=None, preflight=False, max_lag=int(os.environ["LAG"]),
+        **(pieces if os.environ["PIECES"] else {}),
+    )
+    engine, calls = made.engine.rollouts, []
+    generate = engine.generate
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return generate(*args, **kwargs)
+
+    def slow(model, args, kwargs):
+        if len(calls) > 6 and kwargs.get("past_key_values") is not None:
+            Path(os.environ["RUN"], "slow").touch()
+            time.sleep(0.5)
+
+    engine.generate = counted
+    engine.model.register_forward_pre_hook(slow, with_kwargs=True)
+    try:
+        learn(made, None)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def until(ready: Any, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 100
+    while not ready():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("lag", "pieces"), [(0, ""), (1, ""), (1, "2")], ids=["in turn", "ahead", "as completed"]
+)
+def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, pieces: str) -> None:
+    env = os.environ | {
+        **{"RUN": str(tmp_path), "LAG": str(lag), "PIECES": pieces},
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", textwrap.dedent(ENDLESS)]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        until((tmp_path / "slow").exists, process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)  # or the second would be taken for the first
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    kept = checkpoint.checkpoints(tmp_path)
+    assert kept
+    for folder in kept:
+        checkpoint.verify(folder)
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+@pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
+def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None:
+    """In a notebook the process lives on."""
+    made = small(output_dir=str(tmp_path), total_episodes=24, max_lag=1, rollout_schedule=schedule)
+    score, calls = made.engine.judge.score, []
+
+    def pressed(rollout: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        return score(rollout)
+
+    made.engine.judge.score = pressed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert made.state.global_step < 6
+    made.train()
+    assert made.state.global_step == 6
+    assert all(row["rollout/lag"] <= 1 for row in rows(made))
+    assert threading.active_count() == 1 or not [
+        t for t in threading.enumerate() if t.name.startswith("rollout")
+    ]
+
+
+def test_a_worker_keeps_the_order_and_hands_errors_over() -> None:
+    worker, seen = Worker("rollout"), []
+    found = [worker.submit(seen.append, n) for n in range(100)]
+    failed = worker.submit(divmod, 1, 0)
+    assert failed.exception().__class__ is ZeroDivisionError
+    assert worker.submit(max, 1, 2).result() == 2
+    assert seen == list(range(100))
+    assert all(future.result() is None for future in found)
+    worker.close()
+    worker.threads[0].join(5)
+    assert not worker.threads[0].is_alive()
+
+
+def test_what_was_asked_is_done_when_no_one_interrupts() -> None:
+    done: list[int] = []
+    worker = Worker("rollout")
+    with working(worker.threads, close=worker.close, drop=lambda: done.append(-1)):
+        for n in range(3):
+            worker.submit(lambda n=n: (time.sleep(0.05), done.append(n)))
+    assert done == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_breaks_off_and_drops(error: type[BaseException]) -> None:
+    begun, done = threading.Event(), []
+
+    def loop() -> None:
+        begun.set()
+        for _ in range(10_000):
+            time.sleep(0.01)
+        done.append("finished")
+
+    worker = Worker("rollout")
+
+    def run() -> None:
+        with working(worker.threads, close=worker.close, drop=lambda: done.append("dropped")):
+            worker.submit(loop)
+            worker.submit(done.append, "next")
+            begun.wait()
+            raise error
+
+    with pytest.raises(error):
+        run()
+    assert done == ["dropped"]
+    assert not worker.threads[0].is_alive()
+
+
+def test_a_library_that_does_not_come_back_is_left_behind() -> None:
+    held = threading.Lock()
+    held.acquire()
+
+    def stuck() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            held.acquire()
+
+    thread = threading.Thread(target=stuck, daemon=True)
+    thread.start()
+    interrupt([thread], patience=0.1)
+    assert thread.is_alive()
+    held.release()
+    thread.join(5)
+
+
+def test_an_interrupt_of_a_run_in_order_changes_no_checkpoint(tmp_path: Path) -> None:
+    made = trainer(tmp_path, max_lag=1)
+    real, count = made.engine.learner.update, []
+
+    def pressed(*args: Any, **kwargs: Any) -> Any:
+        count.append(1)
+        if len(count) == 4 * 4 + 2:  # in the fifth update
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    made.engine.learner.update = pressed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path)] == [3]
+    second = trainer(tmp_path, max_lag=1)
+    second.train(resume_from_checkpoint=True)
+    assert_same(second, whole_run(1))
