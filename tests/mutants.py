@@ -38,6 +38,7 @@ RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
 GROUPS = "tests/unit/test_algorithms_engine.py"
 GRADIENT = "tests/property/test_gradient_invariance.py"
 CLASSIC = "tests/unit/test_classic_step.py"
+FAILURES = "tests/e2e/test_failures.py"
 MUTANTS = [
     Mutant(
         "policy loss with the wrong sign",
@@ -154,8 +155,8 @@ MUTANTS = [
     Mutant(
         "weights never reach the sampler",
         "engine/loop.py",
-        "                self.supply.send(self._shipment())\n",
-        "",
+        "            self.supply.send(self._shipment())\n            report",
+        "            report",
         LOOP,
     ),
     Mutant(
@@ -174,10 +175,31 @@ MUTANTS = [
     ),
     Mutant(
         "an exception of the sampler is swallowed",
-        "engine/in_order.py",
-        "future.set_exception(error)",
-        "future.set_result(None)",
+        "engine/threads.py",
+        "asks for the result\n            future.set_exception(error)",
+        "asks for the result\n            future.set_result(None)",
         LOOP,
+    ),
+    Mutant(
+        "a failure loses the responses that were sampled ahead",
+        "engine/in_order.py",
+        "self._waiting = deque(_Batch(batch.rollout) for batch in there)",
+        "self._waiting.clear()",
+        FAILURES,
+    ),
+    Mutant(
+        "scores of a reward that failed are believed",
+        "engine/in_order.py",
+        "self._waiting = deque(_Batch(batch.rollout) for batch in there)",
+        "self._waiting = deque(there)",
+        FAILURES,
+    ),
+    Mutant(
+        "a state in mid-update is saved",
+        "engine/updater.py",
+        "        self.whole = False\n",
+        "        pass\n",
+        FAILURES,
     ),
     Mutant(
         "pieces that are due may wait for those that were done first",

@@ -26,7 +26,7 @@ class StopOnOneRank(TrainerCallback):
 
 def work(mode: str, folder: str, out: str) -> None:
     """What each process does."""
-    from kedge.errors import RewardError
+    from kedge.errors import RewardError, RolloutError
     from tests.e2e.test_failures import break_at
     from tests.e2e.test_resume import outcome, trainer
 
@@ -43,7 +43,7 @@ def work(mode: str, folder: str, out: str) -> None:
         break_at(made, "judge", "score", 4, RewardError("out of order"))
     try:
         made.train(resume_from_checkpoint=mode == "second")
-    except RewardError as error:
+    except (RewardError, RolloutError) as error:
         said = str(error)
     weights, rows = outcome(made)
     found = {"step": made.state.global_step, "rows": rows, "said": said}
@@ -103,7 +103,7 @@ def test_two_ranks_stop_together_and_go_on_as_if_never_stopped(tmp_path: Path) -
 def test_a_reward_that_fails_on_one_rank_costs_no_update_on_any(tmp_path: Path) -> None:
     broken = launch("broken", tmp_path / "cut")
     assert [f["said"] for f in broken] == [
-        "the reward failed in another process; its error says why",
+        "another process could not sample or score; its error says why",
         "out of order",
     ]
     saved = sorted(p.name for p in (tmp_path / "cut").glob("checkpoint-*"))

@@ -27,7 +27,7 @@ from kedge.engine.drawing import Ahead, Drawing, OneAtATime, Sample
 from kedge.engine.joining import joined, pieces_of
 from kedge.engine.receipts import Shipment, confirmed
 from kedge.engine.threads import working
-from kedge.errors import CheckpointError, SyncError
+from kedge.errors import CheckpointError, ConfigError, SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import Rollout
 
@@ -107,7 +107,7 @@ class AsCompleted:
 
     def __post_init__(self) -> None:
         if self.max_lag < 1:
-            raise ValueError(
+            raise ConfigError(
                 "pieces are trained on as they are done only with max_lag of 1 or more"
             )
 

@@ -41,27 +41,30 @@ class Drawing:
     algorithm: Algorithm
     seed: int
     clock: Callable[[], float] = field(repr=False)
-    unscored: dict[int, Rollout] = field(default_factory=dict, repr=False)  # by step
 
     @property
     def more(self) -> bool:
         """Whether scores may be followed by more sampling, by some ranks and not by others."""
         return bool(self.algorithm.resample or self.algorithm.needs_greedy)
 
-    def draw(self, step: int, engine: RolloutEngine, rows: Tensor | None = None) -> Sample:
+    def draw(
+        self,
+        step: int,
+        engine: RolloutEngine,
+        rows: Tensor | None = None,
+        *,
+        on_rollout: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> Sample:
         """Responses to the prompts of ``step`` and their scores.
 
         Args:
             step: the training step that the prompts belong to.
             engine: samples them.
             rows: int64 [n]; only these rows of the batch, whole groups.  None: all of them.
+            on_rollout: sees responses before they are scored.
         """
         times: dict[str, float] = {}
         rounds = self.algorithm.resample
-
-        def keep(rollout: Rollout) -> None:
-            if rows is None and not self.more:
-                self.unscored[step] = rollout
 
         def prompts(step: int) -> PromptBatch:
             batch = self.source.batch(step)
@@ -76,7 +79,7 @@ class Drawing:
                 seed=seed_for(self.seed, purpose, step),
                 clock=self.clock,
                 greedy=self.algorithm.needs_greedy,
-                on_rollout=keep,
+                on_rollout=on_rollout,
             )
             times.update({name: times.get(name, 0.0) + x for name, x in took.items()})
             return rollout, judgement
@@ -96,14 +99,12 @@ class Drawing:
             self._rest(engine)
             raise
         self._rest(engine)
-        self.unscored.pop(step, None)
         return rollout, judgement, times
 
-    def score(self, step: int, rollout: Rollout) -> Sample:
-        """The sample of ``step`` that these responses make with the scores that they get now."""
-        begin, self.unscored[step] = self.clock(), rollout
+    def score(self, rollout: Rollout) -> Sample:
+        """The sample that responses make with the scores that they get now."""
+        begin = self.clock()
         judgement = self.judge.score(rollout)
-        del self.unscored[step]
         return rollout, judgement, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
 
     def _rest(self, engine: RolloutEngine) -> None:

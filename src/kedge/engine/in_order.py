@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from kedge.engine.drawing import Ahead, Drawing, Sample
@@ -24,6 +26,24 @@ class _Sync(NamedTuple):
     sent: Shipment
 
 
+@dataclass(slots=True)
+class _Batch:
+    """The samples of a step, sampled ahead: scored, on their way, or neither."""
+
+    rollout: Rollout | None = None  # as soon as there is one
+    sample: Future[Sample] | None = None  # None: its scores are still to be asked for
+
+    def keep(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+
+    def known(self) -> Ahead:
+        """What there is, waited for."""
+        if self.sample is not None:
+            return self.sample.result()
+        assert self.rollout is not None
+        return self.rollout
+
+
 class InOrder:
     """Whole batches, each exactly ``min(step, max_lag)`` updates old."""
 
@@ -32,7 +52,7 @@ class InOrder:
 
     def __init__(self, max_lag: int) -> None:
         self._max_lag = max_lag
-        self._waiting: deque[Future[Sample] | Rollout] = deque()  # not trained on, by step
+        self._waiting: deque[_Batch] = deque()  # not trained on, by step
         self._syncs: deque[_Sync] = deque()
         self._held, self._moves = "", 0
         self._worker: Inline | Worker = Inline()
@@ -58,17 +78,25 @@ class InOrder:
         self._syncs.append(_Sync(receipt, shipment))
 
     def take(self, step: int) -> Sample:
-        """The samples of ``step``; those of the next ``max_lag`` steps are asked for, too."""
-        for n, ahead in enumerate(self._waiting):
-            if isinstance(ahead, Rollout):
-                self._waiting[n] = self._worker.submit(self._drawing.score, step + n, ahead)
+        """The samples of ``step``; those of the next ``max_lag`` steps are asked for, too.
+
+        They stay in flight until they are spent.
+        """
+        for batch in self._waiting:
+            if batch.sample is None and batch.rollout is not None:
+                batch.sample = self._worker.submit(self._drawing.score, batch.rollout)
         while (sent := step + len(self._waiting)) < self._until and sent - step <= self._max_lag:
-            self._waiting.append(self._worker.submit(self._drawing.draw, sent, self._rollouts))
-        first = self._waiting[0]
-        assert isinstance(first, Future)
+            self._waiting.append(self._drawn(sent))
+        first = self._waiting[0].sample
+        assert first is not None  # asked for above
         sample = first.result()
         self._settle(wait=False)
         return sample
+
+    def _drawn(self, step: int) -> _Batch:
+        batch, draw = _Batch(), self._drawing.draw
+        batch.sample = self._worker.submit(draw, step, self._rollouts, on_rollout=batch.keep)
+        return batch
 
     def spend(self) -> None:
         """What was taken last was trained on."""
@@ -80,18 +108,11 @@ class InOrder:
         They end before the first that could not be sampled, for the order is what makes a run
         repeatable; none are kept where scores decide what is sampled further.
         """
-        kept: deque[Future[Sample] | Rollout] = deque()
-        for n, ahead in enumerate(() if self._drawing.more else self._waiting):
-            rollout = ahead if isinstance(ahead, Rollout) else self._sampled(ahead, step + n)
-            if rollout is None:
-                break
-            kept.append(rollout)
-        self._waiting = kept
-
-    def _sampled(self, ahead: Future[Sample], step: int) -> Rollout | None:
-        if ahead.exception() is None:
-            return ahead.result()[0]
-        return self._drawing.unscored.pop(step, None)
+        wait([batch.sample for batch in self._waiting if batch.sample is not None])
+        if self._drawing.more:
+            self._waiting.clear()
+        there = takewhile(lambda batch: batch.rollout is not None, self._waiting)
+        self._waiting = deque(_Batch(batch.rollout) for batch in there)
 
     def settle(self) -> None:
         """Wait for the receipts that are still to come."""
@@ -106,14 +127,16 @@ class InOrder:
     @property
     def in_flight(self) -> list[Ahead]:
         """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
-        return [a if isinstance(a, Rollout) else a.result() for a in self._waiting]
+        return [batch.known() for batch in self._waiting]
 
     def put_back(self, samples: list[Ahead], step: int) -> None:
         """Take samples as already drawn for the next updates, as after a resume."""
-        self._waiting = deque(a if isinstance(a, Rollout) else _done(a) for a in samples)
+        self._waiting = deque(map(_done, samples))
 
 
-def _done(sample: Sample) -> Future[Sample]:
-    future: Future[Sample] = Future()
-    future.set_result(sample)
-    return future
+def _done(found: Ahead) -> _Batch:
+    if isinstance(found, Rollout):
+        return _Batch(found)
+    sample: Future[Sample] = Future()
+    sample.set_result(found)
+    return _Batch(found[0], sample)

@@ -19,7 +19,7 @@ from kedge.engine.in_order import InOrder
 from kedge.engine.receipts import Shipment
 from kedge.engine.recording import Replayed
 from kedge.engine.updater import Updater
-from kedge.errors import RewardError
+from kedge.errors import ConfigError, RewardError, RolloutError, SyncError
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import Sampling
 
@@ -80,7 +80,7 @@ class Engine(Updater):
 
     def __post_init__(self) -> None:
         if self.plan.group < self.algorithm.min_group:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.algorithm.name} compares responses to one prompt: it needs num_generations"
                 f" >= {self.algorithm.min_group}, got {self.plan.group}"
             )
@@ -130,19 +130,21 @@ class Engine(Updater):
         self.supply.settle()
 
     def _take(self) -> Sample:
-        """What this step learns from; where the reward fails on one rank, it fails on all."""
+        """What this step learns from; where sampling or scoring fails on a rank, all end."""
         if self.learner.ranks == 1:
             return self.supply.take(self.step)
         sample, failure = None, None
         try:
             sample = self.supply.take(self.step)
-        except RewardError as error:  # all ranks have sampled: none waits for this one
-            failure = error
-        self._united = bool(self.learner.total(torch.tensor(float(failure is not None))))
+        except (RewardError, RolloutError, SyncError) as error:
+            failure = error  # raised where no rank waits for another: all come to the vote
+        rows = 0.0 if sample is None else float(sample[1].valid.sum())
+        failed, scored = self.learner.total(torch.tensor([float(sample is None), rows])).tolist()
+        self._united = bool(failed) or not scored  # without any score all ranks refuse to train
         if failure is not None:
             raise failure
-        if sample is None or self._united:
-            raise RewardError("the reward failed in another process; its error says why")
+        if sample is None or failed:
+            raise RolloutError("another process could not sample or score; its error says why")
         return sample
 
     def _salvage(self) -> None:

@@ -122,7 +122,10 @@ def check_known(metrics: Mapping[str, float]) -> None:
     """Raise KeyError for a metric that no table describes."""
     unknown = sorted(n for n in metrics if n not in NAMES and not n.startswith(tuple(PREFIXES)))
     if unknown:
-        raise KeyError(f"metrics missing from engine/metrics.py NAMES: {unknown}")
+        raise KeyError(
+            f"no table says what {unknown} mean; begin the names of a rule of your own with log/"
+            " (those of Kedge are in engine/metrics.py, NAMES)"
+        )
 
 
 class Tally:

@@ -66,7 +66,7 @@ class Updater:
             seed=seed_for(self.seed, "shuffle", self.step),
             only_value=self.step < self.value_warmup_steps,
             brakes=self.brakes,
-            before_step=self._open,
+            before_step=self._touched,
             after_step=self.hooks.on_optimizer_step,
         )
         self.learner.end_batch()
@@ -92,7 +92,8 @@ class Updater:
         self.whole = True
         return metrics
 
-    def _open(self) -> None:
+    def _touched(self) -> None:
+        """From here on weights differ from those that ``step`` names."""
         self.whole = False
 
     def state_dict(self) -> dict[str, Any]:

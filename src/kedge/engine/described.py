@@ -1,0 +1,99 @@
+"""What a batch was like: the metrics of its scores, lengths, KL and returns, over all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import Evidence
+from kedge.engine.metrics import Tally
+from kedge.math.advantage import group_count, group_std
+from kedge.math.kl import k2, k3
+from kedge.protocols import Total
+from kedge.types import Credit, Rollout
+
+
+def described(e: Evidence, credit: Credit, kl_coef: float, tally: Tally) -> dict[str, float]:
+    """Metrics of a batch by name; every rank calls this.
+
+    Args:
+        e: the batch, its scores, and what the models think of it.
+        credit: what the algorithm made of that.
+        kl_coef: coefficient of the KL penalty.
+        tally: what was counted before, and is read with the rest.
+    """
+    _describe(tally, e, credit, kl_coef)
+    metrics = tally.read(e.total) | _lengths(e.rollout, e.judgement.valid, e.total)
+    metrics["objective/kl_coef"] = kl_coef
+    _derive(metrics)
+    return metrics
+
+
+def _describe(tally: Tally, e: Evidence, credit: Credit, kl_coef: float) -> None:
+    """What the batch was like, rows that could not be scored left out."""
+    valid, mask, note = e.judgement.valid, e.rollout.mask, e.annotation
+    scores = e.judgement.scores
+    tally.mean("objective/scores", scores, valid)
+    tally.mean("_scores_squared", scores.double() ** 2, valid)
+    if e.judgement.baseline is not None:
+        tally.mean("objective/greedy_scores", e.judgement.baseline, valid)
+    for name, part in e.judgement.parts.items():
+        tally.mean(f"rewards/{name}", part, valid & ~part.isnan())
+    tally.mean("objective/entropy", -(note.logprobs * mask).sum(1), valid)
+    if credit.kl is not None:
+        kl = (credit.kl * mask).sum(1)
+        tally.mean("objective/kl", kl, valid)
+        tally.mean("objective/non_score_reward", -kl_coef * kl, valid)
+    if note.ref_logprobs is not None:
+        for name, estimate in (("objective/kl2", k2), ("objective/kl3", k3)):
+            tally.mean(name, (estimate(note.logprobs, note.ref_logprobs) * mask).sum(1), valid)
+    if credit.returns is not None and note.values is not None:
+        where = mask if credit.value_mask is None else credit.value_mask
+        error = credit.returns.double() - note.values
+        tally.mean("val/value_mean", note.values, where)
+        tally.mean("val/return_mean", credit.returns, where)
+        tally.mean("_return_squared", credit.returns.double() ** 2, where)
+        tally.mean("_error", error, where)
+        tally.mean("_error_squared", error**2, where)
+    if credit.mask is not None:
+        left_out = mask.any(1) & ~(mask & credit.mask).any(1)
+        tally.sum("rollout/untrained_rows", left_out)
+    group = e.rollout.prompts.group
+    spread = group_std(scores, group, valid)
+    tally.mean("objective/uniform_groups", spread == 0, valid & (group_count(group, valid) > 1))
+    tally.sum("val/num_eos_tokens", e.rollout.finished & valid)
+    tally.sum("rollout/dropped_rows", ~valid)
+    tally.mean("completions/truncated_ratio", ~e.rollout.finished, valid)
+
+
+def _derive(metrics: dict[str, float]) -> None:
+    """Metrics that are functions of other means; the private inputs are removed."""
+    score = metrics["objective/scores"]
+    metrics["objective/rlhf_reward"] = score + metrics.get("objective/non_score_reward", 0.0)
+    metrics["objective/scores_std"] = max(metrics.pop("_scores_squared") - score**2, 0.0) ** 0.5
+    if "_return_squared" in metrics:
+        spread = metrics.pop("_return_squared") - metrics["val/return_mean"] ** 2
+        left = metrics.pop("_error_squared") - metrics.pop("_error") ** 2
+        if spread > 0:
+            metrics["val/explained_variance"] = 1 - left / spread
+
+
+def _lengths(rollout: Rollout, valid: Tensor, total: Total) -> dict[str, float]:
+    """Mean, shortest and longest response over all ranks, from one histogram."""
+    lengths = rollout.present.sum(1)[valid]
+    widest = _bound(rollout.ids.shape[1], total)
+    histogram = total(torch.bincount(lengths.cpu(), minlength=widest + 1).double())
+    seen = histogram.nonzero().squeeze(1)
+    if not len(seen):
+        return {}
+    mean = (histogram * torch.arange(widest + 1)).sum() / histogram.sum()
+    return {
+        "completions/mean_length": float(mean),
+        "completions/min_length": float(seen[0]),
+        "completions/max_length": float(seen[-1]),
+    }
+
+
+def _bound(x: int, total: Total) -> int:
+    """At least the largest ``x`` of any rank: their sum."""
+    return int(total(torch.tensor(float(x), dtype=torch.float64)))
