@@ -12,12 +12,14 @@ from typing import Any
 import pandas
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback
 
 from kedge import PPOConfig, PPOTrainer, PPOv2Trainer
 from kedge.algorithms import Algorithm, ppo
 from kedge.errors import CheckpointError, ConfigError, DataError, KedgeError
+from kedge.rewards import by_column
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.types import PromptBatch, Rollout, Sampling
 from tests.unit.text_toys import neox_reward, word_tokenizer
@@ -244,6 +246,27 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: small(reward_model=None, reward_funcs="math:no_such_thing"),
         ConfigError,
         ["no_such_thing"],
+    ),
+    "a row that names no known verifier": (
+        lambda: small(
+            reward_model=None,
+            reward_funcs=[by_column()],
+            train_dataset=[
+                {"prompt": "w3", "dataset": "gsm8k", "ground_truth": "1"},
+                {"prompt": "w3", "dataset": "gsm8kk", "ground_truth": "1"},
+            ],
+        ),
+        KedgeError,
+        ["row 1", "'gsm8kk'", "did you mean 'gsm8k'"],
+    ),
+    "an evaluation row that names no known verifier": (
+        lambda: small(
+            reward_model=None,
+            reward_funcs=by_column(),
+            eval_dataset={"new": Dataset.from_list([{"prompt": "w3", "dataset": "maths"}])},
+        ),
+        KedgeError,
+        ["row 0", "'maths'"],
     ),
     "reward weights of another number": (
         lambda: small(reward_weights=[1.0, 2.0]),

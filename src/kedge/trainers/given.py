@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from kedge.backends.data.table import read_table
 from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
+from kedge.rewards.by_column import ByColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Given:
 
     def __post_init__(self) -> None:
         check_kinds(self)
+        check_verifiers(self)
 
 
 def check_kinds(given: Given) -> None:
@@ -67,6 +70,24 @@ def check_kinds(given: Given) -> None:
     task = getattr(task, "value", task)
     if task not in (None, "CAUSAL_LM"):
         raise ConfigError(f"peft_config has task_type={task!r}; the policy needs 'CAUSAL_LM'")
+
+
+def check_verifiers(given: Given) -> None:
+    """Look for verifiers that rows name and nobody knows, before a run meets them hours later.
+
+    Raises:
+        RewardError: naming the row.
+    """
+    functions = given.reward_funcs
+    functions = functions if isinstance(functions, list | tuple) else [functions]
+    for verifier in (each for each in functions if isinstance(each, ByColumn)):
+        for dataset in (given.train_dataset, given.eval_dataset):
+            named = isinstance(dataset, Mapping) and verifier.column not in dataset
+            for each in dataset.values() if named else [dataset]:
+                table = None if each is None else read_table(each)
+                if table is not None and verifier.column in table.names:
+                    rows = table.take(range(len(table)), [verifier.column])
+                    verifier.check(rows[verifier.column])
 
 
 _WANTED = {
