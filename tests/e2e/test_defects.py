@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,16 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from kedge import PPOConfig
+from kedge import PPOConfig, PPOTrainer
+from kedge.engine.seeds import seed_for
 from kedge.errors import ConfigError
-from tests.unit.text_toys import BertConfig, BertForSequenceClassification, word_tokenizer
+from kedge.testing import tiny_policy
+from tests.unit.text_toys import (
+    BertConfig,
+    BertForSequenceClassification,
+    neox_reward,
+    word_tokenizer,
+)
 
 from .small import PROMPTS, VOCAB, length_reward, rows, small
 
@@ -224,7 +232,28 @@ def test_d20_stop_token_id_zero_is_an_id() -> None:
     assert small(stop_token=None, stop_token_id=0).engine.sampling.stop_ids == (0,)
 
 
-def test_d23_d24_the_ratio_starts_at_one() -> None:
+def test_d22_d23_no_model_is_asked_for_all_layers_or_logits() -> None:
+    trainer = small(num_ppo_epochs=1, total_episodes=4, preflight=False)
+    asked: list[dict[str, Any]] = []
+    wide: list[int] = []
+
+    def watch(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        asked.append(kwargs)
+        if getattr(out, "logits", None) is not None:
+            wide.append(out.logits.shape[1])
+
+    learner = trainer.engine.learner
+    for model in (trainer.model, trainer.value_model, learner.reference.model):
+        for part in (model, model.gpt_neox):
+            part.register_forward_hook(watch, with_kwargs=True)
+        model.config.output_hidden_states = False
+    trainer.train()
+    assert asked
+    assert not any(kwargs.get("output_hidden_states") for kwargs in asked)
+    assert set(wide) <= {1}  # sampling alone makes logits, of the last position
+
+
+def test_d24_the_ratio_starts_at_one() -> None:
     for bf16, limit in ((False, 1e-5), (True, 5e-2)):
         trainer = small(num_ppo_epochs=1, total_episodes=4, bf16=bf16)
         trainer.train()
@@ -233,7 +262,7 @@ def test_d23_d24_the_ratio_starts_at_one() -> None:
         assert row["policy/approxkl_avg"] == pytest.approx(0.0, abs=limit)
 
 
-def test_d25_d26_statistics_do_not_see_padding() -> None:
+def test_d25_statistics_do_not_see_padding() -> None:
     trainer = small(per_device_train_batch_size=8, total_episodes=8)
     trainer.train()
     row = rows(trainer)[0]
@@ -285,7 +314,17 @@ def test_d31_the_value_continues_a_response_that_was_cut_off() -> None:
         trainer = small(bootstrap_truncated=on, stop_token=None, total_episodes=4, lam=1.0)
         trainer.train()
         returns[on] = rows(trainer)[0]["val/return_mean"]
-    assert returns[False] != pytest.approx(returns[True], abs=1e-3)
+    fresh = small(stop_token=None, total_episodes=4)
+    engine = fresh.engine
+    drawn = engine.rollouts.generate(
+        engine.source.batch(0), sampling=engine.sampling, seed=seed_for(engine.seed, "rollout", 0)
+    )
+    note = engine.learner.annotate(drawn, values=True, reference=False, full_kl=False)
+    ends = note.last_values
+    assert ends is not None
+    assert not drawn.finished.any()  # with gamma and lambda 1 each return grows by the last value
+    assert returns[True] - returns[False] == pytest.approx(float(ends.mean()), abs=1e-5)
+    assert abs(float(ends.mean())) > 1e-3
 
 
 def test_d33_logging_steps_means_updates() -> None:
@@ -323,8 +362,18 @@ def test_d35_an_error_leaves_the_adapter_that_trains_active() -> None:
 
 
 def test_d37_defaults_run_on_a_cpu() -> None:
-    config = PPOConfig(output_dir="unused")
-    assert config.bf16 is False or torch.cuda.is_available()
+    assert PPOConfig(output_dir="unused").bf16 is False or torch.cuda.is_available()
+    trainer = PPOTrainer(
+        PPOConfig(output_dir=tempfile.mkdtemp(), total_episodes=16),
+        processing_class=word_tokenizer(),
+        model=tiny_policy("gpt_neox", vocab_size=VOCAB),
+        reward_model=neox_reward(vocab=VOCAB),
+        train_dataset=PROMPTS,
+    )
+    trainer.train()
+    (row,) = rows(trainer)
+    assert row["step"] == 2
+    assert row["episode"] == 16
 
 
 def test_lag_is_measured_in_updates() -> None:

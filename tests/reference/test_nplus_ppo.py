@@ -169,7 +169,7 @@ def test_row_16_17_30_the_score_is_that_of_the_last_real_token(finished: bool) -
 
 def test_row_31_the_eos_trick_replaces_or_subtracts() -> None:
     plain, subtracted, replaced = (
-        small(total_episodes=4, response_length=3, **options)
+        small(total_episodes=16, per_device_train_batch_size=16, response_length=6, **options)
         for options in (
             {},
             {"missing_eos_penalty": 1.5},
@@ -180,10 +180,20 @@ def test_row_31_the_eos_trick_replaces_or_subtracts() -> None:
         trainer.train()
     (a,), (b,), (c,) = rows(plain), rows(subtracted), rows(replaced)
     cut = a["completions/truncated_ratio"]
-    assert cut > 0
+    assert 0 < cut < 1
     assert b["objective/scores"] == pytest.approx(a["objective/scores"] - 1.5 * cut, abs=1e-5)
-    if cut == 1:
-        assert c["objective/scores"] == -7.0
+    kept = small(
+        total_episodes=16,
+        per_device_train_batch_size=16,
+        response_length=6,
+        reward_model=None,
+        reward_funcs=lambda completions, **_: [2.0] * len(completions),
+        non_eos_penalty=True,
+        penalty_reward_value=-7.0,
+    )
+    kept.train()
+    assert rows(kept)[0]["objective/scores"] == pytest.approx(2.0 * (1 - cut) - 7.0 * cut)
+    assert c["objective/scores"] < a["objective/scores"]
 
 
 def test_row_33_34_masks_of_policy_and_value() -> None:

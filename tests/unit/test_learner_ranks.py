@@ -135,7 +135,7 @@ def run(mode: str, out: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["separate", "shared", *SHARDED])
+@pytest.mark.parametrize("mode", ["separate", "shared", "adapter", *SHARDED])
 def test_two_ranks_give_the_numbers_of_one(mode, tmp_path):
     one, two = (launch(world, mode, tmp_path) for world in (1, 2))
     for a, b in zip(one["metrics"], two["metrics"], strict=True):
