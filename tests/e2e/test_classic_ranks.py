@@ -11,6 +11,7 @@ import pytest
 
 from tests.classic_models import gpt2, samples, trainer
 from tests.e2e.test_ranks import launch
+from tests.ranks import leave
 
 
 def work(out: str) -> None:
@@ -37,10 +38,7 @@ def work(out: str) -> None:
     if rank == 0:
         total = sum(float(p.detach().double().abs().sum()) for p in found.model.parameters())
         Path(out).write_text(json.dumps([*rows, {"weights": total}]))
-    if world > 1:
-        from torch import distributed
-
-        distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from kedge.errors import CheckpointError, ConfigError
 from tests.e2e.small import PROMPTS, small
 from tests.e2e.test_ranks import launch
+from tests.ranks import leave
 
 EVAL = PROMPTS[:5]  # with batches of two, the last one is filled up
 
@@ -150,10 +151,7 @@ def work(folder: str, out: str) -> None:
     Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(rows))
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(rows))
-    if world > 1:
-        from torch import distributed
-
-        distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.slow

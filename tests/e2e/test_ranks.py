@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import leave
+
 ROOT = Path(__file__).parents[2]
 ROWS = 4
 
@@ -35,10 +37,7 @@ def work(folder: str, out: str) -> None:
     rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(rows))
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        from torch import distributed
-
-        distributed.destroy_process_group()
+    leave()
 
 
 def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> list[dict[str, Any]]:

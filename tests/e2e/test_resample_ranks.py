@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_ranks import launch
+from tests.ranks import leave
 
 ROWS = 16
 
@@ -62,10 +63,7 @@ def work(folder: str, out: str) -> None:
     Path(out).with_suffix(f".{rank}").write_text(json.dumps(asked))
     if rank == "0":
         Path(out).write_text(json.dumps(rows))
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        from torch import distributed
-
-        distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.slow

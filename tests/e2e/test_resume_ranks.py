@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from tests.ranks import leave
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,9 +52,7 @@ def work(mode: str, folder: str, out: str) -> None:
     found["weights"] = {k: v.double().sum().item() for k, v in weights.items()}
     rank = os.environ["RANK"]
     Path(f"{out}-{rank}.json").write_text(json.dumps(found))
-    from torch import distributed
-
-    distributed.destroy_process_group()
+    leave()
 
 
 def launch(mode: str, folder: Path) -> list[dict[str, Any]]:

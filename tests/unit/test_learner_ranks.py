@@ -22,6 +22,7 @@ from kedge.engine.stages import cut
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 from tests.learners import VOCAB, arguments, experience, learner, rollout
+from tests.ranks import leave
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,11 +128,7 @@ def run(mode: str, out: str) -> None:
     found.save(Path(out + "-policy"), Path(out + "-value"))
     if rank == 0:
         Path(out).write_text(json.dumps({"metrics": note, "weights": weights}))
-    if world > 1:
-        torch.distributed.barrier()  # neither leaves while the other still talks
-        torch.distributed.destroy_process_group()
-        sys.stderr.flush()
-        os._exit(0)  # under shards torch can abort while it takes down the threads of gloo
+    leave()
 
 
 @pytest.mark.slow
