@@ -411,6 +411,41 @@ MUTANTS = [
         "ends = (row == eos).nonzero()[:, 0].tolist() if eos is not None else []",
         "tests/unit/test_classic_loop.py",
     ),
+    Mutant(
+        "a gradient begins from that of the last step",
+        "math/gradient.py",
+        "weight.grad = room.zero_()",
+        "weight.grad = room",
+        "tests/unit/test_gathering.py",
+    ),
+    Mutant(
+        "the padding row of an embedding trains",
+        "math/gradient.py",
+        "kept = ids != ctx.padding",
+        "kept = ids == ids",
+        "tests/unit/test_gathering.py",
+    ),
+    Mutant(
+        "short attention sees one token ahead",
+        "backends/hf/attention.py",
+        "device=like.device) > at[:, None]",
+        "device=like.device) > at[:, None] + 1",
+        "tests/unit/test_attention.py",
+    ),
+    Mutant(
+        "an encoder attends as if it were causal",
+        "backends/hf/attention.py",
+        "fits and small and causal and",
+        "fits and small and",
+        "tests/unit/test_attention.py",
+    ),
+    Mutant(
+        "the bias of a linear layer is lost",
+        "math/product.py",
+        "_linear_pointwise(x, w, bias,",
+        "_linear_pointwise(x, w, None,",
+        "tests/unit/test_product.py",
+    ),
 ]
 
 

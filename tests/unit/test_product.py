@@ -56,6 +56,15 @@ def test_sides_may_lie_in_any_order(library):
     close(product(wide, w), wide.double() @ w.double().T)
 
 
+def test_a_side_may_be_one_row_seen_many_times(library):
+    x, w, row = drawn(30, 12), drawn(9, 12), drawn(1, 12)
+    close(product(row.expand(30, 12), w), (row.double() @ w.double().T).expand(30, 9))
+    close(outer(torch.ones(1, 1).expand(30, 9), x), x.double().sum(0).expand(9, 12))
+    leaf = x.clone().requires_grad_()
+    linear(leaf, w).sum().backward()
+    close(leaf.grad, w.double().sum(0).expand(30, 12))
+
+
 @pytest.mark.parametrize("shape", [(30, 12), (2, 15, 12), (2, 3, 5, 12)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_linear_layer_with_gradients_equals_float64(shape, with_bias, library):

@@ -39,11 +39,14 @@ class Gathering:
         """The gradient of a weight so far; zeros if there is none."""
         if weight.grad is None:
             room = self._room.get(weight)
-            fits = room is not None and room.shape == weight.shape and room.dtype == weight.dtype
-            if room is None or not fits or room.device != weight.device:
-                room = self._room[weight] = torch.zeros_like(weight)
+            if room is None or _kind(room) != _kind(weight):
+                room = self._room[weight] = torch.empty_like(weight)
             weight.grad = room.zero_()
         return weight.grad
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.device
 
 
 _current: ContextVar[Gathering | None] = ContextVar("gathering", default=None)
