@@ -112,6 +112,19 @@ def test_n_plus_n_is_two_n(tmp_path: Path, max_lag: int) -> None:
     assert_same(second, whole_run(max_lag))
 
 
+def test_a_run_that_is_done_says_so_and_rates_are_of_this_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(tmp_path / "whole")
+    done = made.train()
+    assert "nothing to train" not in caplog.text
+    assert done.metrics["train_samples_per_second"] > 0
+    again = made.train()
+    assert "all 6 updates are done, so there is nothing to train" in caplog.text
+    assert again.global_step == 6
+    assert again.metrics["train_samples_per_second"] == 0
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     first = trainer(tmp_path / "cut", StopAt(4), save_steps=2)
     first.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from kedge.trainers.prompts import eval_sets
 from kedge.trainers.publishing import hub_of, provenance, write_card
 from kedge.trainers.run import Run
 from kedge.trainers.saving import write_models
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerShell:
@@ -45,8 +48,17 @@ class TrainerShell:
     # -- what users call ------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train to the end; ``resume_from_checkpoint`` is True (the newest) or a folder."""
+        """Train to the end; ``resume_from_checkpoint`` is True (the newest) or a folder.
+
+        Called again after the end it does nothing, with a warning; after a stop it goes on.
+        """
         resume = resume_from_checkpoint
+        if not resume and self.engine.step >= (updates := self.engine.plan.updates):
+            logger.warning(
+                "all %d updates are done, so there is nothing to train; for more, make a trainer"
+                " with a larger total_episodes, max_steps or num_train_epochs, and resume",
+                updates,
+            )
         if self.args.output_dir and self.accelerator.is_main_process:
             with opening("output_dir", self.args.output_dir):
                 write_about(self._made_of, self.args, device=str(self.accelerator.device))

@@ -97,7 +97,7 @@ class Run:
         )
         if not resumed:
             hooks.evaluate_at_start(always=self.evaluator.start is not None)
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), self.callbacks.state.episode
         try:
             engine.run(plan.updates)
             hooks.end_pass()
@@ -106,9 +106,9 @@ class Run:
             self.callbacks.fire("on_train_end")
         finally:
             self.callbacks.tracker.close()
-        return self._output(seconds)
+        return self._output(seconds, before)
 
-    def _output(self, seconds: float) -> TrainOutput:
+    def _output(self, seconds: float, before: int) -> TrainOutput:
         state = self.callbacks.state
         if self.args.output_dir and state.is_world_process_zero:
             file = self._root() / "curves.png"
@@ -118,7 +118,7 @@ class Run:
         loss = sum(losses) / len(losses) if losses else 0.0
         metrics = {
             "train_runtime": seconds,
-            "train_samples_per_second": state.episode / max(seconds, 1e-9),
+            "train_samples_per_second": (state.episode - before) / max(seconds, 1e-9),
             "train_loss": loss,
             "episode": state.episode,
             "epoch": state.epoch or 0.0,
