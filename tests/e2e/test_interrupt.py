@@ -90,6 +90,7 @@ def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, piec
     assert not list(tmp_path.glob(".saving-*"))
 
 
+@pytest.mark.filterwarnings("ignore:update . was broken off")  # the key may fall into one
 @pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
 def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None:
     """In a notebook the process lives on."""
@@ -113,6 +114,24 @@ def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None
     assert threading.active_count() == 1 or not [
         t for t in threading.enumerate() if t.name.startswith("rollout")
     ]
+
+
+def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
+    made = small(output_dir=str(tmp_path), total_episodes=12)
+    real, count = made.engine.learner.update, []
+
+    def pressed(*args: Any, **kwargs: Any) -> Any:
+        count.append(1)
+        if len(count) == 4:  # the second of two steps of the second update
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    made.engine.learner.update = pressed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    with pytest.warns(UserWarning, match="update 2 was broken off between two of its optimiser"):
+        made.train()
+    assert made.engine.whole
 
 
 def test_a_worker_keeps_the_order_and_hands_errors_over() -> None:

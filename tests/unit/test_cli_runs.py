@@ -142,6 +142,23 @@ def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(folders, tmp_pat
     assert [row["step"] for row in logged(tmp_path)] == list(range(1, step + 2))
 
 
+def test_a_reward_that_fails_is_mended_and_the_run_goes_on(folders, tmp_path, capsys, caplog):
+    score = "    return [len(c.split()) / 5 for c in completions]\n"
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "calls = []\n\ndef mine(completions, **others):\n    calls.append(1)\n"
+        "    if len(calls) > 2:\n        raise KeyError('answer')\n" + score
+    )
+    out = tmp_path / "out"
+    given = flags(folders, out, "--reward_funcs", f"{file}:mine", "--max_steps", "4")
+    assert main(["ppo", *given]) == 2
+    assert "kedge ppo: error: reward function mine raised KeyError" in capsys.readouterr().err
+    assert f"goes on from {out / 'checkpoint-2'}" in caplog.text
+    file.write_text("def mine(completions, **others):\n" + score)
+    assert main(["ppo", *given, "--resume_from_checkpoint", "True"]) == 0
+    assert [row["step"] for row in logged(out)] == [1, 2, 3, 4]
+
+
 def test_an_adapter(folders, tmp_path):
     more = ["--reward_funcs", f"{folders}/rewards.py:long", "--max_steps", "1", "--use_peft"]
     assert main(["ppo", *flags(folders, tmp_path, *more, "--lora_r", "2")]) == 0

@@ -16,7 +16,7 @@ from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.engine.metrics import check_known
 from kedge.engine.plan import BatchPlan
-from kedge.errors import RewardError, RolloutError, SyncError
+from kedge.errors import CheckpointError, RewardError, RolloutError, SyncError
 from kedge.testing import FunctionReward
 from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
 
@@ -104,6 +104,30 @@ def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int) -> None:
     assert torch.equal(second.learner.logits, whole.learner.logits)
     assert torch.equal(second.learner.value, whole.learner.value)
     assert second.kl.value == whole.kl.value
+
+
+def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
+    first = engine(2)
+
+    class StopAfterThree(NoHooks):
+        def on_step_end(self, report: StepReport) -> bool:
+            return report.step == 3
+
+    first.hooks = StopAfterThree()
+    first.run(6)
+    flight = first.in_flight
+    assert len(flight) == 2
+
+    nearer = engine(1)
+    nearer.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match="too old for max_lag=1; it is sampled anew"):
+        nearer.put_back(flight)
+    assert nearer.in_flight == []
+
+    smaller = engine(2, source=ToyPrompts(prompts=2))
+    smaller.load_state_dict(first.state_dict())
+    with pytest.raises(CheckpointError, match="in batches of 6 responses, and this run's have 4"):
+        smaller.put_back(flight)
 
 
 def test_training_reaches_the_reward() -> None:

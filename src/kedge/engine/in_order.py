@@ -6,6 +6,7 @@ a slow and a fast machine.  At lag 0 the worker is the driver itself.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from kedge.engine.drawing import Ahead, Drawing, Sample
 from kedge.engine.receipts import Shipment, confirmed
 from kedge.engine.threads import Inline, Worker, working
+from kedge.errors import CheckpointError
 from kedge.protocols import RolloutEngine
 from kedge.types import Receipt, Rollout
 
@@ -130,7 +132,30 @@ class InOrder:
         return [batch.known() for batch in self._waiting]
 
     def put_back(self, samples: list[Ahead], step: int) -> None:
-        """Take samples as already drawn for the next updates, as after a resume."""
+        """Take samples as already drawn for the next updates, as after a resume.
+
+        Those that are older than this run's lag allows are left out, with a warning.
+
+        Raises:
+            CheckpointError: they are not batches of the size of this run.
+        """
+        rollouts = [each if isinstance(each, Rollout) else each[0] for each in samples]
+        for n, rollout in enumerate(rollouts):
+            size = len(self._drawing.source.batch(step + n))
+            if len(rollout) != size:
+                raise CheckpointError(
+                    f"what was sampled ahead comes in batches of {len(rollout)} responses, and this"
+                    f" run's have {size}: resume with the batch size and rollout_schedule of before"
+                )
+        oldest = [step + n - self._max_lag for n in range(len(rollouts))]
+        known = [r.version[r.version >= 0].tolist() for r in rollouts]
+        if any(v < most for vs, most in zip(known, oldest, strict=True) for v in vs):
+            warnings.warn(
+                f"what was sampled ahead is too old for max_lag={self._max_lag}; it is sampled"
+                " anew",
+                stacklevel=2,
+            )
+            samples = []
         self._waiting = deque(map(_done, samples))
 
 

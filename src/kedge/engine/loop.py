@@ -6,6 +6,7 @@ completed (faster where lengths differ much).
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -102,6 +103,12 @@ class Engine(Updater):
 
     def run(self, until: int) -> None:
         """Train up to update ``until``, or until a hook asks to stop; what is in flight is kept."""
+        if not self.whole:
+            warnings.warn(
+                f"update {self.step + 1} was broken off between two of its optimiser steps, and"
+                " begins anew with the weights as they are; to be exact, go on from a checkpoint",
+                stacklevel=2,
+            )
         self.supply.draw_with(self._drawing(), self.rollouts)  # parts may have been exchanged
         self._united = self.learner.ranks == 1
         with self.supply.open(self.step, until):

@@ -106,6 +106,6 @@ class Updater:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
-        self.step = int(state["step"])
+        self.step, self.whole = int(state["step"]), True
         self.learner.load_state_dict(state["learner"])
         self.kl.load_state_dict(state["kl"])
