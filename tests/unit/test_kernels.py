@@ -11,10 +11,12 @@ from transformers.pytorch_utils import Conv1D
 from kedge.algorithms import ppo
 from kedge.backends.hf import attention, kernels
 from kedge.backends.hf.kernels import Kernels
+from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.rewards import RewardModel
 from kedge.engine.stages import cut
 from kedge.math import gradient, product
 from kedge.testing import tiny_policy, tiny_reward_model
+from kedge.types import Sampling
 from tests.learners import VOCAB, experience, learner, one_rank, rollout
 
 pytestmark = pytest.mark.skipif(
@@ -140,3 +142,19 @@ def test_a_reward_model_scores_as_it_does_by_itself(family):
         ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.present[row]]])
         alone = model(input_ids=ids[None], attention_mask=torch.ones(1, len(ids))).logits[0, 0]
         torch.testing.assert_close(scores[row], alone.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were(monkeypatch):
+    usual, used = torch.get_num_threads(), []
+    engine = EmbeddedEngine(tiny_policy(vocab_size=VOCAB), pad_id=0, live=True)
+    plain = engine._chunk
+    monkeypatch.setattr(
+        engine, "_chunk", lambda *a: (used.append(torch.get_num_threads()), plain(*a))[1]
+    )
+    torch.set_num_threads(2)
+    try:
+        engine.generate(rollout().prompts, sampling=Sampling(max_new_tokens=3), seed=0)
+        assert used == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(usual)

@@ -19,6 +19,8 @@ from kedge.backends.hf.stopping import Stopper
 from kedge.errors import RolloutError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
+_SMALL = 1_000_000  # weights
+
 
 class EmbeddedEngine:
     """Samples from a transformers model in this process.
@@ -96,7 +98,7 @@ class EmbeddedEngine:
         order, copies = _order(prompts)
         pieces = []
         quick, precise = Kernels([self.model]).active(), self._precision(device)
-        with torch.no_grad(), _evaluating(self.model), quick, precise:
+        with torch.no_grad(), _evaluating(self.model), quick, precise, _alone(self.model):
             for start in range(0, len(order), self._chunk_rows):
                 cut = slice(start, start + self._chunk_rows)
                 pieces.append(self._chunk(prompts, order[cut], copies[cut], sampling, seed, device))
@@ -313,6 +315,20 @@ def check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None
             f"need {needed} positions; the model has {most}. "
             "Lower max_prompt_length or the response length"
         )
+
+
+@contextlib.contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """One thread inside, for models so small that several would wait for each other all the time."""
+    threads = torch.get_num_threads()
+    small = threads > 1 and sum(p.numel() for p in model.parameters()) <= _SMALL
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if small:
+            torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
