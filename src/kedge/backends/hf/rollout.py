@@ -319,7 +319,7 @@ def check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None
 
 @contextlib.contextmanager
 def _alone(model: nn.Module) -> Iterator[None]:
-    """One thread inside, for models so small that several would wait for each other all the time."""
+    """One thread inside for models so small that more would wait for each other all the time."""
     threads = torch.get_num_threads()
     small = threads > 1 and sum(p.numel() for p in model.parameters()) <= _SMALL
     if small:
