@@ -73,12 +73,15 @@ class TestOnRay:
     [
         ({"kl_coef": 0.0}, "no KL to a reference"),
         ({"kl_estimator": "full"}, "kl_estimator='full' needs"),
-        ({"peft_config": object()}, "the policy's own base"),
+        ({"peft_config": {"r": 2}}, "the policy's own base"),
         ({"ray_ref_workers": 0, "ray_ref_gpus": 0.5}, "ray_ref_gpus=0.5 is not read without"),
     ],
 )
 def test_workers_without_work_are_refused(changes, said, monkeypatch):
     monkeypatch.setattr("kedge.config.ray.installed", lambda name: True)
     model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+    if "peft_config" in changes:
+        lora = pytest.importorskip("peft").LoraConfig
+        changes = {"peft_config": lora(**changes["peft_config"])}
     with pytest.raises(ConfigError, match=said):
         small(**({"model": model, "ray_ref_workers": 1} | OPTIONS | changes))
