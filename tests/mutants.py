@@ -435,8 +435,8 @@ MUTANTS = [
     Mutant(
         "an encoder attends as if it were causal",
         "backends/hf/attention.py",
-        "fits and small and causal and",
-        "fits and small and",
+        "_wanted.get() and causal and",
+        "_wanted.get() and",
         "tests/unit/test_attention.py",
     ),
     Mutant(

@@ -113,6 +113,23 @@ def test_layers_of_other_kinds_and_layers_with_a_forward_of_their_own_are_left_a
     assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
 
 
+def test_a_forward_that_was_set_after_the_kernels_were_made_stays():
+    layer = nn.Linear(4, 4)
+    made = Kernels([layer])
+    layer.forward = lambda x: -x
+    with made.active():
+        assert layer(torch.ones(4)).tolist() == [-1.0] * 4
+    assert layer(torch.ones(4)).tolist() == [-1.0] * 4
+
+
+def test_layers_may_be_called_by_keyword():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Embedding(5, 3))
+    want = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
+    with Kernels([model]).active():
+        found = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
+    torch.testing.assert_close(found, want)
+
+
 def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
     monkeypatch.setattr(product, "_unused_by_mkl", lambda: False)
     layers = [type(m) for m, _ in kernels._layers(tiny_policy())]

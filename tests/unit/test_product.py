@@ -56,6 +56,22 @@ def test_sides_may_lie_in_any_order(library):
     close(product(wide, w), wide.double() @ w.double().T)
 
 
+def test_rows_may_overlap(library):
+    w = drawn(40).unfold(0, 12, 1)
+    x = drawn(30, 12)
+    close(product(x, w), x.double() @ w.double().T)
+    close(product(w, x), w.double() @ x.double().T)
+
+
+def test_a_second_derivative_is_refused_rather_than_zero(monkeypatch):
+    monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
+    monkeypatch.setattr(module, "_SMALLEST", 0)
+    x, w = drawn(8, 6).requires_grad_(), drawn(4, 6).requires_grad_()
+    (grad,) = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
+
+
 def test_a_side_may_be_one_row_seen_many_times(library):
     x, w, row = drawn(30, 12), drawn(9, 12), drawn(1, 12)
     close(product(row.expand(30, 12), w), (row.double() @ w.double().T).expand(30, 9))

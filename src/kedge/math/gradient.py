@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _LARGE = 1 << 22  # elements; smaller ones autograd handles well
 
 
 class Gathering:
-    """Memory for the gradients of large weights, used again in every step."""
+    """Memory for the gradients of large weights, used again in every step.
+
+    Whoever wants to keep such a ``grad`` beyond the step has to clone it.
+    """
 
     def __init__(self) -> None:
         self._room: dict[Tensor, Tensor] = {}
@@ -70,6 +74,7 @@ class _Embedding(torch.autograd.Function):
         return functional.embedding(ids, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *up: Any) -> tuple[Tensor | None, None, None]:
         weight, ids = ctx.saved_tensors
         g, ids = up[0].reshape(-1, weight.shape[1]), ids.reshape(-1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _SMALLEST = 4_000_000  # operations; below, a call of oneDNN costs what it gains
@@ -50,11 +51,18 @@ def product(
         room: float [m, n]; memory that the result may take.
     """
     if 2 * x.numel() * len(w) >= _SMALLEST and by_onednn(x):
+        if not _dense(w):
+            w = w.contiguous()  # oneDNN refuses rows that overlap
         found: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
         return found
     if bias is None:
         return torch.mm(x, w.T, out=room)
     return torch.addmm(bias, x, w.T, out=room)
+
+
+def _dense(w: Tensor) -> bool:
+    (n, k), (row, column) = w.shape, w.stride()
+    return (column == 1 and row >= k) or (row == 1 and column >= n)
 
 
 def outer(g: Tensor, x: Tensor) -> Tensor:
@@ -84,10 +92,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
         return product(x, w, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *up: Any) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         g, (of_x, of_w, of_bias) = up[0], ctx.needs_input_grad

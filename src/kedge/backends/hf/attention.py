@@ -8,23 +8,31 @@ over blocks that stay in the cache, if the long axis of each product is the one 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
+from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME = "kedge_short"
+_NAME = "sdpa"
+# What transformers tells every kernel; a window is in the mask where it cuts anything off.
+_HARMLESS = {
+    *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
+}
 _LARGEST_HEAD = 16
 _LARGEST_WEIGHTS = 1 << 23  # elements of attention weights kept for the backward, per layer
 _BLOCK = 1 << 19  # elements of attention weights worked on at a time: 2 MB
 _SPAN = 36  # positions
 _NEVER = -1e30
+_wanted: ContextVar[bool] = ContextVar("wanted", default=False)
 
 
 class _ShortAttention(torch.autograd.Function):
@@ -52,6 +60,7 @@ class _ShortAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *up: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, *weights = ctx.saved_tensors
         (n, wide, _), length, g = q.shape, k.shape[1], up[0].contiguous()
@@ -110,18 +119,23 @@ def short_attention(
         attention_mask: None: causal.
         dropout: probability.
         scaling: of the scores; None: 1/sqrt(d).
-        **options: for torch's kernel.
+        **options: for torch's kernel; any that could change what is computed goes there.
 
     Returns:
         float [b, L, h, d], and no attention weights.
     """
     rows, heads, length, size = query.shape
-    fits = attention_mask is None and key.shape[2] == length > 1 and not dropout
-    fits = fits and not torch.is_autocast_enabled(query.device.type)
-    small = rows * heads * length * length <= _LARGEST_WEIGHTS and query.dtype == torch.float32
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    if not (fits and small and causal and value.shape == key.shape):
+    fits = _wanted.get() and causal and attention_mask is None and not dropout
+    fits = (
+        fits and key.shape[2] == length > 1 and value.shape == key.shape and size <= _LARGEST_HEAD
+    )
+    small = rows * heads * length * length <= _LARGEST_WEIGHTS and query.dtype == torch.float32
+    here = query.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    if not (fits and small and here) or any(
+        option is not None and name not in _HARMLESS for name, option in options.items()
+    ):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
@@ -137,58 +151,39 @@ def short_attention(
     return out.reshape(rows, length, heads, size), None
 
 
-_AGREES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+class _Switch:
+    """``short_attention`` under the name of torch's kernel while a block of any thread wants it.
 
-
-def gains(model: nn.Module) -> bool:
-    """Whether a model on a CPU has heads so small that ``short_attention`` is faster.
-
-    Only if it then computes what it did: some families go other ways of their own as soon as their
-    attention is not one that they know by name, and leave out the causal mask there.
+    Models keep the name: families that ask for it by name go the way they always go.
     """
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != "sdpa":
-        return False
-    heads = getattr(config, "num_attention_heads", None)
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    if not 0 < size <= _LARGEST_HEAD or next(model.parameters()).device.type != "cpu":
-        return False
-    if model not in _AGREES:
-        _AGREES[model] = _agrees(model)
-    return _AGREES[model]
+
+    def __init__(self) -> None:
+        self._lock, self._blocks = Lock(), 0
+
+    def on(self) -> None:
+        with self._lock:
+            # Another kernel under that name is somebody's wish.
+            if not self._blocks and ALL_ATTENTION_FUNCTIONS[_NAME] is sdpa_attention_forward:
+                AttentionInterface.register(_NAME, short_attention)
+            self._blocks += 1
+
+    def off(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks and ALL_ATTENTION_FUNCTIONS[_NAME] is short_attention:
+                AttentionInterface.register(_NAME, sdpa_attention_forward)
 
 
-@torch.no_grad()
-def _agrees(model: nn.Module) -> bool:
-    ids = torch.arange(12).view(2, 6) % min(12, next(model.parameters()).shape[0])
-    padded = torch.tensor([[1] * 6, [0] * 2 + [1] * 4])
-    trunk = getattr(model, getattr(model, "base_model_prefix", ""), model)
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        for mask in (None, padded):
-            want = trunk(input_ids=ids, attention_mask=mask).last_hidden_state
-            with attending([model]):
-                found = trunk(input_ids=ids, attention_mask=mask).last_hidden_state
-            gap = (found - want).abs()[padded.bool()].max()
-            if not gap <= 1e-4 * (1 + want.abs().max()):
-                return False
-    except Exception:  # not a model that can be asked like this
-        return False
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return True
+_SWITCH = _Switch()
 
 
 @contextmanager
-def attending(models: list[nn.Module]) -> Iterator[None]:
-    """Let these models attend with ``short_attention`` for the length of the block."""
-    AttentionInterface.register(NAME, short_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    with ExitStack() as stack:
-        for model in models:
-            config: Any = model.config
-            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-            config._attn_implementation = NAME
+def attending() -> Iterator[None]:
+    """Attend with ``short_attention`` inside the block, in this thread."""
+    _SWITCH.on()
+    token = _wanted.set(True)
+    try:
         yield
+    finally:
+        _wanted.reset(token)
+        _SWITCH.off()

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kedge.backends.hf.attention import attending, gains
+from kedge.backends.hf.attention import attending
 from kedge.math.gradient import Gathering, embedding
 from kedge.math.product import by_onednn, linear
 
@@ -24,22 +24,26 @@ class Kernels:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        models = list(models)
-        self._small_heads = [m for m in models if gains(m)]
+        self._models = models = list(models)
         self._layers = [pair for m in models for pair in _layers(m)]
         self._gathering = Gathering()
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Compute with the quicker code inside the block, backward passes included."""
-        for layer, forward in self._layers:
-            layer.__dict__["forward"] = forward
+        if not self._models:
+            yield
+            return
+        mine = [(x, forward) for x, forward in self._layers if "forward" not in vars(x)]
         try:
-            with attending(self._small_heads), self._gathering.active():
+            for layer, forward in mine:
+                layer.__dict__["forward"] = forward
+            with attending(), self._gathering.active():
                 yield
         finally:
-            for layer, _ in self._layers:
-                layer.__dict__.pop("forward", None)
+            for layer, forward in mine:
+                if vars(layer).get("forward") is forward:
+                    del layer.__dict__["forward"]
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
@@ -61,12 +65,12 @@ def _plain(layer: nn.Embedding) -> bool:
     return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
 
 
-def _embedding(layer: nn.Embedding, ids: Tensor) -> Tensor:
-    return embedding(layer.weight, ids, layer.padding_idx)
+def _embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
+    return embedding(layer.weight, input, layer.padding_idx)
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias)
 
 
 def _conv1d(layer: Conv1D, x: Tensor) -> Tensor:
