@@ -136,7 +136,8 @@ def run(mode: str, out: str) -> None:
 def test_two_ranks_give_the_numbers_of_one(mode, tmp_path):
     one, two = (launch(world, mode, tmp_path) for world in (1, 2))
     for a, b in zip(one["metrics"], two["metrics"], strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+        # Sums over tokens, some of which all but cancel: single precision leaves some 1e-6.
+        assert a == pytest.approx(b, rel=1e-4, abs=5e-6)
     for name, x in one["weights"].items():
         y = torch.tensor(two["weights"][name])
         torch.testing.assert_close(torch.tensor(x), y, atol=2e-5, rtol=1e-4, msg=name)
