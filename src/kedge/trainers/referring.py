@@ -36,7 +36,8 @@ def check_reference(given: Given, settings: RunSettings, algorithm: Algorithm) -
             f"{asked} compute log-probabilities of the sampled tokens, and kl_estimator='full'"
             " needs those of the whole vocabulary; set ray_ref_workers=0, or another estimator"
         )
-    if isinstance(given.ref_model, str) and loading_of(given).keys() - {"trust_remote_code"}:
+    how = loading_of(given) if isinstance(given.ref_model, str) else {}
+    if any(x for name, x in how.items() if name != "trust_remote_code"):
         raise ConfigError(
             f"{asked} load the reference themselves, without model_init_kwargs; give ref_model as a"
             " loaded model"
