@@ -435,8 +435,8 @@ MUTANTS = [
     Mutant(
         "an encoder attends as if it were causal",
         "backends/hf/attention.py",
-        "_wanted.get() and causal and",
-        "_wanted.get() and",
+        "known and (causal if asked is None else bool(asked))",
+        "known",
         "tests/unit/test_attention.py",
     ),
     Mutant(

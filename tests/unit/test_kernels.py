@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
 from kedge.backends.hf import attention, kernels
+from kedge.backends.hf.attention import short_attention
 from kedge.backends.hf.kernels import Kernels
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.rewards import RewardModel
@@ -18,6 +20,8 @@ from kedge.math import gradient, product
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Sampling
 from tests.learners import VOCAB, experience, learner, one_rank, rollout
+
+from .test_rewards_architectures import ENCODERS, build
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
@@ -106,8 +110,9 @@ def test_layers_of_other_kinds_and_layers_with_a_forward_of_their_own_are_left_a
     hooked, sparse = nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True)
     hooked.forward = lambda x: -x
     double = nn.Linear(4, 4).double()
-    model = nn.Sequential(Doubled(4, 4), hooked, sparse, double, nn.Embedding(4, 4, max_norm=1.0))
+    model = nn.Sequential(Doubled(4, 4), sparse, double, nn.Embedding(4, 4, max_norm=1.0))
     assert list(kernels._layers(model)) == []
+    model.append(hooked)
     with Kernels([model]).active():
         assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
     assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
@@ -140,19 +145,9 @@ def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
 def test_a_reward_model_scores_as_it_does_by_itself(family):
     torch.manual_seed(0)
     r = rollout()
+    model = build("Bert", ENCODERS["Bert"] | {"vocab_size": VOCAB})
     if family == "Llama":
         model = tiny_reward_model(vocab_size=VOCAB)
-    else:
-        config = tf.BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_labels=1,
-            initializer_range=0.5,
-        )
-        model = tf.BertForSequenceClassification(config)
     model.eval()
     scores = RewardModel(model).score(r).scores
     for row in range(len(r)):
@@ -175,3 +170,10 @@ def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were(monkeypa
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
+
+
+def test_torchs_registry_is_left_alone_for_models_with_large_heads():
+    small, large = tiny_policy(), tiny_policy(hidden_size=128, heads=4)
+    for model, kernel in ((small, short_attention), (large, sdpa_attention_forward)):
+        with Kernels([model]).active():
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is kernel

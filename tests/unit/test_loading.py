@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kedge import GRPOConfig
 from kedge.backends.hf import load
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 from kedge.trainers import prompts
+from kedge.trainers.given import Given
+from kedge.trainers.referring import check_reference
 from tests.e2e.small import VOCAB, rows
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
@@ -130,3 +134,16 @@ def test_the_command_takes_them(folder: str, tmp_path: Path) -> None:
     options = parse(argv, prog="kedge grpo", config=GRPOConfig)
     made = build(options, train_dataset=[{"prompt": "w1 w2"}])
     assert made.model.config._attn_implementation == "eager"
+
+
+def test_workers_on_ray_take_a_reference_by_name_without_options_for_loading() -> None:
+    settings: Any = SimpleNamespace(rollout=SimpleNamespace(ray=SimpleNamespace(ref_workers=1)))
+    rule: Any = SimpleNamespace(needs_reference=True, needs_full_kl=False)
+
+    def check(**options: Any) -> None:
+        args = GRPOConfig(output_dir="unused", beta=0.1, use_cpu=True, **options)
+        check_reference(Given(args=args, model="policy", ref_model="base"), settings, rule)
+
+    check()
+    with pytest.raises(ConfigError, match="without model_init_kwargs"):
+        check(model_init_kwargs={"dtype": "float32"})

@@ -110,17 +110,14 @@ class Hub:
         Raises:
             HubError: says what the hub answered and what to do.
         """
-        self.create()
-        return self._call(
+        return self._commit(
             "upload_folder",
-            repo_id=self.repo_id,
+            message,
+            blocking=blocking,
             folder_path=str(folder),
             path_in_repo=path_in_repo,
-            commit_message=message,
-            revision=self.revision,
             ignore_patterns=list(ignore),
             delete_patterns="*" if replace else None,
-            run_as_future=not blocking,
         )
 
     def write(self, path: str, text: str, *, message: str, blocking: bool = True) -> Any:
@@ -135,15 +132,23 @@ class Hub:
         Raises:
             HubError: says what the hub answered and what to do.
         """
-        self.create()
-        return self._call(
+        return self._commit(
             "upload_file",
-            repo_id=self.repo_id,
+            message,
+            blocking=blocking,
             path_or_fileobj=text.encode(),
             path_in_repo=path,
-            commit_message=message,
+        )
+
+    def _commit(self, name: str, message: str, *, blocking: bool, **what: Any) -> Any:
+        self.create()
+        return self._call(
+            name,
+            repo_id=self.repo_id,
             revision=self.revision,
+            commit_message=message,
             run_as_future=not blocking,
+            **what,
         )
 
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:

@@ -60,7 +60,8 @@ def gathered(weight: Tensor) -> Tensor | None:
     """Where a backward pass shall add the gradient of ``weight``; None: give it to autograd."""
     into = _current.get()
     alone = type(weight) is nn.Parameter and weight.is_leaf and weight.requires_grad
-    if into is None or not alone or weight.numel() < _LARGE:
+    here = weight.device.type == "cpu" and weight.numel() >= _LARGE
+    if into is None or not (alone and here):
         return None
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
     return None if hooked else into.of(weight)

@@ -7,7 +7,7 @@ over blocks that stay in the cache, if the long axis of each product is the one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -124,21 +124,13 @@ def short_attention(
     Returns:
         float [b, L, h, d], and no attention weights.
     """
-    rows, heads, length, size = query.shape
-    causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    fits = _wanted.get() and causal and attention_mask is None and not dropout
-    fits = (
-        fits and key.shape[2] == length > 1 and value.shape == key.shape and size <= _LARGEST_HEAD
-    )
-    small = rows * heads * length * length <= _LARGEST_WEIGHTS and query.dtype == torch.float32
-    here = query.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    if not (fits and small and here) or any(
-        option is not None and name not in _HARMLESS for name, option in options.items()
-    ):
+    causal = bool(getattr(module, "is_causal", True))
+    plain = _plain(attention_mask, dropout, options, causal)
+    if not (plain and _takes(query, key, value)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
+    rows, heads, length, size = query.shape
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     group = heads // shared
@@ -149,6 +141,33 @@ def short_attention(
     out: Tensor = _ShortAttention.apply(q, k, v)
     out = out.view(rows, shared, size, length, group).permute(0, 3, 1, 4, 2)
     return out.reshape(rows, length, heads, size), None
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    rows, heads, length, size = query.shape
+    here = query.device.type == "cpu" and query.dtype == torch.float32
+    small = size <= _LARGEST_HEAD and rows * heads * length * length <= _LARGEST_WEIGHTS
+    whole = key.shape[2] == length > 1 and value.shape == key.shape
+    wanted = _wanted.get() and not torch.is_autocast_enabled("cpu")
+    return wanted and here and small and whole
+
+
+def _plain(mask: Tensor | None, dropout: float, options: Mapping[str, Any], causal: bool) -> bool:
+    asked = options.get("is_causal")
+    known = all(x is None or name in _HARMLESS for name, x in options.items())
+    return mask is None and not dropout and known and (causal if asked is None else bool(asked))
+
+
+def may_gain(model: nn.Module) -> bool:
+    """Whether a model could have heads that ``short_attention`` takes; False is certain."""
+    config: Any = getattr(model, "config", None)
+    size, width, heads = (
+        getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads")
+    )
+    if not isinstance(size, int) and isinstance(width, int) and isinstance(heads, int):
+        size = width // max(heads, 1)
+    small = not isinstance(size, int) or size <= _LARGEST_HEAD
+    return small and any(p.device.type == "cpu" for p in model.parameters())
 
 
 class _Switch:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kedge.backends.hf.attention import attending
+from kedge.backends.hf.attention import attending, may_gain
 from kedge.math.gradient import Gathering, embedding
 from kedge.math.product import by_onednn, linear
 
@@ -24,21 +24,22 @@ class Kernels:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._models = models = list(models)
+        models = list(models)
+        self._heads = any(may_gain(m) for m in models)
         self._layers = [pair for m in models for pair in _layers(m)]
         self._gathering = Gathering()
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Compute with the quicker code inside the block, backward passes included."""
-        if not self._models:
-            yield
-            return
+        # A forward that a layer has of its own is somebody else's, or an outer block's.
         mine = [(x, forward) for x, forward in self._layers if "forward" not in vars(x)]
+        heads = attending() if self._heads else nullcontext()
+        large = self._gathering.active() if self._layers else nullcontext()
         try:
             for layer, forward in mine:
                 layer.__dict__["forward"] = forward
-            with attending(), self._gathering.active():
+            with heads, large:
                 yield
         finally:
             for layer, forward in mine:
@@ -50,8 +51,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
     """The layers that are computed otherwise, and how."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        replaced = "forward" in vars(layer)  # somebody else's hook
-        if replaced or type(weight) is not nn.Parameter or weight.device.type != "cpu":
+        if type(weight) is not nn.Parameter or weight.device.type != "cpu":
             continue
         if type(layer) is nn.Linear and by_onednn(weight):
             yield layer, partial(_linear, layer)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
@@ -39,7 +38,7 @@ from kedge.backends.hf.optim import (
     norms,
     parameter_groups,
     scale_,
-    sum_over_ranks,
+    sum_gradients,
 )
 from kedge.backends.hf.packing import (
     by_length,
@@ -289,18 +288,9 @@ class HFLearner:
         return output
 
     def _sum_gradients(self) -> None:
-        """Loss weights sum to 1 over all ranks, so gradients just add.
-
-        Done by hand after the last micro-batch: ranks may hold different numbers of them, and a
-        step may leave some weights without a gradient.
-        """
         reshard(self._held())
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        if self.ranks > 1:
-            sum_over_ranks([p for p in trained if not isinstance(p, DTensor)], self._bucket_mb)
-        averaged: list[Tensor] = [p.grad for p in trained if isinstance(p.grad, DTensor)]
-        if averaged:
-            torch._foreach_mul_(averaged, float(self.ranks))
+        sum_gradients(trained, self.ranks, self._bucket_mb)
 
     def _take_step(self) -> dict[str, float]:
         """Clip the gradients that are there, summed over ranks, and take the optimiser step."""

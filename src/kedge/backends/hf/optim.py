@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -219,8 +220,26 @@ def _load_moments(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
 
 
-def sum_over_ranks(params: Sequence[nn.Parameter], bucket_mb: float) -> None:
-    """Add the gradients of all ranks, in buckets; a gradient that only some have counts as 0."""
+def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float) -> None:
+    """Add the gradients of all ranks: loss weights sum to 1 over them, so gradients just add.
+
+    Done by hand after the last micro-batch: ranks may hold different numbers of them, and a step
+    may leave some weights without a gradient.
+
+    Args:
+        trained: every weight that trains, whole or sharded.
+        ranks: how many processes train.
+        bucket_mb: megabytes that travel together.
+    """
+    if ranks > 1:
+        _sum_whole([p for p in trained if not isinstance(p, DTensor)], bucket_mb)
+    averaged: list[Tensor] = [p.grad for p in trained if isinstance(p.grad, DTensor)]
+    if averaged:  # by FSDP
+        torch._foreach_mul_(averaged, float(ranks))
+
+
+def _sum_whole(params: Sequence[nn.Parameter], bucket_mb: float) -> None:
+    """In buckets; a gradient that only some ranks have counts as 0 on the others."""
     if not params:
         return
     device = params[0].device
