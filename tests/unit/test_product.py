@@ -106,6 +106,24 @@ def test_only_what_needs_a_gradient_gets_one(library):
     assert w.grad is not None
 
 
+def test_the_input_of_a_frozen_layer_is_not_kept(monkeypatch):
+    monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
+    monkeypatch.setattr(module, "_SMALLEST", 0)
+    x, w = drawn(8, 6).requires_grad_(), drawn(4, 6)
+
+    def kept():
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (shapes.append(tuple(t.shape)), t)[1], lambda t: t
+        ):
+            linear(x, w)
+        return shapes
+
+    assert kept() == [(4, 6)]
+    w.requires_grad_()
+    assert kept() == [(8, 6), (4, 6)]
+
+
 def test_half_precision_and_autocast_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
     monkeypatch.setattr(module, "_SMALLEST", 0)
