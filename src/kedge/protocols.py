@@ -119,7 +119,10 @@ class Learner(Stateful, Protocol):
         ...
 
     def probe(self, rows: Experience) -> PolicyOutput:
-        """The forward pass of ``update`` (train mode, autocast), without gradient or step."""
+        """The forward pass of ``update`` (train mode, autocast), without gradient or step.
+
+        The output is on the device of ``rows``.
+        """
         ...
 
     def end_batch(self) -> None:

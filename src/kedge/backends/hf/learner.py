@@ -195,7 +195,8 @@ class HFLearner:
         """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
         self._check(values=values, reference=reference, full_kl=full_kl)
         check_rows(rollout, self._held())
-        home, rollout = rollout.ids.device, to_device(rollout, self.device)
+        home, sampled = rollout.ids.device, rollout.behavior_logprobs
+        rollout = to_device(rollout, self.device)
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
@@ -211,9 +212,10 @@ class HFLearner:
             out = annotate_all(self.module, self.reference, rollout, groups, wanted, self.settings)
         if begun is not None:
             out["ref_logprobs"] = begun()
-        if reuse and rollout.behavior_logprobs is not None:
-            out["logprobs"] = rollout.behavior_logprobs
-        return Annotation(**{name: x.to(home) for name, x in out.items()})
+        out = {name: x.to(home) for name, x in out.items()}
+        if reuse and sampled is not None:
+            out["logprobs"] = sampled
+        return Annotation(**out)
 
     def _check(self, *, values: bool, reference: bool, full_kl: bool) -> None:
         held = self.reference is not None
@@ -280,12 +282,17 @@ class HFLearner:
 
     @torch.no_grad()
     def probe(self, rows: Experience) -> PolicyOutput:
-        """The forward pass of ``update`` without gradient or step."""
+        """The forward pass of ``update`` without gradient or step, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._kernels.active():
             output = self._output(to_device(rows, self.device), only_value=False)
         reshard(self._held() if self.sharded else [])  # no backward pass will do it
-        return output
+        home = rows.ids.device  # not by to_device, whose copies to the CPU could be read too early
+        return PolicyOutput(
+            logprobs=output.logprobs.to(home),
+            entropy=output.entropy.to(home),
+            values=None if output.values is None else output.values.to(home),
+        )
 
     def _sum_gradients(self) -> None:
         reshard(self._held())

@@ -114,7 +114,7 @@ def tiny_policy(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
 
@@ -134,7 +134,7 @@ def tiny_reward_model(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = AutoConfig.for_model(family, num_labels=1, pad_token_id=0, **shape)
         return AutoModelForSequenceClassification.from_config(made)
