@@ -179,7 +179,10 @@ class Run:
         if not self.callbacks.state.is_world_process_zero:
             return None
         screen = Screen(
-            self.engine.plan.updates, start=self.engine.step, bar=not self.args.disable_tqdm
+            self.engine.plan.updates,
+            start=self.engine.step,
+            bar=not self.args.disable_tqdm,
+            tables=self.args.num_sample_generations > 0,
         )
         self.callbacks.tracker = trackers_of(self.callbacks, self.args, screen, self.beside)
         return screen
