@@ -111,6 +111,10 @@ class Screen:
         line = "  ".join([f"step {step}/{self.total}", *shown, *left])
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """One line of text, above the bar where there is one."""
+        self.console.print(f"kedge: {text}", markup=False, highlight=False, soft_wrap=True)
+
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
         """The first rows of a table, long cells cut; after training, under a title that says so."""
         if not rows or not self.tables:
