@@ -157,6 +157,7 @@ class Run:
             kl_coef=self.engine.kl.value,
             fresh_reference=self.fresh_reference,
             stops=bool(self.settings.sampling.stop_ids or self.settings.sampling.stop_strings),
+            length_option=self.args.length_option,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
         for warning in warnings if self.learner.rank == 0 else []:
