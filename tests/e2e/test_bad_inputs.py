@@ -247,6 +247,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ConfigError,
         ["no_such_thing"],
     ),
+    "a column that a reward needs and the dataset calls otherwise": (
+        lambda: small(
+            reward_model=None,
+            reward_funcs=lambda completions, solution: [0.0] * len(completions),
+            train_dataset=[{"prompt": "w3", "answer": "1"}],
+        ),
+        ConfigError,
+        ["lambda needs solution", "its columns: answer, prompt"],
+    ),
     "a row that names no known verifier": (
         lambda: small(
             reward_model=None,

@@ -51,11 +51,11 @@ def test_a_failing_part_costs_no_update(
     with pytest.raises(type(error), match=str(error)):
         failing.train()
     assert saved(tmp_path) == [3, 4]
-    (said,) = [line for line in caplog.messages if "training ended" in line]
+    (said,) = [line for line in caplog.messages if "training stopped" in line]
     assert said == (
-        f"training ended after update 4 with {type(error).__name__}; nothing is lost: mend the"
-        " cause, and train(resume_from_checkpoint=True) or --resume_from_checkpoint True goes on"
-        f" from {tmp_path / 'checkpoint-4'}"
+        f"training stopped after iteration 4 with {type(error).__name__}; no completed iteration"
+        f" is lost. Fix the cause and resume from {tmp_path / 'checkpoint-4'} with"
+        " train(resume_from_checkpoint=True), or --resume_from_checkpoint on the command line"
     )
     second = trainer(tmp_path)
     second.train(resume_from_checkpoint=True)
@@ -161,7 +161,7 @@ def test_who_asked_for_no_checkpoints_gets_none(
     with pytest.raises(RewardError):
         made.train()
     assert saved(tmp_path) == []
-    assert f"after update 2 with RewardError, and {why}: its updates are lost" in caplog.text
+    assert f"after update 2 with RewardError, and {why}: what it learned is lost" in caplog.text
 
 
 def test_models_alone_are_saved_for_who_wants_no_more(

@@ -1,6 +1,7 @@
 """The command line: flags, files, names, plans, and one clear line for every mistake."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import COMMANDS, main
 from kedge.cli.plan import human, plan, short
-from kedge.cli.ppo import load_algorithm, model_names, resume_point
+from kedge.cli.ppo import load_algorithm, model_names
+from kedge.cli.resume import command_to_repeat, resume_point
 from kedge.cli.rewards import check_rewards, sources_of
 from kedge.errors import ConfigError, DataError
 
@@ -509,6 +511,33 @@ def test_non_stop_penalty_is_another_name(config, tmp_path):
 def test_where_to_resume(given, want):
     found = resume_point(given)
     assert found == want if not isinstance(want, str) else found.startswith(want)
+
+
+def test_resume_alone_means_the_newest():
+    alone = parse(["--resume_from_checkpoint", "--max_steps", "3"], prog="kedge ppo")
+    assert resume_point(alone.config.resume_from_checkpoint) is True
+    assert alone.config.max_steps == 3
+    named = parse(["--resume_from_checkpoint=runs/a/checkpoint-2"], prog="kedge ppo")
+    assert named.config.resume_from_checkpoint == "runs/a/checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("typed", "want"),
+    [
+        ("/venv/bin/kedge ppo --x 'a b' --bf16", "kedge ppo --x 'a b' --bf16"),
+        ("kedge ppo --resume_from_checkpoint True --x 1", "kedge ppo --x 1"),
+        ("kedge ppo --resume-from-checkpoint=a --x 1", "kedge ppo --x 1"),
+        ("kedge ppo --resume_from_checkpoint", "kedge ppo"),
+        ("train/ppo.py --x 1", "python train/ppo.py --x 1"),
+        ("kedge ppo --hub_token hf_123", None),
+        ("/usr/bin/pytest -q", None),
+    ],
+)
+def test_the_command_that_resumes(monkeypatch, typed, want):
+    monkeypatch.setattr(sys, "argv", shlex.split(typed))
+    assert command_to_repeat(without="resume_from_checkpoint") == want
+    monkeypatch.setenv("RANK", "0")
+    assert command_to_repeat(without="resume_from_checkpoint") is None  # a launcher's words
 
 
 # -- plans ----------------------------------------------------------------------------------------

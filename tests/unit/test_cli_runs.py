@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -110,7 +111,9 @@ def test_stopping_and_going_on(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
 )
-def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(folders, tmp_path, number, code):
+def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(
+    folders, tmp_path, capsys, number, code
+):
     more = [
         "--reward_funcs",
         f"{folders}/rewards.py:long",
@@ -134,11 +137,17 @@ def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(folders, tmp_pat
     (kept,) = tmp_path.glob("checkpoint-*")
     step = int(kept.name.split("-")[1])
     assert 2 < step < 1000
-    assert f"stopped at update {step}; --resume_from_checkpoint goes on" in said
+    assert f"kedge: stopped after iteration {step} of 1000; to resume from {kept}:\n" in said
     assert not (tmp_path / "model.safetensors").exists()
-    again = [*given, "--max_steps", str(step + 1), "--resume_from_checkpoint", str(kept)]
+    (printed,) = [line for line in said.splitlines() if line.endswith("--resume_from_checkpoint")]
+    program, file, *again = shlex.split(printed)
+    assert (program, Path(file).name, again[0]) == ("python", "main.py", "ppo")
+    again[again.index("1000", again.index("--max_steps"))] = str(step + 1)
     with pytest.warns(UserWarning, match="updates: 1000 in the checkpoint"):
-        assert main(["ppo", *again]) == 0
+        assert main(again) == 0
+    out = capsys.readouterr().out
+    assert f"kedge: resuming from {kept} (iteration {step} of {step + 1})\n" in out
+    assert f"kedge: the run is in {tmp_path}; `kedge report {tmp_path}` makes a page of it\n" in out
     assert [row["step"] for row in logged(tmp_path)] == list(range(1, step + 2))
 
 
@@ -153,9 +162,9 @@ def test_a_reward_that_fails_is_mended_and_the_run_goes_on(folders, tmp_path, ca
     given = flags(folders, out, "--reward_funcs", f"{file}:mine", "--max_steps", "4")
     assert main(["ppo", *given]) == 2
     assert "kedge ppo: error: reward function mine raised KeyError" in capsys.readouterr().err
-    assert f"goes on from {out / 'checkpoint-2'}" in caplog.text
+    assert f"Fix the cause and resume from {out / 'checkpoint-2'} with train(" in caplog.text
     file.write_text("def mine(completions, **others):\n" + score)
-    assert main(["ppo", *given, "--resume_from_checkpoint", "True"]) == 0
+    assert main(["ppo", *given, "--resume_from_checkpoint"]) == 0
     assert [row["step"] for row in logged(out)] == [1, 2, 3, 4]
 
 

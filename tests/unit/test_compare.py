@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def test_bands_by_hand() -> None:
         3.0,
     )
     assert ends([run(1.0)], "val/ratio") is None
+    assert ends([run(0.5, 9.0), run(1.5, 9.0)], "objective/scores", at="start") == (1.0, 0.5, 1.5)
 
 
 def test_runs_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +43,7 @@ def test_runs_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "demo" in out
     assert "good.jsonl" in out
-    assert ".." in out
+    assert re.search(r"\d -> -?\d\.\d+ \(-?\d\.\d+ \.\. \d\.\d+\)", out), out
     for metric in ("objective/scores", "policy/entropy_avg", "completions/mean_length"):
         assert metric in out  # whole, in 80 columns
 

@@ -11,6 +11,7 @@ import pytest
 
 import kedge
 from kedge import GRPOConfig, RLOOConfig
+from kedge.backends.hf.fit import check_length
 from kedge.config.grpo import resolve_grpo
 from kedge.config.newer import NEWER, NewerArguments
 from kedge.config.ppo import PPOConfig
@@ -18,6 +19,7 @@ from kedge.config.resolve import batch_options
 from kedge.config.rloo import DEFAULTS, PAIRS, resolve_rloo
 from kedge.config.support import Honoured, Moved, Refused, default_of
 from kedge.errors import ConfigError
+from kedge.testing import tiny_policy
 
 CONFIGS = [RLOOConfig, GRPOConfig]
 SHARED = {f.name for f in fields(PPOConfig)}
@@ -235,3 +237,41 @@ def test_vllm_in_the_names_of_trl(config, tmp_path, monkeypatch):
     assert (there.rollout_engine, there.vllm_start_timeout) == ("http://box:7", 9.0)
     with pytest.raises(ConfigError, match="use_vllm=True and rollout_engine='vllm' both say"):
         config(output_dir=str(tmp_path), use_vllm=True, rollout_engine="vllm")
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "option"),
+    [
+        (PPOConfig, {}, "response_length"),
+        (GRPOConfig, {}, "max_completion_length"),
+        (GRPOConfig, {"response_length": 9}, "max_completion_length"),
+        (RLOOConfig, {}, "response_length"),
+        (RLOOConfig, {"rloo_k": 2}, "response_length"),
+        (RLOOConfig, {"max_completion_length": 9}, "max_completion_length"),
+    ],
+)
+def test_messages_call_the_length_what_the_user_does(
+    out: dict[str, Any], config: Any, given: dict[str, Any], option: str
+) -> None:
+    assert config(**out, **given).length_option == option
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "advice"),
+    [
+        (189, 512, "Set max_completion_length=323 or less"),  # 0 tokens would be left of prompts
+        (400, 200, "Set max_completion_length=112 or less, or max_prompt_length=312 or less"),
+        (600, 100, "Set max_prompt_length=412 or less"),
+        (600, 500, "such as max_prompt_length=256 and max_completion_length=256"),
+    ],
+)
+def test_lengths_that_do_not_fit_get_advice_that_does(
+    prompt: int, response: int, advice: str
+) -> None:
+    model = tiny_policy(max_positions=512)
+    with pytest.raises(ConfigError, match=f"{prompt + response} positions; .* has 512") as caught:
+        check_length(
+            {"the policy": model}, prompt=prompt, response=response, option="max_completion_length"
+        )
+    assert str(caught.value).endswith(advice)
+    assert "max_prompt_length=1," not in str(caught.value)

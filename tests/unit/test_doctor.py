@@ -25,6 +25,16 @@ def rules(log: RunLog) -> list[str]:
     return [found.rule for found in examine(log)]
 
 
+def scored(start: float, end: float, **series: list[float]) -> RunLog:
+    """Ten rows of 64 responses whose score goes straight from start to end, deviation 0.5."""
+    return log(
+        objective__scores=[start + (end - start) * i / 9 for i in range(10)],
+        objective__scores_std=[0.5] * 10,
+        episode=[64.0 * (i + 1) for i in range(10)],
+        **series,
+    )
+
+
 def log(**series: list[float]) -> RunLog:
     names = {name.replace("__", "/"): values for name, values in series.items()}
     count = len(next(iter(names.values())))
@@ -56,17 +66,37 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
             "responses do not end",
         ),
         (
-            log(
-                objective__scores=[1.0 - 0.1 * i for i in range(10)],
-                objective__scores_std=[0.5] * 10,
-                episode=[64.0 * (i + 1) for i in range(10)],
-            ),
-            "the score falls",
+            log(completions__truncated_ratio=[1.0] * 4, val__num_eos_tokens=[0.0] * 4),
+            "nothing ends",
         ),
+        (scored(1.0, 0.1), "the score falls"),
+        # chance: 0.5 / sqrt(64 * 2) = 0.044; the first and last fifth are 0.06 apart
+        (scored(1.0, 1.0675), "the score did not rise"),
     ],
 )
 def test_rules_without_a_recorded_run_by_hand(made: RunLog, rule: str) -> None:
     assert rules(made) == [rule]
+
+
+def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
+    assert rules(scored(1.0, 1.2)) == []
+    cut = {"completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
+    assert rules(RunLog("made", [cut] * 4, fixed_length=True)) == []
+    assert rules(RunLog("made", [*[cut] * 3, cut | {"val/num_eos_tokens": 1.0}])) == [
+        "responses do not end"
+    ]
+
+
+def test_what_the_run_asked_for_is_read_beside_its_log(tmp_path: Path) -> None:
+    row = {"objective/scores": 1.0, "completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
+    (tmp_path / "metrics.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    assert rules(read_log(tmp_path)) == ["nothing ends"]
+    stops = {"stop_token": None, "stop_token_id": None, "stop_token_ids": None}
+    for strings, found in (([], []), (["."], ["nothing ends"])):
+        (tmp_path / "run.json").write_text(
+            json.dumps({"options": {**stops, "stop_strings": strings}})
+        )
+        assert rules(read_log(tmp_path)) == found
 
 
 def test_a_rule_without_its_metrics_says_nothing() -> None:
@@ -88,7 +118,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["doctor", str(tmp_path), str(GOOD[0])]) == 1
     out = capsys.readouterr().out
     assert "dead reward: the scores of a batch do not differ" in out
-    assert "nothing found" in out
+    assert "good.jsonl: 24 rows of metrics up to update 24, nothing found" in out
     assert main(["doctor", str(GOOD[0])]) == 0
     assert main(["doctor"]) == 2
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2

@@ -12,6 +12,7 @@ import pytest
 
 import kedge
 from kedge import classic
+from kedge.cli.arguments import parse
 from kedge.config.support import elsewhere
 from kedge.errors import ConfigError, OptionError
 from kedge.naming import SAME
@@ -77,6 +78,12 @@ def test_arguments_of_trainers(trainer: type[Any]) -> None:
 def test_a_trainer_takes_the_older_names_that_it_knows() -> None:
     with pytest.raises(ConfigError, match="policy and model are the older and the newer name"):
         kedge.RLOOTrainer(policy="a", model="b")
+
+
+def test_flags_that_are_arguments_of_trainers() -> None:
+    for flag, here in (("--model", "model_name_or_path"), ("--dataset", "dataset_name")):
+        with pytest.raises(ConfigError, match=f"no flag {flag}; it is called --{here} here"):
+            parse([flag, "x"], prog="kedge ppo")
 
 
 def test_older_arguments_of_trainers() -> None:

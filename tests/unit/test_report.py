@@ -68,7 +68,7 @@ def test_the_page_holds_what_the_files_do(run: Path) -> None:
     assert found["episodes"]["y"][:3] == [0, 8, 16]
     assert (found["updates"], found["findings"]) == (8, [])
     # 0.125 to 0.9375 (the mean of the last two of eight), 0.5 a deviation, 16 scores to chance
-    assert "from 0.188 to 0.938: up by 1.5 deviations" in found["story"][0]["text"]
+    assert "from 0.188 to 0.938: up by 1.5 standard deviations" in found["story"][0]["text"]
 
 
 def test_every_metric_is_explained(run: Path) -> None:

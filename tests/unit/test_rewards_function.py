@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import sys
+import traceback
 
 import numpy as np
 import pytest
 import torch
 
 from kedge.backends.rewards import RewardFunction, RewardLog, TextCache
+from kedge.backends.rewards.load import load_function
 from kedge.errors import ConfigError, RewardError
+from kedge.trainers.short_errors import short_errors
 
 from .text_toys import EOS, blank_swallowing_tokenizer, rollout_of, word_tokenizer
 
@@ -161,6 +165,53 @@ def nan_second(completion_ids):
 def test_errors_name_function_row_and_prompt(function, message):
     with pytest.raises(RewardError, match=message):
         make(function).score(rollout_of(PAIRS))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons show no notes")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_trainer_shows_the_users_frames_alone_and_last(tmp_path, monkeypatch, asynchronous):
+    monkeypatch.delenv("KEDGE_TRACEBACK", raising=False)
+    script = tmp_path / "mine.py"
+    kind = "async " if asynchronous else ""
+    script.write_text(
+        f"{kind}def mine(completions):\n    return [deep(c, 9) for c in completions]\n\n\n"
+        "def deep(text, n):\n    return deep(text, n - 1) if n else {}[text]\n"
+    )
+    score = make(load_function(f"{script}:mine")).score
+    with pytest.raises(RewardError) as caught:
+        short_errors(score)(rollout_of(PAIRS))
+    shown = "".join(traceback.format_exception(caught.value))
+    last = [line for line in shown.splitlines() if set(line.strip()) - set("^~")]
+    assert len(last) <= 18  # the test, the wrapper, the message, four frames, the exception
+    assert last[-1] == "KeyError: ' w8 w9'"
+    assert "in mine" in last[-9]
+    assert "kedge.errors.RewardError: reward function mine raised KeyError" in shown
+    assert "_row_by_row" not in shown
+    monkeypatch.setenv("KEDGE_TRACEBACK", "1")
+    with pytest.raises(RewardError) as caught:
+        short_errors(score)(rollout_of(PAIRS))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "_row_by_row" in "".join(traceback.format_exception(caught.value))
+
+
+def test_columns_that_the_dataset_lacks_are_named_before_anything_is_sampled():
+    def graded(completions, solution, level=1):
+        return [0.0] * len(completions)
+
+    def single(completion, prompt):
+        return 0.0
+
+    make(graded, dataset_columns=["prompt", "solution"])
+    with pytest.raises(ConfigError) as caught:
+        make(graded, dataset_columns=["prompt", "answer"])
+    assert str(caught.value) == (
+        "reward function graded needs solution, and the dataset has no such column (its columns:"
+        " answer, prompt). Besides them a function can take prompts, completions, prompt_ids,"
+        " completion_ids, trainer_state, log_metric, log_extra; give solution a column of that"
+        " name, or a default in the function"
+    )
+    with pytest.raises(ConfigError, match=r"needs completion, prompt, .*take completions, a list"):
+        make(single, dataset_columns=["prompt"])
 
 
 def test_the_cause_of_an_exception_is_kept():

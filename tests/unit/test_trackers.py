@@ -1,10 +1,12 @@
 """Metrics reach files, screen and memory as they are."""
 
+import contextlib
 import importlib.util
 import io
 import json
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -145,7 +147,55 @@ def test_on_a_terminal_a_bar_moves_with_every_update():
     assert "3/10" in text
     assert "score 1.5  kl 0.25  eps 8" in text
     assert "0:01:10 left" in text
-    assert "step 3/10" not in text  # rows do not scroll over the bar
+    assert text.count("step 3/10  score 1.5  0:01:10 left") == 1  # rows scroll above the bar
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_rows_stay_in_the_history_of_a_real_terminal():
+    import pty
+
+    code = (
+        "from kedge.backends.trackers import Screen\n"
+        "s = Screen(3)\n"
+        "for i in (1, 2, 3):\n"
+        "    s.advance(i, {})\n"
+        "    s.log({'objective/scores': i / 2}, step=i)\n"
+        "s.close()\n"
+    )
+    main, side = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=side, stdin=side, env=env)
+    os.close(side)
+    seen = b""
+    with contextlib.suppress(OSError):  # how a closed terminal ends on Linux
+        while piece := os.read(main, 4096):
+            seen += piece
+    os.close(main)
+    assert process.wait() == 0
+    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", seen).decode()
+    rows = [line.split("\r")[-1] for line in plain.split("\r\n") if "step " in line]
+    assert [row.split("  0:")[0] for row in rows] == [
+        f"step {i}/3  score {i / 2:g}" for i in (1, 2, 3)
+    ]
+
+
+def test_tables_come_at_most_every_half_minute_and_after_training():
+    shown, out, clock = screen()
+    rows = [{"query": "a " * 200 + "Why?", "model response": "b", "score": 1.0}]
+    for step, now in enumerate((0.0, 10.0, 31.0, 35.0), 1):
+        clock.now = now
+        shown.table("completions", rows, step=step)
+    shown.close()
+    shown.table("completions", rows, step=4)
+    text = out.getvalue()
+    titles = [line.rstrip() for line in text.splitlines() if line.startswith("completions")]
+    assert titles == [
+        *("completions, step 1", "completions, step 3", "completions, after training, step 4")
+    ]
+    assert text.count("Why?") == 3  # the end of a long prompt is what was asked
+    quiet, out, _ = screen(tables=False)
+    quiet.table("completions", rows, step=1)
+    assert out.getvalue() == ""
 
 
 def test_evaluations_are_printed_above_the_bar():
@@ -174,7 +224,7 @@ def test_the_table_escapes_markup_and_cuts_long_cells():
     assert "[/oops]" in text
     assert "\x1b" not in text
     assert "model response" in text
-    assert "3.92188" in text
+    assert "3.922" in text
     assert "x" * 29 + "…" in text
     assert "END" not in text
     assert "third" not in text

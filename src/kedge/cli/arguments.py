@@ -149,6 +149,8 @@ class Parser(HfArgumentParser):
         for action in self._actions:
             if action.type is string_to_bool and action.nargs is None:
                 action.nargs, action.const = "?", True  # --bf16 alone means True
+            if action.dest == "resume_from_checkpoint":
+                action.nargs, action.const = "?", "True"  # alone: the newest
             said = support.get(action.dest, Honoured(""))
             alias = isinstance(said, Moved) and action.dest not in FIELD_SUPPORT
             if not (alias or isinstance(said, Honoured)):

@@ -86,22 +86,23 @@ def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file
 
 
 def show(kinds: dict[str, list[RunLog]], metrics: Sequence[str]) -> None:
-    """Mean and range of the last fifth of every run."""
+    """Mean and range of the first and the last fifth of every run."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="last fifth of each run", title_justify="left")
+    table = Table(title="first fifth -> last fifth of each run", title_justify="left")
     table.add_column("", no_wrap=True)
     for name, runs in kinds.items():
         table.add_column(name + (f" ({len(runs)} runs)" if len(runs) > 1 else ""), overflow="fold")
     for metric in metrics:
-        table.add_row(metric, *(_ending(runs, metric) for runs in kinds.values()))
+        table.add_row(metric, *(_change(runs, metric) for runs in kinds.values()))
     Console().print(table)
 
 
-def _ending(runs: list[RunLog], metric: str) -> str:
-    found = ends(runs, metric)
-    if found is None:
+def _change(runs: list[RunLog], metric: str) -> str:
+    start, end = ends(runs, metric, at="start"), ends(runs, metric)
+    if start is None or end is None:
         return "-"
-    mean, low, high = found
-    return f"{mean:.4g}" + (f" ({low:.4g} .. {high:.4g})" if len(runs) > 1 else "")
+    mean, low, high = end
+    spread = f" ({low:.3g} .. {high:.3g})" if len(runs) > 1 else ""
+    return f"{start[0]:.3g} -> {mean:.3g}{spread}"

@@ -26,8 +26,9 @@ def main(argv: Sequence[str]) -> int:
         log = read_log(place)
         findings = examine(log)
         found += len(findings)
-        updates = f"{len(log.rows)} logged updates"
-        print(f"{place}: {updates}, {'nothing found' if not findings else ''}".rstrip(", "))
+        updates = log.rows[-1].get("step", len(log.rows))
+        read = f"{len(log.rows)} rows of metrics up to update {updates:.0f}"
+        print(f"{place}: {read}{'' if findings else ', nothing found'}")
         for each in findings:
             print(f"  {each.rule}: {each.seen}\n      try: {each.advice}")
     return int(found > 0)

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code: 0, or 2 for something the user can mend, 130 when interrupted.
+        The exit code: 0, or 2 for something the user can fix, 130 when interrupted.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
@@ -102,7 +102,7 @@ def command_of(name: str) -> Callable[[list[str]], object]:
 
 
 def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
-    """Run ``command(argv)``; an error that the user can mend becomes one line.
+    """Run ``command(argv)``; an error that the user can fix becomes one line.
 
     Returns:
         The exit code: what the command returns if that is a number, else 0; 2 for such an error,
@@ -119,6 +119,8 @@ def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name
         if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
             raise
         print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):  # where the user's code raised
+            print(note, file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
 

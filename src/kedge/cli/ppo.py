@@ -11,6 +11,7 @@ from typing import Any
 
 from kedge.cli.arguments import ModelArguments, Options, parse, parser
 from kedge.cli.data import load_prompts, note
+from kedge.cli.resume import how_to_resume, resume_point
 from kedge.cli.rewards import check_rewards, scores_without_model, sources_of
 from kedge.config.grpo import GRPOConfig
 from kedge.config.on_policy import OnPolicyConfig
@@ -59,14 +60,15 @@ def train(options: Options, **given: Any) -> Any:
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=options.script.dataset_name)
-    trainer.generate_completions()
+    if config.num_sample_generations:
+        trainer.generate_completions()
     if trainer.state.is_world_process_zero:
         print(f"kedge: the trained model is in {config.output_dir}")
     return trainer
 
 
 def learn(trainer: Any, resume: str | bool | None) -> None:
-    """Train; a signal to stop is granted after the update that it falls in, with a checkpoint."""
+    """Train; after Ctrl-C or SIGTERM, finish the iteration, save a checkpoint and stop."""
     from kedge.backends.ray.seat import here
     from kedge.backends.wishes import Wishes
     from kedge.trainers.launched import Stopping
@@ -79,7 +81,7 @@ def learn(trainer: Any, resume: str | bool | None) -> None:
     with wishes.heard():
         trainer.train(resume_from_checkpoint=resume)
     if wishes.any:
-        note(f"stopped at update {trainer.state.global_step}; --resume_from_checkpoint goes on")
+        note(how_to_resume(trainer))
     wishes.fulfil()
 
 
@@ -379,9 +381,3 @@ def _keywords(options: str | None) -> dict[str, Any]:
             f'--algorithm_kwargs {options} must be an object, such as {{"beta": 0.1}}'
         )
     return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-
-
-def resume_point(given: str | None) -> str | bool | None:
-    """``--resume_from_checkpoint True`` is the newest checkpoint, anything else a folder."""
-    words: Mapping[str, bool | None] = {"true": True, "false": None, "": None}
-    return given if given is None else words.get(given.lower(), given)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kedge.cli.arguments import ModelArguments, ModelArgumentsBeside, Parser, read
 from kedge.cli.data import Splits
 from kedge.cli.ppo import load_policy, load_tokenizer, lora
+from kedge.cli.resume import resume_point
 from kedge.config.support import option
 from kedge.errors import ConfigError
 
@@ -56,6 +57,7 @@ def read_step(
             raise ConfigError(f"kedge {kind}: --{name} is missing")
     if model.lora_dropout and not model.use_peft:
         raise ConfigError("--lora_dropout is set without --use_peft; add it")
+    config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
     return given, config, model
 
 

@@ -174,6 +174,11 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         super().__post_init__()
         self._check_grpo()
 
+    @property
+    def length_option(self) -> str:
+        """What this config's users call ``response_length``, for messages."""
+        return "max_completion_length"
+
     def _check_grpo(self) -> None:
         if self.kl_estimator == "full":
             raise ConfigError(
@@ -182,8 +187,8 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
             )
         if self.overlong_buffer > self.response_length:
             raise ConfigError(
-                f"overlong_buffer={self.overlong_buffer} is more than"
-                f" response_length={self.response_length}"
+                f"overlong_buffer={self.overlong_buffer} must be at most"
+                f" max_completion_length={self.response_length}"
             )
         if self.loss_type == "cispo" and self.delta is not None:
             raise ConfigError(f"delta={self.delta} bounds a clipped loss, and cispo has none")

@@ -242,6 +242,11 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
 
     __repr__ = __str__
 
+    @property
+    def length_option(self) -> str:
+        """What this config's users call ``response_length``, for messages."""
+        return "response_length"
+
     def validate(self) -> None:
         """Check every field again, for values that were set after construction.
 

@@ -142,8 +142,13 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
     epsilon_high: float | None = option(None, "Newer name of cliprange_high.")
     normalize_advantages: bool | None = option(None, "Newer name of normalize_advantage.")
 
+    @property
+    def length_option(self) -> str:
+        """What this config's users call ``response_length``, for messages."""
+        return "max_completion_length" if self._newer else "response_length"
+
     def __post_init__(self) -> None:
-        newer = self._spelling()
+        self._newer = newer = self._spelling()
         settle_newer(self)
         apply_support(self, self.SUPPORT)
         for name, defaults in DEFAULTS.items():

@@ -41,6 +41,7 @@ def preflight(
     kl_coef: float,
     fresh_reference: bool,
     stops: bool = True,
+    length_option: str = "response_length",
     tolerance: Tolerance = FULL_PRECISION,
 ) -> list[str]:
     """Check one sampled and scored batch.  Nothing is trained.
@@ -54,6 +55,7 @@ def preflight(
         kl_coef: coefficient of the KL penalty.
         fresh_reference: the reference was made from the policy's weights and nothing has trained.
         stops: there is a token or text that ends a response.
+        length_option: what the config calls the length limit of a response.
         tolerance: accepted differences.
 
     Returns:
@@ -77,7 +79,7 @@ def preflight(
     few = experience.rows(torch.arange(min(4, len(experience))))
     _ratio_is_one(learner.probe(few).logprobs, few.old_logprobs, few.mask, tolerance.same_kernel)
     _losses_add_up(learner, algorithm, few)
-    return _unusual(rollout, judgement, learner, stops=stops)
+    return _unusual(rollout, judgement, learner, longer=length_option if stops else None)
 
 
 def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> Annotation:
@@ -227,7 +229,9 @@ def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> N
         )
 
 
-def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner, *, stops: bool) -> list[str]:
+def _unusual(
+    rollout: Rollout, judgement: Judgement, learner: Learner, *, longer: str | None
+) -> list[str]:
     scores = torch.where(judgement.valid, judgement.scores, 0.0).double()
     n, s, ss = learner.total(
         torch.stack([judgement.valid.sum().double(), scores.sum(), (scores**2).sum()])
@@ -244,6 +248,10 @@ def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner, *, stops:
     if finished == 0 and rows:
         warnings.append(
             f"none of the {int(rows)} responses ended by itself: if they should, "
-            + ("raise response_length" if stops else 'set stop_token="eos"')
+            + (
+                f"raise {longer}, or train a model that was taught to end its answers"
+                if longer
+                else 'set stop_token="eos"'
+            )
         )
     return warnings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
 from kedge.insight.log import RunLog
 
@@ -46,8 +47,10 @@ def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | N
     )
 
 
-def ends(runs: Sequence[RunLog], metric: str) -> tuple[float, float, float] | None:
-    """Mean, smallest and largest over the runs of each run's last fifth."""
-    found = [run.last(metric) for run in runs]
-    values = [x for x in found if x is not None]
+def ends(
+    runs: Sequence[RunLog], metric: str, *, at: Literal["start", "end"] = "end"
+) -> tuple[float, float, float] | None:
+    """Mean, smallest and largest over the runs of each run's last (or first) fifth."""
+    means = [run.last(metric) if at == "end" else run.first(metric) for run in runs]
+    values = [x for x in means if x is not None]
     return (fmean(values), min(values), max(values)) if values else None

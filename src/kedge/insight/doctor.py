@@ -205,8 +205,24 @@ def length_hacking(log: RunLog) -> Finding | None:
     )
 
 
+def nothing_ends(log: RunLog) -> Finding | None:
+    """No response ends by itself."""
+    cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
+    if not cut or min(cut) < 1.0 or ended or log.fixed_length:
+        return None
+    length = log.last("completions/max_length")
+    limit = f" at {length:.0f} tokens" if length else ""
+    return Finding(
+        "nothing ends",
+        f"every response of the run is cut off by the length limit{limit}",
+        "train from a model that was taught to end its answers, raise the length limit, or set the"
+        " stop token that the model uses (stop_token_id); stop_token=None says that all responses"
+        " have one length on purpose",
+    )
+
+
 def never_ends(log: RunLog) -> Finding | None:
-    """Responses are cut off."""
+    """Most responses are cut off."""
     share = log.last("completions/truncated_ratio", 0.5)
     ended = sum(log.series("val/num_eos_tokens"))
     if share is None or share < 0.98 or not ended:
@@ -214,7 +230,7 @@ def never_ends(log: RunLog) -> Finding | None:
     return Finding(
         "responses do not end",
         f"{share:.0%} are cut off by the length limit",
-        "raise response_length, or subtract missing_eos_penalty",
+        "raise the length limit, or subtract missing_eos_penalty",
     )
 
 
@@ -235,25 +251,42 @@ def gradient_spikes(log: RunLog) -> Finding | None:
 
 def score_falls(log: RunLog) -> Finding | None:
     """Training makes it worse."""
-    start, end = log.first("objective/scores"), log.last("objective/scores")
-    spread = log.first("objective/scores_std")
-    batch = _batch(log)
-    if start is None or end is None or not spread or not batch or len(log.rows) < 2 * MIN_ROWS:
+    change = score_change(log)
+    if change is None or len(log.rows) < 2 * MIN_ROWS:
         return None
-    noise = spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+    start, end, noise = change
     if end > start - 6 * noise:
         return None
     return Finding(
         "the score falls",
         f"from {start:.3g} to {end:.3g}, where chance alone gives {noise:.2g}",
-        "mend what else is found here; otherwise lower learning_rate or kl_coef, and check the sign"
+        "fix what else is found here; otherwise lower learning_rate or kl_coef, and check the sign"
         " of the reward",
+    )
+
+
+def score_did_not_rise(log: RunLog) -> Finding | None:
+    """The score ends where it began."""
+    change = score_change(log)
+    if change is None or len(log.rows) < 2 * MIN_ROWS or score_falls(log):
+        return None
+    start, end, noise = change
+    if end >= start + 2 * noise:
+        return None
+    return Finding(
+        "the score did not rise",
+        f"from {start:.3g} to {end:.3g} over {_responses(log)} responses, where chance alone gives"
+        f" {noise:.2g}",
+        "fix what else is found here; otherwise read completions with a high and a low score: the"
+        " difference must be one that the policy can make. Then raise learning_rate, lower kl_coef,"
+        " or train longer",
     )
 
 
 RULES: tuple[Rule, ...] = (
     dead_reward,
     dropped_rows,
+    nothing_ends,
     sampler_disagrees,
     kl_negative,
     gradient_spikes,
@@ -266,11 +299,28 @@ RULES: tuple[Rule, ...] = (
     length_hacking,
     never_ends,
     score_falls,
+    score_did_not_rise,
 )
 
 
+def score_change(log: RunLog) -> tuple[float, float, float] | None:
+    """Mean score of the first and the last fifth of a run, and how far chance alone moves it.
+
+    None without scores, their deviation and the number of responses.
+    """
+    start, end = log.first("objective/scores"), log.last("objective/scores")
+    spread, batch = log.first("objective/scores_std"), _batch(log)
+    if start is None or end is None or not spread or not batch:
+        return None
+    return start, end, spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+
+
+def _responses(log: RunLog) -> str:
+    return f"{max(log.series('episode'), default=0):,.0f}"
+
+
 def _batch(log: RunLog) -> float | None:
-    """Responses of an update."""
+    """Responses of a row."""
     episodes = log.series("episode")
     if not episodes:
         return None

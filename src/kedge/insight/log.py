@@ -22,10 +22,12 @@ class RunLog:
     Args:
         name: where they came from.
         rows: one mapping per logged update.
+        fixed_length: the run asked for no stop token and no stop string, so no response can end.
     """
 
     name: str
     rows: Sequence[dict[str, float]]
+    fixed_length: bool = False
 
     def series(self, metric: str) -> list[float]:
         """The finite values of a metric, in order; empty if it was never logged."""
@@ -52,7 +54,19 @@ def read_log(place: str | Path) -> RunLog:
     rows = [row for row in read_rows(place) if "objective/scores" in row]
     if not rows:
         raise DataError(f"{log_file(place)} holds no row of training (none with objective/scores)")
-    return RunLog(Path(place).name, rows)
+    return RunLog(Path(place).name, rows, fixed_length(log_file(place).parent))
+
+
+_STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
+
+
+def fixed_length(folder: Path) -> bool:
+    """Whether ``run.json`` says that nothing was meant to end a response; False without it."""
+    try:
+        options = json.loads((folder / "run.json").read_text(encoding="utf-8"))["options"]
+        return all(not options[name] for name in _STOPS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def log_file(place: str | Path) -> Path:

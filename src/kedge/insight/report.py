@@ -11,7 +11,7 @@ from typing import Any
 
 from kedge.errors import DataError
 from kedge.insight.doctor import examine
-from kedge.insight.log import RunLog, log_file, read_objects, read_rows
+from kedge.insight.log import RunLog, fixed_length, log_file, read_objects, read_rows
 from kedge.insight.story import story, vocabulary
 
 TOKENS = "tokens"
@@ -40,7 +40,8 @@ def gather(
     rows = read_rows(place)
     if not rows:
         raise DataError(f"{log_file(place)} is empty: nothing was logged yet")
-    log = RunLog(folder.name, [row for row in rows if "objective/scores" in row])
+    training = [row for row in rows if "objective/scores" in row]
+    log = RunLog(folder.name, training, fixed_length(folder))
     tables = {
         name: _tables(folder / name, most)
         for name in sorted(p.name for p in folder.glob("*completions") if p.is_dir())

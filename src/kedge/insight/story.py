@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
+from kedge.insight.doctor import score_change
 from kedge.insight.log import RunLog
 
 WORDS = 12  # in each list
@@ -44,15 +44,16 @@ def _score(log: RunLog) -> str:
         return ""
     start, end = ends
     text = f"The mean score of its responses went from {start:.3g} to {end:.3g}"
-    spread, batch = log.first("objective/scores_std"), _batch(log)
-    if not spread or not batch:
+    spread, change = log.first("objective/scores_std"), score_change(log)
+    if not spread or change is None:
         return text + "."
-    chance = spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+    chance = change[2]
     if abs(end - start) < 2 * chance:
-        said = "no more than chance gives"
+        verdict = "no more than chance gives"
     else:
-        said = f"{'up' if end > start else 'down'} by {abs(end - start) / spread:.2g} deviations"
-    return f"{text}: {said} (chance alone: {chance:.2g})."
+        way = "up" if end > start else "down"
+        verdict = f"{way} by {abs(end - start) / spread:.2g} standard deviations of a response"
+    return f"{text}: {verdict} (chance alone: {chance:.2g})."
 
 
 def _evaluation(rows: Sequence[Mapping[str, float]]) -> str:
@@ -112,15 +113,19 @@ def _updates(log: RunLog) -> str:
     if clipped is not None:
         text += f", and the clip holds back {clipped:.1%} of what it learns from"
     ratio = log.series("val/ratio")
-    far = max(ratio, key=lambda r: abs(r - 1), default=None)
-    return text + (f"; the mean ratio was never further from 1 than {far:.3g}." if far else ".")
+    low, high = min(ratio, default=1.0), max(ratio, default=1.0)
+    between = f"; the mean ratio stayed between {low:.4g} and {high:.4g}" if ratio else ""
+    return text + between + "."
 
 
 def _value(log: RunLog) -> str:
     ends = _ends(log, "val/explained_variance")
     if ends is None:
         return ""
-    return f"The value explained {ends[0]:.0%} of the returns' variance, later {ends[1]:.0%}."
+    first, last = (f"{x:.0%}" if x >= 0.005 else "none" for x in ends)
+    text = f"The value explained {first} of the variance of the returns at the start, {last} at the"
+    worse = " (it predicts worse than their mean would)" if ends[1] < -0.05 else ""
+    return f"{text} end{worse}."
 
 
 def _time(log: RunLog) -> str:
@@ -139,11 +144,6 @@ def _time(log: RunLog) -> str:
     shares = ", ".join(f"{x / whole:.0%} {label}" for label, x in parts.items())
     speed = log.last("eps", 0.2)
     return f"Time went to: {shares}" + (f"; {speed:.3g} responses a second." if speed else ".")
-
-
-def _batch(log: RunLog) -> float | None:
-    steps = [b - a for a, b in pairwise(log.series("episode")) if b > a]
-    return min(steps) if steps else None
 
 
 def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:

@@ -97,7 +97,7 @@ def assemble(
         (given.reward_model, given.reward_funcs),
         [] if given.data_collator else [prompts.source, *(each.source for each in sets)],
         tokens=len(tokenizer),
-        response=settings.sampling.max_new_tokens,
+        args=args,
     )
     callbacks = callbacks_of(given, models, accelerator)
     judge = judge_of(
@@ -107,6 +107,7 @@ def assemble(
         accelerator,
         tokens=min(len(tokenizer), vocabulary(models.policy) or len(tokenizer)),
         trainer_state=lambda: callbacks.state,
+        columns=prompts.source.columns,
     )
     if settings.data.drop_unused_columns:
         for source in (prompts.source, *(each.source for each in sets)):

@@ -21,6 +21,7 @@ from kedge.trainers.prompts import eval_sets
 from kedge.trainers.publishing import hub_of, provenance, write_card
 from kedge.trainers.run import Run
 from kedge.trainers.saving import write_models
+from kedge.trainers.short_errors import short_errors
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class TrainerShell:
 
     # -- what users call ------------------------------------------------------------------------
 
+    @short_errors
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to the end; ``resume_from_checkpoint`` is True (the newest) or a folder.
 
@@ -64,6 +66,7 @@ class TrainerShell:
                 write_about(self._made_of, self.args, device=str(self.accelerator.device))
         return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
 
+    @short_errors
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Score completions of the evaluation prompts; metrics named ``eval_...``.
 
@@ -79,6 +82,7 @@ class TrainerShell:
             raise ConfigError("evaluate() needs prompts: give eval_dataset here or to the trainer")
         return evaluator.evaluate(sets)
 
+    @short_errors
     def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
         """Completions of the evaluation prompts as a table: query, model response, score.
 

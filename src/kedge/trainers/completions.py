@@ -14,6 +14,8 @@ def completion_rows(
 ) -> list[dict[str, object]]:
     """Query, response and score of each sampled row, as text; of several sources, each score.
 
+    Special tokens are left out of the query and kept in the response, where they show its end.
+
     Args:
         samples: what was sampled and what it scored.
         tokenizer: decodes both.
@@ -27,7 +29,9 @@ def completion_rows(
                 return rows
             rows.append(
                 {
-                    "query": tokenizer.decode(prompts.ids[i][prompts.mask[i]]),
+                    "query": tokenizer.decode(
+                        prompts.ids[i][prompts.mask[i]], skip_special_tokens=True
+                    ),
                     "model response": tokenizer.decode(rollout.ids[i][rollout.present[i]]),
                     "score": float(judgement.scores[i]),
                     **_by_source(judgement, i),

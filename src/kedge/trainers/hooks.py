@@ -121,26 +121,26 @@ class TrainerHooks:
         return found
 
     def on_failure(self, step: int, error: Exception) -> None:
-        """Save the updates that no checkpoint holds yet, and say how to go on."""
+        """Save the iterations that no checkpoint holds yet, and say how to resume."""
         args = self.callbacks.args
         if step <= self._saved or isinstance(error, CheckpointError):
             return
-        since = f"training ended after update {step} with {type(error).__name__}"
+        since = f"training stopped after iteration {step} with {type(error).__name__}"
         if self._save is None or args.save_strategy == "no":
             why = "save_strategy='no'" if self._save else "output_dir is not set"
-            self._say(f"{since}, and {why}: its updates are lost")
+            self._say(f"{since}, and {why}: what it learned is lost")
             return
         try:
             folder = self._write()
         except Exception as other:
-            self._say(f"{since}, and what it learnt could not be saved: {other}")
+            self._say(f"{since}, and what it learned could not be saved: {other}")
             return
         if args.save_only_model:
             self._say(f"{since}; the models are in {folder} (save_only_model=True)")
             return
         self._say(
-            f"{since}; nothing is lost: mend the cause, and train(resume_from_checkpoint=True) or"
-            f" --resume_from_checkpoint True goes on from {folder}"
+            f"{since}; no completed iteration is lost. Fix the cause and resume from {folder} with"
+            " train(resume_from_checkpoint=True), or --resume_from_checkpoint on the command line"
         )
 
     def _say(self, what: str) -> None:

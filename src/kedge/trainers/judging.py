@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from accelerate import Accelerator
@@ -22,6 +22,7 @@ def judge_of(
     *,
     tokens: int,
     trainer_state: Callable[[], object],
+    columns: Collection[str] | None,
 ) -> RewardSource:
     """One reward source out of models and functions, with the penalties of the options.
 
@@ -32,6 +33,7 @@ def judge_of(
         accelerator: device and processes.
         tokens: ids that the policy can write are below it.
         trainer_state: what reward functions get under this name.
+        columns: of the dataset, where reward functions may ask for them.
     """
     options, weights, log = settings.reward, given.reward_weights, RewardLog()
     mixture: dict[str, Any] = {
@@ -48,7 +50,11 @@ def judge_of(
         "autocast": DTYPES[settings.learner.precision],
         "policy_vocab_size": tokens,
     }
-    functions: dict[str, Any] = {"on_error": options.on_error, "error_score": options.error_score}
+    functions: dict[str, Any] = {
+        "on_error": options.on_error,
+        "error_score": options.error_score,
+        "dataset_columns": columns,
+    }
     if settings.rollout.ray.reward_workers:
         from kedge.backends.ray.rewards import Recipe, ray_rewards
 

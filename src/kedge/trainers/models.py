@@ -177,7 +177,7 @@ def _value_from(reward: FirstReward) -> ScalarModel:
 
 
 def check_models(
-    models: Models, judges: Iterable[Any], sources: Iterable[Any], *, tokens: int, response: int
+    models: Models, judges: Iterable[Any], sources: Iterable[Any], *, tokens: int, args: Any
 ) -> None:
     """Whether the models of a run can read its rows, and share no weights that they must not.
 
@@ -186,7 +186,7 @@ def check_models(
         judges: what scores, as the user gave it: models, functions, lists of them.
         sources: prompts of training and evaluation.
         tokens: of the policy's tokenizer.
-        response: most tokens of a response.
+        args: the config; says how long a response may be, and what it calls that.
 
     Raises:
         ConfigError: naming the model, the number and the way out.
@@ -210,7 +210,12 @@ def check_models(
     for source in sources:
         if not isinstance(source, DatasetPrompts):
             continue
-        check_length(held, prompt=source.report.longest, response=response)
+        check_length(
+            held,
+            prompt=source.report.longest,
+            response=args.response_length,
+            option=args.length_option,
+        )
         if known is not None:
             source.check_tokens(known)
 

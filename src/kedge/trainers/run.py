@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -78,6 +79,9 @@ class Run:
         self._tidy(starting=not resume)
         resumed = self._resume(resume)
         screen = self._open_trackers()
+        if screen is not None and resumed is not None:
+            where = f"(iteration {engine.step} of {plan.updates})"
+            screen.note(f"resuming from {resumed} {where}")
         per_epoch = plan.updates_per_epoch or plan.updates
         self.callbacks.begin(
             max_steps=plan.updates, epochs=plan.updates / per_epoch, batch_size=plan.local_rows
@@ -95,7 +99,7 @@ class Run:
             after_step=self._after_step(rows),
             total=self.learner.total if self.learner.ranks > 1 else None,
         )
-        if not resumed:
+        if resumed is None:
             hooks.evaluate_at_start(always=self.evaluator.start is not None)
         begin, before = time.perf_counter(), self.callbacks.state.episode
         try:
@@ -106,6 +110,9 @@ class Run:
             self.callbacks.fire("on_train_end")
         finally:
             self.callbacks.tracker.close()
+        if screen is not None and self.args.output_dir:
+            root = shlex.quote(str(self._root()))
+            screen.note(f"the run is in {root}; `kedge report {root}` makes a page of it")
         return self._output(seconds, before)
 
     def _output(self, seconds: float, before: int) -> TrainOutput:
@@ -150,6 +157,7 @@ class Run:
             kl_coef=self.engine.kl.value,
             fresh_reference=self.fresh_reference,
             stops=bool(self.settings.sampling.stop_ids or self.settings.sampling.stop_strings),
+            length_option=self.args.length_option,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
         for warning in warnings if self.learner.rank == 0 else []:
@@ -179,7 +187,10 @@ class Run:
         if not self.callbacks.state.is_world_process_zero:
             return None
         screen = Screen(
-            self.engine.plan.updates, start=self.engine.step, bar=not self.args.disable_tqdm
+            self.engine.plan.updates,
+            start=self.engine.step,
+            bar=not self.args.disable_tqdm,
+            tables=self.args.num_sample_generations > 0,
         )
         self.callbacks.tracker = trackers_of(self.callbacks, self.args, screen, self.beside)
         return screen
@@ -223,10 +234,10 @@ class Run:
             shutil.rmtree(folder)
         accelerator.wait_for_everyone()
 
-    def _resume(self, resume: str | bool | None) -> bool:
-        """Load a checkpoint if asked to; whether training goes on from one."""
+    def _resume(self, resume: str | bool | None) -> Path | None:
+        """Load a checkpoint if asked to; its folder, or None where training starts anew."""
         if not resume:
-            return False
+            return None
         if not isinstance(resume, bool | str | Path):
             raise ConfigError(
                 f"resume_from_checkpoint={resume!r} must be True, for the newest, or a folder"
@@ -254,7 +265,7 @@ class Run:
         self.engine.load_state_dict(dict(found.parts))
         self.engine.put_back([unpack(sample) for sample in found.local or []])
         self.callbacks.restore(folder)
-        return True
+        return folder
 
     def _load_best(self) -> None:
         best = self.callbacks.state.best_model_checkpoint

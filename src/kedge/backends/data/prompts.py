@@ -110,6 +110,11 @@ class DatasetPrompts:
         return len(self._prompts)
 
     @property
+    def columns(self) -> list[str]:
+        """Columns of the dataset."""
+        return list(self._table.names)
+
+    @property
     def report(self) -> PromptReport:
         """Rows found, dropped and truncated, and the longest prompt kept."""
         return self._prompts.report

@@ -46,8 +46,16 @@ def check_vocabulary(models: Mapping[str, nn.Module], *, tokens: int) -> None:
             )
 
 
-def check_length(models: Mapping[str, nn.Module], *, prompt: int, response: int) -> None:
+def check_length(
+    models: Mapping[str, nn.Module], *, prompt: int, response: int, option: str = "response_length"
+) -> None:
     """Refuse models that cannot hold the longest prompt and a response.
+
+    Args:
+        models: by the name that messages call them.
+        prompt: tokens of the longest prompt.
+        response: most tokens of a response.
+        option: what the config calls ``response``.
 
     Raises:
         ConfigError: naming the model, what is needed, and the way out.
@@ -56,10 +64,23 @@ def check_length(models: Mapping[str, nn.Module], *, prompt: int, response: int)
         most = positions(model)
         if most is not None and prompt + response > most:
             raise ConfigError(
-                f"the longest prompt of {prompt} tokens and response_length={response} need "
-                f"{prompt + response} positions; {name} ({type(model).__name__}) has {most}. Set "
-                f"max_prompt_length={max(most - response, 1)}, or a shorter response_length"
+                f"the longest prompt of {prompt} tokens and {option}={response} need "
+                f"{prompt + response} positions; {name} ({type(model).__name__}) has {most}. "
+                + _shorter(prompt, response, most, option)
             )
+
+
+def _shorter(prompt: int, response: int, most: int, option: str) -> str:
+    """Which lengths would fit."""
+    ways = [f"{option}={most - prompt} or less"] if most > prompt else []
+    if most - response >= prompt / 2:  # or hardly anything would be left of the prompts
+        ways.append(f"max_prompt_length={most - response} or less")
+    if ways:
+        return f"Set {', or '.join(ways)}"
+    return (
+        f"Set max_prompt_length and {option} to at most {most} together, such as "
+        f"max_prompt_length={most // 2} and {option}={most - most // 2}"
+    )
 
 
 def check_apart(trained: Mapping[str, nn.Module], still: Mapping[str, nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,7 @@ class FunctionOptions:
     error_score: float | None = None
     log: RewardLog | None = None
     trainer_state: Callable[[], object] | None = None
+    dataset_columns: Collection[str] | None = None  # of the prompts; None is not checked
     skip_special_tokens: bool = True  # leave tokens such as eos out of the text
 
 
@@ -133,6 +134,7 @@ class _Builder:
             error_score=options.error_score,
             log=options.log,
             trainer_state=options.trainer_state,
+            dataset_columns=options.dataset_columns,
         )
 
     def _model(self, item: Any, model: nn.Module, tokenizer: Any) -> RewardModel:

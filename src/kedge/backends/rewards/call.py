@@ -59,6 +59,25 @@ class Signature:
         """Dataset columns the function may read, None if any."""
         return None if self._all else frozenset(self._named - {*PER_ROW, *FIXED})
 
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse a dataset that lacks a column the function requires.
+
+        Raises:
+            ConfigError: naming the column and those that there are.
+        """
+        missing = sorted(self._required - {*PER_ROW, *FIXED} - ({*columns} - {"prompt"}))
+        if not missing:
+            return
+        here = ", ".join(sorted(columns)) or "none"
+        plural = f"{missing[0]}s"
+        way = f"give {missing[0]} a column of that name, or a default in the function"
+        way = f"take {plural}, a list, instead" if plural in PER_ROW else way
+        raise ConfigError(
+            f"reward function {self._name} needs {', '.join(missing)}, and the dataset has no such"
+            f" column (its columns: {here}). Besides them a function can take"
+            f" {', '.join([*PER_ROW, *FIXED])}; {way}"
+        )
+
     def choose(self, offered: Collection[str]) -> list[str]:
         """The names among ``offered`` to pass.
 

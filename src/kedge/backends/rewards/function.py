@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
@@ -45,6 +45,8 @@ class RewardFunction:
         error_score: see ``on_error``.
         log: collects what the function logs, and ``reward_errors/<name>``.
         trainer_state: called for the value of ``trainer_state``.
+        dataset_columns: of the prompts; those that the function requires must be among them.  None
+            is not checked.
 
     Raises:
         ConfigError: it is no callable, or an option does not fit.
@@ -60,6 +62,7 @@ class RewardFunction:
         error_score: float | None = None,
         log: RewardLog | None = None,
         trainer_state: Callable[[], object] | None = None,
+        dataset_columns: Collection[str] | None = None,
     ) -> None:
         if not callable(function):
             raise ConfigError(
@@ -70,6 +73,8 @@ class RewardFunction:
         self._function, self._texts = function, texts
         self._signature = Signature(function, self.name)
         self.columns = self._signature.columns
+        if dataset_columns is not None:
+            self._signature.check(dataset_columns)
         self._on_error, self._error_score = on_error, error_score
         self._log = log or RewardLog()
         self._state = trainer_state or (lambda: None)

@@ -44,16 +44,19 @@ BAR = ("objective/scores", "objective/kl", "eps")
 class Screen:
     """A tracker for people.
 
-    On a terminal: a progress bar with score, KL, episodes per second and the time left.  Into a
-    file or pipe, or with ``bar=False``: one plain line per logged row.
+    One plain line per logged row; on a terminal, unless ``bar=False``, the lines scroll above a
+    progress bar with score, KL, episodes per second and the time left.  While a run trains, tables
+    are shown at most every ``table_seconds``; all of them are in the files.
 
     Args:
         total: updates of the whole run.
         start: updates finished before.
         bar: False for plain lines (``disable_tqdm``).
+        tables: False shows no table at all (``num_sample_generations=0``).
         console: where to; standard output if None.
         max_rows: rows of a table that are shown.
-        max_chars: characters of a cell that are shown.
+        max_chars: characters of a cell that are shown; of a prompt, half as many, its end.
+        table_seconds: least time between two tables of one name.
         clock: seconds.
     """
 
@@ -63,15 +66,18 @@ class Screen:
         *,
         start: int = 0,
         bar: bool = True,
+        tables: bool = True,
         console: Console | None = None,
-        max_rows: int = 5,
-        max_chars: int = 800,
+        max_rows: int = 3,
+        max_chars: int = 320,
+        table_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console()
         self.total, self.start, self.step = total, start, start
-        self.max_rows, self.max_chars = max_rows, max_chars
-        self._clock, self._begin = clock, clock()
+        self.tables, self.max_rows, self.max_chars = tables, max_rows, max_chars
+        self._every, self._shown = table_seconds, dict[str, float]()  # table -> when it was shown
+        self._clock, self._begin, self._closed = clock, clock(), False
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if bar and self.console.is_terminal:
@@ -89,10 +95,8 @@ class Screen:
             self._bar.update(self._task, completed=step, now=now, left=self._left())
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """One line of the main metrics (in plain mode, and for evaluations)."""
+        """One line of the main metrics, above the bar where there is one."""
         self.step = max(self.step, step)
-        if self._bar is not None and not any(k.startswith("eval_") for k in metrics):
-            return
         shown = [f"{label} {metrics[k]:.4g}" for k, label in SHOWN.items() if k in metrics]
         for name, value in metrics.items():
             found = _EVALUATION.fullmatch(name)
@@ -107,19 +111,29 @@ class Screen:
         line = "  ".join([f"step {step}/{self.total}", *shown, *left])
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """One line of text, above the bar where there is one."""
+        self.console.print(f"kedge: {text}", markup=False, highlight=False, soft_wrap=True)
+
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
-        """The first rows of a table, long cells cut."""
-        if not rows:
+        """The first rows of a table, long cells cut; after training, under a title that says so."""
+        if not rows or not self.tables:
             return
-        table = Table(title=f"{name}, step {step}", show_lines=True, title_justify="left")
+        now = self._clock()
+        if not self._closed and now - self._shown.get(name, -self._every) < self._every:
+            return
+        self._shown[name] = now
+        when = "after training, " if self._closed else ""
+        table = Table(title=f"{name}, {when}step {step}", show_lines=True, title_justify="left")
         for key in rows[0]:
             table.add_column(key)
         for row in rows[: self.max_rows]:
-            table.add_row(*(self._cell(row[key]) for key in rows[0]))
+            table.add_row(*(self._cell(row[key], end=key == "query") for key in rows[0]))
         self.console.print(table)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
+        self._closed = True
         if self._bar is not None:
             self._bar.stop()
 
@@ -130,12 +144,13 @@ class Screen:
         seconds = (self._clock() - self._begin) / done * (self.total - self.step)
         return f"{timedelta(seconds=round(seconds))} left"
 
-    def _cell(self, value: object) -> Text:
-        """Plain text: what a model wrote is neither markup nor a control sequence."""
-        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    def _cell(self, value: object, *, end: bool) -> Text:
+        """Plain text, never markup or control sequences; of long text the beginning, or the end."""
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
         text = "".join(c if c.isprintable() or c in "\n\t" else _UNPRINTABLE for c in text)
-        if len(text) > self.max_chars:
-            text = text[: self.max_chars - 1] + "…"
+        most = self.max_chars // 2 if end else self.max_chars
+        if len(text) > most:
+            text = "…" + text[1 - most :] if end else text[: most - 1] + "…"
         return Text(text)
 
 

@@ -24,7 +24,7 @@ function open() {
   }
   $("data").remove();
   $("name").textContent = DATA.name;
-  const sizes = { curves: Object.keys(DATA.series).length, completions: Object.values(DATA.tables).reduce((n, t) => n + rowCount(t), 0), tokens: rowCount(DATA.tokens) };
+  const sizes = { curves: Object.keys(DATA.series).filter((n) => n !== "episode").length, completions: Object.values(DATA.tables).reduce((n, t) => n + rowCount(t), 0), tokens: rowCount(DATA.tokens) };
   $("tabs").append(...TABS.map(([name, label]) => {
     const link = el("a", { href: `#${name}`, role: "tab" }, label, sizes[name] !== undefined ? ` ${fmt(sizes[name])}` : "");
     link.dataset.tab = name;
