@@ -48,6 +48,7 @@ def prepare(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the KL to the reference")
+@pytest.mark.filterwarnings("ignore:no dataset was given")
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")

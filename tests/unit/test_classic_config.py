@@ -83,21 +83,21 @@ def test_sizes() -> None:
     config = PPOConfig(batch_size=12, mini_batch_size=2, gradient_accumulation_steps=3, steps=100)
     assert config.backward_batch_size == 6
     assert config.total_ppo_epochs == 9  # ceil(100 / 12)
-    with pytest.raises(ValueError, match=r"batch_size=8 is no multiple of mini_batch_size=3 x"):
+    with pytest.raises(ValueError, match=r"batch_size=8 must be a multiple of mini_batch_size=3 x"):
         PPOConfig(batch_size=8, mini_batch_size=3)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kl_penalty": "k3"}, "kl_penalty='k3' is unknown; one of kl, abs, mse, full"),
-        ({"log_with": "neptune"}, "log_with='neptune'; one of wandb, tensorboard, trackio"),
-        ({"ppo_epochs": 0}, "ppo_epochs=0; it must be at least 1"),
-        ({"target": 0.0}, "target=0.0; it must be above 0"),
-        ({"score_clip": -1.0}, "score_clip=-1.0; it must be above 0"),
+        ({"kl_penalty": "k3"}, "kl_penalty='k3' must be one of kl, abs, mse, full"),
+        ({"log_with": "neptune"}, "log_with='neptune' must be one of all, aim, tensorboard, wandb"),
+        ({"ppo_epochs": 0}, "ppo_epochs=0 must be a whole number of at least 1"),
+        ({"target": 0.0}, "target=0.0 must be a number above 0"),
+        ({"score_clip": -1.0}, "score_clip=-1.0 must be a number above 0 or None"),
         ({"push_to_hub_if_best_kwargs": {"private": True}}, "needs a repo_id"),
-        ({"tracker_kwargs": "[1]"}, "is no JSON object"),
-        ({"tracker_kwargs": "{"}, "is no JSON object"),
+        ({"tracker_kwargs": "[1]"}, "must be a JSON object"),
+        ({"tracker_kwargs": "{"}, "must be a JSON object"),
     ],
     ids=str,
 )
