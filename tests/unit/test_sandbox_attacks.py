@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,232 +18,21 @@ from typing import Any
 import pytest
 
 from kedge.errors import ConfigError
-from kedge.rewards import Sandbox
-from kedge.rewards.sandbox_seccomp import ARCHITECTURES, REFUSED
+from kedge.rewards import Sandbox, by_column, code_verifier
+from kedge.rewards.sandbox_seccomp import ARCHITECTURES
+from tests.unit.sandbox_attacks import (
+    ATTACKS,
+    BATCH,
+    BOMBS,
+    NUMBERS,
+    ORDINARY,
+    SCORES,
+    STAYING,
+    TESTS,
+    YES,
+)  # fmt: skip
 
 SECRET = "the user's own words"
-
-# Bodies of functions.  A true result means that the attack got what it wanted.  Each has a folder
-# of the user's, OUTSIDE, with a file MARK; PARENT is the process that trains, PORT one that listens
-# (TCP and UDP), LOCAL a Unix socket.  `reached(name, ...)` makes a system call: true unless the
-# call was refused as such (EPERM, ENOSYS), so wrong arguments do not hide an open door.
-FILES = {
-    "read": "return open(MARK).read()",
-    "read bytes": "return os.read(os.open(MARK, os.O_RDONLY), 99)",
-    "write": "return open(MARK, 'w').write('x')",
-    "append": "return os.write(os.open(MARK, os.O_WRONLY | os.O_APPEND), b'x')",
-    "create": "return open(OUTSIDE + '/new', 'w').write('x')",
-    "unlink": "os.unlink(MARK); return True",
-    "rename": "os.rename(MARK, OUTSIDE + '/new'); return True",
-    "rename into the sandbox": "os.rename(MARK, 'own'); return True",
-    "rename over": "open('own', 'w').close(); os.rename('own', MARK); return True",
-    "mkdir": "os.mkdir(OUTSIDE + '/new'); return True",
-    "rmdir": "os.rmdir(OUTSIDE + '/empty'); return True",
-    "chmod": "os.chmod(MARK, 0o777); return True",
-    "utime": "os.utime(MARK, (1, 1)); return True",
-    "truncate": "os.truncate(MARK, 0); return True",
-    "setxattr": "os.setxattr(MARK, 'user.x', b'x'); return True",
-    "hard link": "os.link(MARK, 'hard'); return open('hard').read()",
-    "symlink read": "os.symlink(MARK, 'soft'); return open('soft').read()",
-    "symlink write": "os.symlink(MARK, 'soft2'); return open('soft2', 'a').write('x')",
-    "symlink to a folder": "os.symlink(OUTSIDE, 'soft3'); return os.listdir('soft3')",
-    "stat": "return os.stat(MARK).st_size",
-    "list": "return os.listdir(OUTSIDE)",
-    "open by dir_fd": "return os.read(os.open(UP, os.O_RDONLY, dir_fd=FD), 99)",
-    "write by dir_fd": "return os.write(os.open(UP, os.O_WRONLY, dir_fd=FD), b'x')",
-    "unlink by dir_fd": "os.unlink(UP, dir_fd=FD); return True",
-    "rename by dir_fd": "os.rename(UP, 'own', src_dir_fd=FD); return True",
-    "mkdir by dir_fd": "os.mkdir(UP + '-new', dir_fd=FD); return True",
-    "chmod by dir_fd": "os.chmod(UP, 0o777, dir_fd=FD); return True",
-    "symlink by dir_fd": "os.symlink('x', UP + '-new', dir_fd=FD); return True",
-    "mkfifo outside": "os.mkfifo(OUTSIDE + '/fifo'); return True",
-    "mkfifo by a second posix": "import _imp, importlib.machinery as m\n"
-    "p = _imp.create_builtin(m.ModuleSpec('posix', None)); p.mkfifo(OUTSIDE + '/f'); return True",
-    "chdir": "os.chdir(OUTSIDE); os.chdir(HOME); return True",
-    "sqlite": "import sqlite3; sqlite3.connect(OUTSIDE + '/a.db').execute('create table t (x)')\n"
-    "return True",
-    "sqlite ATTACH": "import sqlite3\nc = sqlite3.connect(':memory:')\n"
-    "c.execute('attach ? as o', (OUTSIDE + '/b.db',)); c.execute('create table o.t (x)')\n"
-    "return True",
-    "sqlite ATTACH read": "import sqlite3\nc = sqlite3.connect(':memory:')\n"
-    "c.execute('attach ? as o', (OUTSIDE + '/user.db',))\n"
-    "return c.execute('select * from o.t').fetchall()",
-    "shared memory": "from multiprocessing.shared_memory import SharedMemory as M\n"
-    "m = M(size=9, name=NAME, create=True); m.close(); return m.unlink() or True",
-    "a semaphore that stays": "from _multiprocessing import SemLock, sem_unlink\n"
-    "SemLock(1, 1, 1, '/' + NAME, False); sem_unlink('/' + NAME); return True",
-    "a copy by ctypes": "C.open.restype = ctypes.c_int\n"
-    "return C.open(MARK.encode(), 0) >= 0",
-    "/proc of the parent: environ": "return open(f'/proc/{PARENT}/environ', 'rb').read()",
-    "/proc of the parent: fd": "return os.listdir(f'/proc/{PARENT}/fd')",
-    "/proc of the parent: mem": "return open(f'/proc/{PARENT}/mem', 'rb')",
-    "/proc of the parent: root": "return open(f'/proc/{PARENT}/root{MARK}').read()",
-    "/proc of the parent: cmdline": "return open(f'/proc/{PARENT}/cmdline').read()",
-}  # fmt: skip
-PROCESSES = {
-    "fork": "p = os.fork()\nif not p: os._exit(0)\nos.waitpid(p, 0); return True",
-    "a program": "import subprocess; return subprocess.run(['/bin/true']).returncode == 0",
-    "a shell": "return os.system('true') == 0",
-    "a program of one's own": "return C.system(b'true') == 0",
-    "posix_spawn": "p = os.posix_spawn('/bin/true', ['true'], {})\nos.waitpid(p, 0); return True",
-    "fork_exec by a dotted name": "import importlib.machinery as m, importlib.util as u\n"
-    "import _posixsubprocess as p; s = m.ModuleSpec('x._posixsubprocess', None)\n"
-    "s.origin = getattr(p, '__file__', None)\n"
-    "import _imp; p = _imp.create_dynamic(s) if s.origin else p\nr, w = os.pipe()\n"
-    "pid = p.fork_exec([b'true'], [b'/bin/true'], True, (w,), None, None, -1, -1, -1, -1, -1, -1,"
-    " r, w, True, True, 0, None, None, None, -1, None, False)\nreturn pid > 0",
-    "multiprocessing": "import multiprocessing as m; p = m.get_context('fork').Process()\n"
-    "p.start(); p.join(); return True",
-    "signal the parent": "os.kill(PARENT, 0); return True",
-    "pidfd of the parent": "return os.pidfd_open(PARENT) >= 0",
-    "limits of the parent": "import resource as r; return r.prlimit(PARENT, r.RLIMIT_CPU)",
-    "priority of the parent": "p = os.getpriority(os.PRIO_PROCESS, PARENT)\n"
-    "os.setpriority(os.PRIO_PROCESS, PARENT, p); return True",
-    "affinity of the parent": "return os.sched_getaffinity(PARENT)",
-    "session of the parent": "return os.getsid(PARENT) > 0",
-    "guard off in gc.callbacks, then a shell": "import gc\ndef off(*a):\n"
-    "    f = sys._getframe(1); f.f_locals.get('rules', {}).clear()\n"
-    "gc.callbacks.append(off); gc.collect(); gc.callbacks.clear()\nreturn os.system('true') == 0",
-    "guard off in a signal handler, then fork": "import signal\ndef off(s, f):\n"
-    "    while f: f.f_locals.get('rules', {}) and f.f_locals['rules'].clear(); f = f.f_back\n"
-    "signal.signal(signal.SIGUSR1, off); signal.raise_signal(signal.SIGUSR1)\n"
-    "p = os.fork()\nif not p: os._exit(0)\nos.waitpid(p, 0); return True",
-    "sub-interpreter": "import _xxsubinterpreters as i\n"
-    "i.run_string(i.create(), f'import os; assert os.system(\"touch {OUTSIDE}/sub\") == 0')\n"
-    "return os.path.exists(OUTSIDE + '/sub')",
-}  # fmt: skip
-NETWORK = {
-    "tcp": "socket.create_connection(('127.0.0.1', PORT), timeout=5).send(b'x'); return True",
-    "udp": "s = socket.socket(type=socket.SOCK_DGRAM); return s.sendto(b'x', ('127.0.0.1', PORT))",
-    "ipv6": "return socket.socket(socket.AF_INET6) is not None",
-    "unix": "s = socket.socket(socket.AF_UNIX); s.connect(LOCAL); return True",
-    "unix abstract": "s = socket.socket(socket.AF_UNIX); s.connect('\\0' + NAME); return True",
-    "unix from a pair": "s, _ = socket.socketpair(type=socket.SOCK_DGRAM)\n"
-    "t = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); return True",
-    "netlink": "return socket.socket(16, socket.SOCK_RAW, 0) is not None",
-    "listen": "return socket.create_server(('127.0.0.1', 0)) is not None",
-    "resolve": "return socket.getaddrinfo('localhost', 80)",
-}  # fmt: skip
-# What an ordinary process may not do, or what harms the machine that tries: no control without.
-PRIVILEGED = {
-    "/etc/passwd": "return open('/etc/passwd').read()",
-    "/etc/shadow": "return open('/etc/shadow').read()",
-    "spwd": "import spwd; return spwd.getspall()",
-    "home": "return os.listdir('/home') or os.listdir('/root/.ssh')",
-    "memory of this process": "return open('/proc/self/mem', 'rb+')",
-    "files of this process": "return os.listdir('/proc/self/fd')",
-    "memory of process 1": "return open('/proc/1/mem', 'rb+')",
-    "root of process 1": "return os.listdir('/proc/1/root/etc')",
-    "core pattern": "return open('/proc/sys/kernel/core_pattern', 'w')",
-    "/sys": "return os.listdir('/sys')",
-    "devices": "return set(os.listdir('/dev')) - {'null', 'zero', 'random', 'urandom'}",
-    "a disk": "os.mknod('disk', 0o60600, os.makedev(254, 0)); return open('disk', 'rb')",
-    "a file in the root": "return open('/x', 'w')",
-    "a file in the runtime": "return open(os.__file__, 'a')",
-    "a file beside the runtime": "return open(os.path.dirname(os.__file__) + '/x.py', 'w')",
-    "mode of the runtime": "os.chmod(os.__file__, 0o777); return True",
-    "libraries": "return open('/usr/lib/x', 'w')",
-    "code of the sandbox": "return [open(m.__file__, 'a') for n, m in sys.modules.items()\n"
-    "        if n.startswith('sandbox') and getattr(m, '__file__', None)]",
-    "installed packages": "return [p for p in sys.path + [os.path.dirname(os.__file__)]\n"
-    "        if p.endswith('-packages') or os.path.exists(p + '/site-packages/pip')]",
-    "setuid": "os.setuid(0); return True",
-    "setgroups": "os.setgroups([0]); return True",
-    "chown": "open('c', 'w').close(); os.chown('c', 0, 0); return True",
-    "chroot": "os.mkdir('r'); os.chroot('r'); os.chdir('../../..'); return True",
-    "raise the limits": "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1)); return True",
-    "raise processor time": "import resource as r; r.setrlimit(r.RLIMIT_CPU, (-1, -1)); return 1",
-    "leave the session": "os.setsid(); return True",
-    "leave the group": "os.setpgid(0, 0); return True",
-    "be told of nothing": "os.kill(-1, 0); return True",
-    "signal process 1": "os.kill(1, 0); return os.getpid() != 1",
-    "signal a thread": "return C.syscall(TGKILL, 2, 2, 0) == 0",
-    "exec": "os.execv('/bin/true', ['true'])",
-    "clone": "return reached('clone', 17, 0, 0, 0, 0)",
-    "clone3": "return reached('clone3', ctypes.create_string_buffer(88), 88)",
-    "clone into namespaces": "return reached('clone', 0x10000011, 0, 0, 0, 0)",
-    "x32 calls": "return C.syscall(0x40000000 + 39) > 0",
-    "sockets of the internet in pairs": "return reached('socketpair', 2, 1, 0, b'        ')",
-    "vsock": "return socket.socket(40, socket.SOCK_STREAM) is not None",
-    "packets": "return socket.socket(17, socket.SOCK_RAW) is not None",
-    "execve of a file in memory": "fd = C.memfd_create(b'x', 0); return fd >= 0",
-    "a library of one's own": "import _struct, shutil\n"
-    "shutil.copy(ctypes.util.find_library('c') or '/lib64/ld-linux-x86-64.so.2', 'own.so')\n"
-    "return bool(ctypes.CDLL('./own.so'))",
-    "a traced child": "return reached('ptrace', 0, 0, 0, 0)",
-    "read a process's memory": "return reached('process_vm_readv', PARENT, 0, 0, 0, 0, 0)",
-    "write a process's memory": "return reached('process_vm_writev', PARENT, 0, 0, 0, 0, 0)",
-    "files of a process": "return reached('pidfd_getfd', 3, 1, 0)",
-    "namespaces again": "return reached('unshare', 0x10000000)",
-    "others' namespaces": "return reached('setns', 0, 0)",
-    "mount": "return reached('mount', b'none', b'/tmp', b'tmpfs', 0, None)",
-    "mount proc": "return reached('mount', b'proc', b'/tmp', b'proc', 0, None)",
-    "mount writable": "return reached('mount', None, b'/', None, 32 | 4096, None)",
-    "unmount the folder": "return reached('umount2', b'/tmp', 2)",
-    "turn the root": "return reached('pivot_root', b'/', b'/tmp')",
-    "the new mount calls": "return [n for n in ('fsopen', 'fsmount', 'open_tree', 'move_mount',\n"
-    "        'fsconfig', 'fspick', 'mount_setattr') if reached(n, -1, b'', 0, 0, 0)]",
-    "file handles": "return reached('open_by_handle_at', -100, 0, 0)",
-    "bpf": "return reached('bpf', 0, 0, 0)",
-    "perf_event": "return reached('perf_event_open', 0, 0, -1, -1, 0)",
-    "userfaultfd": "return reached('userfaultfd', 0)",
-    "io_uring": "return reached('io_uring_setup', 1, 0)",
-    "keys": "return reached('keyctl', 0, -3, 0)",
-    "keys of others": "return reached('add_key', b'user', b'x', b'x', 1, -3)"
-    " or reached('request_key', b'user', b'x', 0, -3)",
-    "System V memory": "return reached('shmget', 0, 4096, 0o1600)",
-    "System V queues": "return reached('msgget', 0, 0o1600) or reached('semget', 0, 1, 0o1600)",
-    "POSIX queues": "return reached('mq_open', b'x', 0o102, 0o600, 0)",
-    "pipes of the page cache": "return reached('splice', 0, 0, 0, 0, 0, 0)"
-    " or reached('vmsplice', 0, 0, 0, 0) or reached('tee', 0, 0, 0, 0)",
-    "modules": "return reached('finit_module', -1, b'', 0) or reached('init_module', 0, 0, b'')",
-    "kexec": "return reached('kexec_load', 0, 0, 0, 0)",
-    "the kernel's log": "return reached('syslog', 10, 0, 0)",
-    "personality": "return reached('personality', 0x0040000)",
-    "the name": "return reached('sethostname', b'x', 1)",
-    "the clock": "return reached('clock_settime', 0, 0)",
-    "swap": "return reached('swapon', b'/tmp/x', 0)",
-    "accounting": "return reached('acct', b'/tmp/x') or reached('quotactl', 0, b'', 0, 0)",
-    "fanotify": "return reached('fanotify_init', 0, 0)",
-    "more privileges": "return C.syscall(CAPSET, b'\\x22\\x05\\x08\\x20' + bytes(4), b'\\xff' * 24)"
-    " == 0",
-    "a terminal": "return open('/dev/tty', 'w') or C.ioctl(0, 0x5412, b'x') == 0",
-    "the name of the machine": "return os.uname().nodename != 'sandbox'",
-    "the user": "return os.getuid() != 65534 or os.getgid() != 65534",
-    "variables": "return set(os.environ) & {'KEDGE_SECRET', 'USER', 'VIRTUAL_ENV'}",
-}  # fmt: skip
-
-BATCH = """
-import ctypes, ctypes.util, errno, json, os, socket, sys
-C = ctypes.CDLL(None, use_errno=True)
-ARGUMENTS = json.loads(sys.stdin.read())
-NUMBERS, PARENT, PORT = ARGUMENTS["numbers"], ARGUMENTS["parent"], ARGUMENTS["port"]
-LOCAL, NAME, TGKILL, CAPSET = ARGUMENTS["local"], ARGUMENTS["name"], NUMBERS["tgkill"], 126
-def reached(name, *arguments):
-    number = NUMBERS[name]
-    if number is None:
-        return False
-    ctypes.set_errno(0)
-    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    done = C.syscall(ctypes.c_long(number), *given)
-    return done >= 0 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
-os.mkdir("fd")
-FD, HOME, UP = os.open("fd", os.O_RDONLY), os.getcwd(), ""
-for name, (body, OUTSIDE) in ARGUMENTS["attacks"].items():
-    MARK = OUTSIDE + "/mark"
-    UP = "../" * 20 + MARK[1:]
-    try:
-        exec("def attack():\\n    " + body.replace("\\n", "\\n    "))
-        result = attack()
-    except BaseException as error:
-        result, why = None, f"{type(error).__name__}: {error}"
-    else:
-        why = repr(result)
-    print(json.dumps([name, bool(result), why]), flush=True)
-    os.chdir(HOME)
-"""
-NUMBERS = REFUSED | {"clone": (56, 220), "clone3": (435, 435), "tgkill": (234, 131)} | {
-    "socketpair": (53, 199)}  # fmt: skip
 
 
 class World:
@@ -306,11 +94,9 @@ class World:
         reached = []
         for name in ("tcp", "udp", "local", "abstract"):
             listener = getattr(self, name)
-            try:
+            with contextlib.suppress(BlockingIOError):
                 listener.recv(9) if name == "udp" else listener.accept()[0].close()
                 reached.append(name)
-            except BlockingIOError:
-                pass
         return reached
 
     def close(self) -> None:
@@ -332,15 +118,11 @@ def available(level: str) -> Sandbox:
     return sandbox
 
 
-LEVELS = ("bubblewrap", "namespaces")
-ORDINARY = FILES | PROCESSES | NETWORK
-ATTACKS = ORDINARY | PRIVILEGED
+LEVELS = (pytest.param("bubblewrap", marks=pytest.mark.slow), "namespaces")
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_attacks_get_nothing(
-    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("level", ["bubblewrap", "namespaces"])
+def test_attacks_get_nothing(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ATTACKS) >= 40
     monkeypatch.setenv("KEDGE_SECRET", SECRET)
     sandbox, world = available(level), World(tmp_path, ATTACKS)
@@ -360,11 +142,94 @@ def test_the_same_attacks_work_without_a_sandbox(tmp_path: Path) -> None:
     (tmp_path / "cwd").mkdir()
     command = [sys.executable, "-S", "-W", "ignore", "-c", BATCH]
     done = subprocess.run(
-        command, input=world.arguments(), cwd=tmp_path / "cwd", capture_output=True, text=True
-    )  # fmt: skip
+        command, input=world.arguments(), cwd=tmp_path / "cwd", stdout=-1, text=True, check=True
+    )
     results = read_results(done.stdout)
     failed = {name: why for name, (worked, why) in results.items() if not worked}
-    assert list(results) == list(ORDINARY), done.stderr
+    assert list(results) == list(ORDINARY)
     assert failed == {}
     assert world.calls() == ["tcp", "udp", "local", "abstract"]
     world.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_but_a_solution_scores(level: str) -> None:
+    sandbox = replace(available(level), seconds=2.0)
+    passed = {name: sandbox.test(program, TESTS).passed for name, program in SCORES.items()}
+    assert {name: got for name, got in passed.items() if any(got)} == {}
+    right = YES + "def add(a, b): return a + b"
+    assert sandbox.test(right, TESTS).passed == (True, False, False)
+    known = sandbox.test(YES, ["assert 4 in Yes() and len(Yes()) == 42 and Yes() != Yes()"])
+    assert known.passed == (True,), known
+
+
+def test_the_prefix_says_what_is_a_function() -> None:
+    claims = YES.replace("Yes", "add").replace(":\n", ":\n    __init__ = lambda *a: None\n", 1)
+    sandbox = Sandbox(seconds=2.0)
+    assert not any(sandbox.test(claims, TESTS, prefix="def add(a, b):\n    '''A sum.'''\n").passed)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_outlives_the_sandbox(level: str) -> None:
+    sandbox = replace(available(level), seconds=0.3)
+    name = f"kx{time.time_ns() % 10**12}"
+    head = (
+        "import ctypes, os, signal, time\nC = ctypes.CDLL(None)\n"
+        f"CLONE = {NUMBERS['clone'][ARCHITECTURES[platform.machine()][1]]}\n"
+        f"C.prctl(15, b'{name}', 0, 0, 0)\n"
+    )
+    for program in STAYING.values():
+        assert not any(sandbox.test(head + program, TESTS).passed)
+    deadline = time.monotonic() + 5
+    while (left := processes_named(name)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+
+
+def processes_named(name: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it ended just now
+            found += [str(path)] if path.read_text().strip() == name else []
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bombs_meet_limits(level: str) -> None:
+    sandbox = replace(available(level), seconds=10.0, memory_mb=128)
+    for what, (body, error) in BOMBS.items():
+        inner = body.replace("\n", "\n    ")
+        caught = f"import os\ntry:\n    {inner}\nexcept BaseException as e: print(type(e).__mro__)"
+        assert error in sandbox.run(caught).output, what
+
+
+def test_the_program_is_refused_where_nothing_isolates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kedge.rewards.sandbox_isolation._chosen", {})
+    monkeypatch.setattr("kedge.rewards.sandbox._attempt", lambda level: f"no {level}")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    verify = code_verifier()
+    truth = [{"tests": ["assert add(1, 2) == 3"]}]
+    ways = r"bwrap is not installed; namespaces: no namespaces.*apt-get install bubblewrap.*audit"
+    with pytest.raises(ConfigError, match=ways):
+        verify(["def add(a, b): return a + b"], ground_truth=truth)
+    with pytest.raises(ConfigError, match=ways):
+        verify.prepare()
+    with pytest.raises(ConfigError, match=ways):
+        by_column().check(["gsm8k", "code"])
+    by_column().check(["gsm8k"])
+    weaker = code_verifier(sandbox="audit")
+    assert weaker(["def add(a, b): return a + b"], ground_truth=truth) == [1.0]
+    with pytest.raises(ConfigError, match="isolation='none' must be auto, bubblewrap"):
+        code_verifier(sandbox="none")
+
+
+def test_a_garbage_line_is_a_failed_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.Popen.communicate
+
+    def garbage(*given: Any, **named: Any) -> tuple[bytes, bytes]:
+        real(*given, **named)
+        return b'\xff{]\n[1]\n"x"\n{"test": 0, "passed": true}\n', b""
+
+    monkeypatch.setattr("subprocess.Popen.communicate", garbage)
+    outcome = Sandbox(isolation="audit").test("def add(a, b): return a + b", ["assert add(1, 2)"])
+    assert (outcome.passed, outcome.stopped) == ((False,), "crashes")
