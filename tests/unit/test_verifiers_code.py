@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -22,6 +21,7 @@ ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 VERDICT = '{"test": 0, "passed": true}\n{"test": 1, "passed": true}\n'
 QUICK = Sandbox(seconds=1.0)
+AUDIT = Sandbox(seconds=1.0, isolation="audit")
 
 
 def solves(program: str, tests: list[str] | None = None) -> bool:
@@ -92,6 +92,7 @@ def test_memory_is_limited() -> None:
     assert Sandbox(memory_mb=512).test(hungry, TESTS).passed == (True, True)
 
 
+# What the audit hook alone refuses; see test_sandbox_attacks.py for what the kernel refuses.
 REFUSED = {
     "read a file": "open('/etc/passwd').read()",
     "read memory": "open('/proc/self/mem', 'rb')",
@@ -151,7 +152,7 @@ def test_refused(what: str, tmp_path: Path) -> None:
         head = f"import os\nMARK, PARENT, PORT = {str(mark)!r}, {os.getpid()}, {port}\n"
         body = REFUSED[what].replace("\n", "\n    ")
         program = f"{head}def add(a, b):\n    {body}\n    return a + b\n"
-        outcome = QUICK.test(program, TESTS)
+        outcome = AUDIT.test(program, TESTS)
     assert not any(outcome.passed), what
     assert outcome.error
     assert mark.read_text() == "still here"
@@ -186,7 +187,7 @@ def test_the_environment_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KEDGE_SECRET", "hush")
     outcome = QUICK.run("import os; print(sorted(os.environ), os.getcwd())")
     assert "SECRET" not in outcome.output
-    assert "kedge-sandbox-" in outcome.output
+    assert os.getcwd() not in outcome.output
 
 
 def test_installed_packages_on_request() -> None:
@@ -275,7 +276,7 @@ def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_test_that_is_no_python_is_a_mistake_in_the_dataset() -> None:
-    with pytest.raises(RewardError, match="verifier code: test 1 is no Python"):
+    with pytest.raises(RewardError, match="verifier code: test 1 is not valid Python"):
         code([ADD], ground_truth=[{"tests": ["assert add(1, 2) == 3", "assert add(1,"]}])
     assert code(["def add("], ground_truth=[{"tests": TESTS}]) == [0.0]
 
@@ -385,11 +386,6 @@ def test_unusable_truths_are_errors(truth: object) -> None:
 def test_limits_are_checked() -> None:
     with pytest.raises(ConfigError, match="seconds=0"):
         Sandbox(seconds=0)
-
-
-def test_namespaces_can_be_demanded() -> None:
-    with contextlib.suppress(ConfigError):  # where Linux does not allow them, or there is no Linux
-        assert Sandbox(namespaces=True).test(ADD, TESTS).passed == (True, True)
 
 
 def test_runs_in_threads_and_leaves_nothing_behind(

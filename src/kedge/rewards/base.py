@@ -38,6 +38,7 @@ class Verifier:
         name: of the part in the judgement, and of the metrics.
         column: dataset column with the ground truth; None if the check needs none.
         threads: responses judged at the same time.
+        prepare: called before training; raises if the check cannot run on this machine.
     """
 
     def __init__(
@@ -47,16 +48,23 @@ class Verifier:
         name: str,
         column: str | None = "ground_truth",
         threads: int = 1,
+        prepare: Callable[[], object] = object,
     ) -> None:
         self.check, self.__name__ = check, name
-        self.column, self.threads = column, threads
+        self.column, self.threads, self.prepare = column, threads, prepare
 
     def __repr__(self) -> str:
         return f"Verifier({self.__name__!r}, column={self.column!r})"
 
     def on(self, column: str) -> Verifier:
         """The same verifier, with the ground truth in another column."""
-        return Verifier(self.check, name=self.__name__, column=column, threads=self.threads)
+        return Verifier(
+            self.check,
+            name=self.__name__,
+            column=column,
+            threads=self.threads,
+            prepare=self.prepare,
+        )
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Score all rows.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards.base import read_column
+from kedge.rewards.base import Verifier, read_column
 
 RewardFunc = Callable[..., Sequence[float | None]]
 REPORTS = ("log_metric", "log_extra", "trainer_state")
@@ -85,17 +85,24 @@ class ByColumn:
         return scores
 
     def check(self, names: Iterable[Any]) -> None:
-        """Look through the names in a dataset before training.
+        """Look through the names in a dataset before training, and prepare those verifiers.
 
         Args:
             names: the values of the column.
 
         Raises:
             RewardError: one is not known.
+            ConfigError: one cannot run on this machine.
         """
+        used: set[str] = set()
         for row, given in enumerate(names):
             several = isinstance(given, (list, tuple))
-            self._named(f"row {row}", given, [None] * len(given) if several else None)
+            known = self._named(f"row {row}", given, [None] * len(given) if several else None)
+            used.update(name for name, _ in known)
+        for name in sorted(used):
+            verifier = self.verifiers[name]
+            if isinstance(verifier, Verifier):
+                verifier.prepare()
 
     def _named(self, row: str, given: Any, truth: Any) -> list[tuple[str, Any]]:
         if given is None:

@@ -23,7 +23,7 @@ _NAME = re.compile(r"\b[^\W\d]\w*")
 def code_verifier(
     *,
     column: str = "ground_truth",
-    sandbox: Sandbox | None = None,
+    sandbox: Sandbox | str | None = None,
     partial_credit: bool = False,
     workers: int | None = None,
     name: str = "code",
@@ -45,15 +45,26 @@ def code_verifier(
     Code that takes too long or breaks its process scores 0 and is counted in ``timeouts/<name>`` or
     ``crashes/<name>``.
 
+    Programs run only where the kernel isolates them: with bubblewrap or in user namespaces.
+    Elsewhere the first call, and a trainer before it loads a model, raises ConfigError.
+
     Args:
         column: dataset column with the ground truth.
-        sandbox: the limits; the default is ``Sandbox()``.
+        sandbox: limits and isolation, or the isolation alone: ``"bubblewrap"``, ``"namespaces"`` or
+            ``"audit"``, which does not need the kernel's help and does not stop a program that
+            attacks the interpreter.  The default is ``Sandbox()``.
         partial_credit: score the share of tests passed.
         workers: solutions run at the same time; the default is the number of processors.
         name: of the verifier.
     """
-    check = partial(_check, sandbox=sandbox or Sandbox(), share=partial_credit, name=name)
-    return Verifier(check, name=name, column=column, threads=workers or os.cpu_count() or 1)
+    chosen = Sandbox(isolation=sandbox) if isinstance(sandbox, str) else sandbox or Sandbox()
+    return Verifier(
+        partial(_check, sandbox=chosen, share=partial_credit, name=name),
+        name=name,
+        column=column,
+        threads=workers or os.cpu_count() or 1,
+        prepare=chosen.level,
+    )
 
 
 def code_of(response: str, entry_point: str = "", tests: Sequence[str] = ()) -> str:

@@ -2,6 +2,7 @@
 
 What crosses is plain data.  An object of a class of the solution crosses as a reference, and only
 if the tests made it by calling that class: a result that may be any object could equal everything.
+The tests' side numbers the references and knows which it has made; any other number is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,21 +56,23 @@ class Kept:
 
     def __init__(self, module: types.ModuleType) -> None:
         self._names = module.__dict__
-        self._objects: list[Any] = []
+        self._objects: dict[int, Any] = {}
 
     def described(self) -> dict[str, Any]:
-        """What the tests are told of the solution: names, errors and constants."""
-        functions, errors, values = [], {}, {}
+        """What the tests are told of the solution: names, classes, errors and constants."""
+        functions, classes, errors, values = [], [], {}, {}
         for name, thing in list(self._names.items()):
             if isinstance(thing, type) and issubclass(thing, Exception):
                 known = (base.__name__ for base in thing.__mro__ if base.__module__ == "builtins")
                 errors[name] = next(known)
             elif callable(thing):
                 functions.append(name)
+                if isinstance(thing, type):
+                    classes.append(name)
             elif type(thing) in CONSTANTS and not name.startswith("_") and _short(thing):
                 with contextlib.suppress(TypeError, ValueError, RecursionError, MemoryError):
                     values[name] = wire.pack(thing)
-        return {"functions": functions, "errors": errors, "values": values}
+        return {"functions": functions, "classes": classes, "errors": errors, "values": values}
 
     def serve(self, requests: int, answers: int) -> None:
         """Answer requests until there are no more."""
@@ -87,8 +90,8 @@ class Kept:
         if what == "get" and callable(getattr(thing, *given)):
             return {"method": True}
         result = OPERATIONS[what](thing, *given, **named)
-        if what == "call" and isinstance(thing, type) and not self._plain(result):
-            self._objects.append(result)
+        if request["new"] is not None and isinstance(thing, type) and not self._plain(result):
+            self._objects[request["new"]] = result
         return {"result": self._packed(result), "args": self._packed(list(given))}
 
     def _plain(self, value: Any) -> bool:
@@ -102,7 +105,7 @@ class Kept:
         return wire.pack(value, self._reference)
 
     def _reference(self, value: Any) -> int | None:
-        return next((i for i, kept in enumerate(self._objects) if kept is value), None)
+        return next((i for i, kept in self._objects.items() if kept is value), None)
 
     def _unpacked(self, value: Any) -> Any:
         return wire.unpack(value, self._objects.__getitem__)
@@ -121,21 +124,27 @@ class Away:
     Args:
         requests: where calls are written.
         answers: where what became of them is read.
-        errors: the solution's own exceptions: name, and the built-in one each is made from.
+        first: what the solution says of itself, see ``Kept.described``.
     """
 
-    def __init__(self, requests: int, answers: int, errors: dict[str, str]) -> None:
-        self._requests, self._answers = requests, answers
-        self._errors: dict[str, Any] = {
-            name: type(name, (getattr(builtins, base, Exception),), {})
-            for name, base in errors.items()
-        }
+    def __init__(self, requests: int, answers: int, first: dict[str, Any]) -> None:
+        self._requests, self._answers, self._first = requests, answers, first
+        self._errors = {name: _own_error(name, base) for name, base in first["errors"].items()}
+        self._classes: set[str] = set()
+        self._made: set[int] = set()
 
-    def names(self, first: dict[str, Any], wanted: Iterable[str]) -> dict[str, Any]:
-        """What the names of the solution stand for; ``first`` is what it said of itself."""
+    def names(self, wanted: list[str] | None, functions: set[str]) -> dict[str, Any]:
+        """What the names of the solution stand for.
+
+        Args:
+            wanted: the names that tests see, beside errors; None: all.
+            functions: names that are functions, whatever the solution makes of them.
+        """
+        self._classes = set(self._first["classes"]) - functions
+        values = self._first["values"]
         found: dict[str, Any] = {}
-        for name in filter(str.isidentifier, wanted):
-            value = first["values"].get(name)
+        for name in filter(str.isidentifier, wanted or [*self._first["functions"], *values]):
+            value = values.get(name)
             found[name] = self._function(name) if value is None else wire.unpack(value)
         return found | self._errors
 
@@ -147,17 +156,20 @@ class Away:
             Exception: what the solution raised.
         """
         packed = [wire.pack(x, reference_of) for x in (list(given), named)]
-        request = {"on": where, "do": what, "args": packed[0], "kwargs": packed[1]}
+        new = len(self._made) if what == "call" and where in self._classes else None
+        request = {"on": where, "do": what, "args": packed[0], "kwargs": packed[1], "new": new}
         wire.write_frame(self._requests, request)
         answer = wire.read_frame(self._answers)
         if answer is None:
             raise Died
         if "raised" in answer:
             raise self._error(*answer["raised"])
-        if "method" in answer:
+        if what == "get" and "method" in answer:
             return lambda *more, **options: self.ask(where, "method", *given, *more, **options)
-        for own, new in zip(given, self._unpacked(answer["args"]), strict=True):
-            update(own, new)
+        if new is not None and answer["result"] == {"o": new}:
+            self._made.add(new)
+        for own, changed in zip(given, self._unpacked(answer["args"]), strict=True):
+            update(own, changed)
         return self._unpacked(answer["result"])
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -174,7 +186,20 @@ class Away:
         return RuntimeError(f"{kind}: {text}")
 
     def _unpacked(self, value: Any) -> Any:
-        return wire.unpack(value, lambda index: Reference(self, index))
+        return wire.unpack(value, self._reference)
+
+    def _reference(self, index: Any) -> Reference:
+        if type(index) is not int or index not in self._made:
+            raise TypeError("the solution returned an object that the tests have not made")
+        return Reference(self, index)
+
+
+def _own_error(name: str, base: str) -> type[Exception]:
+    """An exception of the solution: its name, and the built-in one that it is made from."""
+    kind = getattr(builtins, base, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        kind = Exception
+    return type(name, (kind,), {})
 
 
 class Reference:

@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import json
 import os
+import re
 import signal
 import types
 from importlib.machinery import SourceFileLoader
@@ -33,26 +34,27 @@ def beside(name: str) -> types.ModuleType:
 
 if TYPE_CHECKING:
     from kedge.rewards import sandbox_calls as calls
-    from kedge.rewards import sandbox_guard as fence
     from kedge.rewards import sandbox_wire as wire
 else:
-    fence, wire = beside("sandbox_guard"), beside("sandbox_wire")
-    calls = beside("sandbox_calls")
+    wire, calls = beside("sandbox_wire"), beside("sandbox_calls")
 
-CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
-CLONE_NEWNET, CLONE_NEWIPC = 0x40000000, 0x08000000
-PR_SET_PDEATHSIG = 1
+MAX_OPEN, MAX_THREADS = 64, 64
+MAX_FILES = 64  # in the working folder
+_state: dict[str, Any] = {"report": 1, "secret": ""}
 
 
 def main() -> None:
-    """Read a job and its tests from standard input; write one JSON line per test."""
+    """Read a job and its tests from standard input; write one JSON line per test.
+
+    The job is for the solution's process, which starts before the rest is read: the tests, and the
+    secret without which a line is no verdict.
+    """
     job = wire.read_frame(0)
-    if not isolate() and job["namespaces"]:
-        say({"refused": "there are no user namespaces"})
-        return
+    if job["level"] == "namespaces":
+        kernel().enter(job["shown"], job["devices"], job["hidden"])
+    limit(job)
     to_child, from_parent = os.pipe()
     to_parent, from_child = os.pipe()
-    limit(job)
     child = os.fork()
     if child == 0:
         status = 1
@@ -66,53 +68,45 @@ def main() -> None:
     os.close(from_child)
     end_with(child, job["seconds"])
     try:
-        if job["stdin"] is None:
-            run_tests(wire.read_frame(0), from_parent, to_parent)
+        isolate_tests(job)
+        checks = wire.read_frame(0)
+        _state["secret"] = checks["secret"]
+        if "stdin" not in job:
+            run_tests(checks, from_parent, to_parent)
         else:
             _, status = os.waitpid(child, 0)
             say({"exit": os.waitstatus_to_exitcode(status)})
-            return
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+        end(child)
 
 
 def end_with(child: int, seconds: float) -> None:
     """End the solution and this process when its time is up, and say so."""
 
-    def end(*_: object) -> None:
+    def stop(*_: object) -> None:
         say({"stopped": "timeouts"})
-        os.kill(child, signal.SIGKILL)
+        end(child)
         os._exit(1)
 
-    signal.signal(signal.SIGALRM, end)
+    signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def end(child: int) -> None:
+    """End the solution; where this process may not, the kernel does as soon as it exits itself."""
+    with contextlib.suppress(OSError):
+        os.kill(child, signal.SIGKILL)
 
 
 # --- limits ---------------------------------------------------------------------------------------
 
-_state: dict[str, Any] = {"library": None, "report": 1}
 
-
-def isolate() -> bool:
-    """Leave the network, the other processes and all privileges behind, where Linux allows it."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        import ctypes
-
-        _state["library"] = library = ctypes.CDLL(None)
-        flags = CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC
-        return library.unshare(CLONE_NEWUSER | flags) == 0 or library.unshare(flags) == 0
-    except (ImportError, OSError, AttributeError):
-        return False
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it is gone."""
-    library, _state["library"] = _state["library"], None
-    if library is not None:
-        library.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+def kernel() -> Any:
+    """The module that needs ctypes, loaded where the level needs it."""
+    if "sandbox_kernel" not in sys.modules:
+        beside("sandbox_seccomp")
+        beside("sandbox_kernel")
+    return sys.modules["sandbox_kernel"]
 
 
 def limit(job: dict[str, Any]) -> None:
@@ -124,9 +118,11 @@ def limit(job: dict[str, Any]) -> None:
         "RLIMIT_CPU": seconds + 2,
         "RLIMIT_AS": memory,
         "RLIMIT_FSIZE": size,
-        "RLIMIT_NOFILE": 64,
+        "RLIMIT_NOFILE": MAX_OPEN,
         "RLIMIT_CORE": 0,
     }
+    if job["level"] != "audit" and counts_by_namespace(os.uname().release):
+        wanted["RLIMIT_NPROC"] = MAX_THREADS
     for name, most in wanted.items():
         kind = getattr(resource, name)
         _, hard = resource.getrlimit(kind)
@@ -135,19 +131,53 @@ def limit(job: dict[str, Any]) -> None:
             resource.setrlimit(kind, (value, value))
 
 
+def counts_by_namespace(release: str) -> bool:
+    """Whether a Linux counts processes by user namespace, not all that the user runs (5.14)."""
+    version = re.match(r"(\d+)\.(\d+)", release)
+    return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
+
+
+def isolate_tests(job: dict[str, Any]) -> None:
+    """Put the process of the tests out of reach of the solution, and limit it likewise."""
+    if job["level"] != "audit":
+        confine(job)
+    elif sys.platform.startswith("linux"):
+        kernel().hide_memory()
+    _state["report"] = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)  # what tests print is no report
+    os.dup2(null, 2)
+    sys.path.extend(job["packages"])
+
+
+def isolate_solution(job: dict[str, Any]) -> None:
+    """Leave the solution's process nothing but its own memory and an empty folder."""
+    if job["level"] != "audit":
+        kernel().leave()
+        confine(job)
+        return
+    fence: Any = beside("sandbox_guard")
+    fence.guard(".", [*fence.READABLE, *sys.path, sys.prefix, sys.base_prefix])
+
+
+def confine(job: dict[str, Any]) -> None:
+    """Limits of the kernel on this process."""
+    kernel().confine(megabytes=1 + (MAX_FILES * job["file_kb"] >> 10), files=MAX_FILES + 1)
+
+
 # --- the process of the solution ------------------------------------------------------------------
 
 
 def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     """Run the solution, then answer calls of its functions; returns the exit status."""
-    die_with_parent()
+    sys.path.extend(job["packages"])
     null = os.open(os.devnull, os.O_RDWR)
-    standard = job["stdin"] is not None
-    os.dup2(os.open("stdin", os.O_RDONLY) if standard else null, 0)
-    os.dup2(os.open("stdout", os.O_WRONLY | os.O_CREAT, 0o600) if standard else null, 1)
+    isolate_solution(job)
+    standard = "stdin" in job
+    os.dup2(job.get("stdin", null), 0)
+    os.dup2(job.get("stdout", null), 1)
     os.dup2(null, 2)
-    sys.path.extend(job["path"])
-    fence.guard(".", [*fence.READABLE, *sys.path, sys.prefix, sys.base_prefix])
+    close_files({0, 1, 2} if standard else {0, 1, 2, requests, answers})
     name = "__main__" if standard else "solution"
     module = types.ModuleType(name)
     _state["main"], sys.modules["__main__"] = sys.modules["__main__"], module
@@ -163,6 +193,13 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     wire.write_frame(answers, kept.described())
     kept.serve(requests, answers)
     return 0
+
+
+def close_files(kept: set[int]) -> None:
+    """Close all files but some: the program's input and output, or the pipes to the tests."""
+    for fd in set(range(MAX_OPEN)) - kept:
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def executed(code: str, module: types.ModuleType) -> BaseException | None:
@@ -182,42 +219,49 @@ def executed(code: str, module: types.ModuleType) -> BaseException | None:
 DIED = "the solution ended"
 
 
-def run_tests(job: dict[str, Any], requests: int, answers: int) -> None:
+def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
     """Run every test, and report each as soon as it is done."""
-    _state["report"] = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what tests print is no report
-    first = wire.read_frame(answers)
-    if first is None or "raised" in first:
-        say({"error": DIED if first is None else ": ".join(first["raised"])})
+    try:
+        first = wire.read_frame(answers)
+        if first is None or "raised" in first:
+            say({"error": DIED if first is None else ": ".join(first["raised"])})
+            return
+        space = names_of_tests(checks, calls.Away(requests, answers, first))
+    except Exception as error:  # the solution's process writes what it likes
+        say({"error": f"the solution describes itself wrongly ({type(error).__name__})"})
         return
+    for number, test in enumerate(checks["tests"]):
+        try:
+            body = compile(test, "<test>", "exec")
+        except (SyntaxError, ValueError) as wrong:
+            say({"broken": f"test {number} is not valid Python: {wrong}"})
+            return
+        problem = failure(body, space)
+        if problem is None:
+            say({"test": number, "passed": True})
+        else:
+            say({"test": number, "passed": False, "error": problem})
+        if problem == DIED:
+            return
+
+
+def names_of_tests(checks: dict[str, Any], away: calls.Away) -> dict[str, Any]:
+    """The names that tests see: those of the prefix, then the solution's."""
     module = types.ModuleType("tests")
     sys.modules["tests"] = module
     space = module.__dict__
-    if job["prefix"]:
-        with contextlib.suppress(SyntaxError):  # an unfinished function is no module
-            exec(compile(job["prefix"], "<prefix>", "exec"), space)
-    entry = job["entry_point"]
-    away = calls.Away(requests, answers, first["errors"])
-    found = away.names(first, [entry] if entry else [*first["functions"], *first["values"]])
-    for name, thing in found.items():
+    if checks["prefix"]:
+        with contextlib.suppress(SyntaxError):  # an unfinished function is not a module
+            exec(compile(checks["prefix"], "<prefix>", "exec"), space)
+    entry = checks["entry_point"]
+    functions = {name for name, thing in space.items() if isinstance(thing, types.FunctionType)}
+    for name, thing in away.names([entry] if entry else None, functions).items():
         taken = name in space or hasattr(builtins, name) or name.startswith("__")
         if name == entry or not taken:
             space[name] = thing
     if entry:
         space["candidate"] = space[entry]
-    for number, test in enumerate(job["tests"]):
-        try:
-            body = compile(test, "<test>", "exec")
-        except (SyntaxError, ValueError) as wrong:
-            say({"broken": f"test {number} is no Python: {wrong}"})
-            return
-        error = failure(body, space)
-        if error is None:
-            say({"test": number, "passed": True})
-        else:
-            say({"test": number, "passed": False, "error": error})
-        if error == DIED:
-            return
+    return space
 
 
 def failure(test: types.CodeType, space: dict[str, Any]) -> str | None:
@@ -232,8 +276,9 @@ def failure(test: types.CodeType, space: dict[str, Any]) -> str | None:
 
 
 def say(value: dict[str, Any]) -> None:
-    """One line to whoever started the sandbox."""
-    wire.write_all(_state["report"], json.dumps(value).encode() + b"\n")
+    """One line to whoever started the sandbox, with the secret that only the tests know."""
+    line = json.dumps({**value, "secret": _state["secret"]})
+    wire.write_all(_state["report"], line.encode() + b"\n")
 
 
 if __name__ == "__main__":

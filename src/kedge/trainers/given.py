@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from kedge import rewards
 from kedge.backends.data.table import read_table
 from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
+from kedge.rewards.base import Verifier
 from kedge.rewards.by_column import ByColumn
 
 
@@ -73,13 +75,19 @@ def check_kinds(given: Given) -> None:
 
 
 def check_verifiers(given: Given) -> None:
-    """Look for verifiers that rows name and nobody knows, before a run meets them hours later.
+    """Look for verifiers that rows name and nobody knows, or that cannot run on this machine.
 
     Raises:
         RewardError: naming the row.
+        ConfigError: saying what the machine lacks.
     """
     functions = given.reward_funcs
     functions = functions if isinstance(functions, list | tuple) else [functions]
+    for each in functions:
+        own = isinstance(each, str) and each.startswith("kedge.rewards:")
+        verifier = getattr(rewards, each.rpartition(":")[2], None) if own else each
+        if isinstance(verifier, Verifier):
+            verifier.prepare()
     for verifier in (each for each in functions if isinstance(each, ByColumn)):
         for dataset in (given.train_dataset, given.eval_dataset):
             named = isinstance(dataset, Mapping) and verifier.column not in dataset
