@@ -179,7 +179,7 @@ def _corrected(
         )
     weight = importance_weights(own, rollout.behavior_logprobs, rollout.mask, how)
     tally.mean("rollout/correction_weight", weight, rollout.mask)
-    free = replace(how, kind="truncate", high=float("inf"))
+    free = replace(how, kind="truncate", high=float("inf"), low=0.0)
     bounded = weight != importance_weights(own, rollout.behavior_logprobs, rollout.mask, free)
     tally.mean("rollout/correction_bounded", bounded, rollout.mask)
     return replace(credit, advantages=credit.advantages * weight)
