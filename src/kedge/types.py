@@ -6,13 +6,17 @@ Axes, used in every comment below:
 Booleans are True where a token is real.  Log-probabilities are natural logarithms (nats).
 """
 
+# ruff: noqa: RUF009  (rows_field() returns dataclasses.field)
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
+
+from kedge.records import Record, rows_field, widened
 
 T = TypeVar("T")
 
@@ -37,23 +41,29 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptBatch:
+class PromptBatch(Record):
     """The prompts of one training step, one row per response to be sampled."""
 
-    ids: Tensor  # int64 [B, P]
-    mask: Tensor  # bool  [B, P]
+    ids: Tensor = rows_field(left=True)  # int64 [B, P]
+    mask: Tensor = rows_field(left=True)  # bool  [B, P]
     group: Tensor  # int64 [B]; rows with equal values answer the same prompt
     row: Tensor  # int64 [B]; index in the batch of all ranks: names the row's random stream
-    columns: Mapping[str, Sequence[object]] = field(
-        default_factory=dict
-    )  # dataset columns, length B
+    # Dataset columns, one value per row.
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        return self.ids.shape[0]
+
+def separated(parts: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """The parts with other group names, so that no two parts share one."""
+    apart, offset = [], 0
+    for part in parts:
+        names, group = part.group.unique(return_inverse=True)
+        apart.append(replace(part, group=group + offset))
+        offset += len(names)
+    return apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class Rollout(Record):
     """Prompts and the responses sampled for them."""
 
     prompts: PromptBatch
@@ -63,24 +73,31 @@ class Rollout:
     finished: Tensor  # bool [B]; ended by a stop token or stop string, not by the length limit
     version: Tensor  # int64 [B]; policy version that sampled the row, -1 = unknown
     behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded while sampling
-    support: Tensor | None = None  # int64 [B, R, K]; tokens that could be sampled, -1 = unused slot
-
-    def __len__(self) -> int:
-        return self.ids.shape[0]
+    # int64 [B, R, K]; tokens that could be sampled, -1 = unused slot
+    support: Tensor | None = rows_field(fill=-1, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class Judgement(Record):
     """What the reward source said of each response."""
 
     scores: Tensor  # float32 [B]
     valid: Tensor  # bool [B]; False: the row could not be scored and takes no part in training
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
-    token_rewards: Tensor | None = None  # float32 [B, R]; dense rewards, on top of the score
-    baseline: Tensor | None = None  # float32 [B]; score of the greedy response to the same prompt
+    # float32 [B, R]; dense rewards, on top of the score
+    token_rewards: Tensor | None = rows_field(absent="fill", default=None)
+    # float32 [B]; score of the greedy response to the same prompt
+    baseline: Tensor | None = rows_field(absent="drop", default=None)
     # What reward functions measured: sum and count.
-    said: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    said: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
     extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # and said of each row
+
+    def widened_to(self, rollout: Rollout) -> Judgement:
+        """With dense rewards as wide as the responses of ``rollout``."""
+        if self.token_rewards is None:
+            return self
+        dense = widened(self.token_rewards, [rollout.ids.shape[1]])
+        return replace(self, token_rewards=dense)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +125,11 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experience:
-    """One training batch.  Every field is row-indexed, so ``rows`` can cut it anywhere."""
+class Experience(Record):
+    """One training batch."""
 
-    prompt_ids: Tensor  # int64 [B, P]
-    prompt_mask: Tensor  # bool [B, P]
+    prompt_ids: Tensor = rows_field(left=True)  # int64 [B, P]
+    prompt_mask: Tensor = rows_field(left=True)  # bool [B, P]
     ids: Tensor  # int64 [B, R]
     mask: Tensor  # bool [B, R]
     present: Tensor  # bool [B, R]
@@ -124,15 +141,7 @@ class Experience:
     old_values: Tensor | None = None  # float32 [B, R]
     returns: Tensor | None = None  # float32 [B, R]
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
-    support: Tensor | None = None  # int64 [B, R, K]
-
-    def __len__(self) -> int:
-        return self.ids.shape[0]
-
-    def rows(self, index: Tensor) -> Experience:
-        """The experience of the rows in ``index`` (int64 [n]), in that order."""
-        cut = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v[index] for k, v in cut.items() if v is not None})
+    support: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,14 @@ STDLIB = sys.stdlib_module_names
 KEDGE_RULES = {
     "errors": set(),
     "naming": {"errors"},
-    "types": set(),
+    "records": {"errors"},
+    "types": {"records"},
     "protocols": {"types"},
     "math": {"math"},
     "algorithms": {"types", "math", "algorithms"},
     "config": {"config", "errors", "naming", "types"},
     "engine": {"types", "math", "protocols", "algorithms", "engine", "errors"},
-    "backends": {"types", "math", "protocols", "config", "backends", "errors"},
+    "backends": {"records", "types", "math", "protocols", "config", "backends", "errors"},
     "classic": {
         *("types", "math", "protocols", "algorithms", "engine", "backends", "errors", "classic"),
         *("naming", "config"),
@@ -35,6 +36,7 @@ KEDGE_RULES = {
 THIRD_PARTY = {
     "errors": set(),
     "naming": set(),
+    "records": {"torch"},
     "types": {"torch"},
     "protocols": {"torch"},
     "math": {"torch"},

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kedge.backends.ray.rewards import between_groups, joined
+from kedge.backends.ray.rewards import between_groups
 from kedge.errors import ConfigError, RewardError
-from kedge.types import Judgement
 from tests.e2e.small import VOCAB, small
 from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.test_engines import numbers
@@ -148,17 +147,3 @@ class TestOnRay:
 )
 def test_rows_of_one_prompt_stay_together(group, parts, want):
     assert [(s.start, s.stop) for s in between_groups(torch.tensor(group), parts)] == want
-
-
-def test_judgements_are_joined_in_order():
-    one = Judgement(
-        scores=torch.tensor([1.0, 2.0]),
-        valid=torch.tensor([True, False]),
-        parts={"a": torch.tensor([1.0, 2.0])},
-    )
-    two = Judgement(scores=torch.tensor([3.0]), valid=torch.tensor([True]))
-    found = joined([one, two], torch.device("cpu"))
-    assert found.scores.tolist() == [1, 2, 3]
-    assert found.valid.tolist() == [True, False, True]
-    assert found.parts["a"].nan_to_num(-1).tolist() == [1, 2, -1]
-    assert found.token_rewards is None

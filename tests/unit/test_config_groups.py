@@ -183,6 +183,22 @@ def test_grpo_has_the_defaults_of_trl(out: dict[str, Any]) -> None:
     assert (made.loss_type, made.scale_rewards, made.epsilon) == ("dapo", "group", 0.2)
 
 
+def test_ratios_of_responses_under_a_loss_of_tokens_are_pointed_out(out, caplog) -> None:
+    GRPOConfig(**out, importance_sampling_level="sequence", loss_type="grpo")
+    assert not caplog.records
+    GRPOConfig(**out, importance_sampling_level="sequence")
+    assert "loss_type='dapo' sums over tokens" in caplog.text
+
+
+def test_a_vllm_that_is_too_old_is_refused_at_the_start(out, monkeypatch) -> None:
+    monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
+    monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.31.2")
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer, and 0\.31\.2 is installed"):
+        resolve_grpo(GRPOConfig(**out, rollout_engine="vllm"))
+    monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.32.0rc1")
+    resolve_grpo(GRPOConfig(**out, rollout_engine="vllm"))
+
+
 def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
     made = GRPOConfig(
         **out,

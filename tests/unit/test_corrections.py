@@ -11,9 +11,10 @@ import torch
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.algorithms import ppo
+from kedge.config.grpo import resolve_grpo
 from kedge.engine.stages import make_experience
 from kedge.errors import ConfigError, RolloutError
-from kedge.math.offpolicy import Correction
+from kedge.math.offpolicy import Correction, importance_weights
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.types import Judgement, Rollout
 from tests.unit.text_toys import word_tokenizer
@@ -147,9 +148,81 @@ def test_runs_ahead_are_corrected_in_every_trainer(kind: str, tmp_path: Any) -> 
     assert all(row["rollout/stale_gap"] > 0 for row in rows[1:])
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "want"),
+    [
+        ("grpo", {"max_lag": 1}, None),
+        ("ppo", {"max_lag": 2}, Correction(kind="truncate", level="token", high=2.0)),
+        ("rloo", {"max_lag": 2}, Correction(kind="truncate", level="sequence", high=5.0)),
+        ("ppo", {"max_lag": 3, "sampler_correction": "off"}, None),
+        ("ppo", {"max_lag": 3, "sampler_correction": None}, None),
+        (
+            "grpo",
+            {"sampler_correction": "mask", "sampler_correction_level": "sequence_mean"},
+            Correction(kind="mask", level="sequence_mean", high=1.01),
+        ),
+    ],
+)
+def test_when_weights_are_on_and_their_bounds(kind, options, want, tmp_path, caplog) -> None:
+    made = run_of(kind, tmp_path, **options)
+    assert made.engine.correction == want
+    said = [r.getMessage() for r in caplog.records if "weighed by learner against" in r.message]
+    assert len(said) == (want is not None and "sampler_correction" not in options)
+
+
+VLLM = {"rollout_engine": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, ("mask", "sequence", 3.0, 0.0)),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, ("truncate", "token", 3.0, 0.0)),
+        ({"vllm_importance_sampling_clip_min": 0.5}, ("mask", "sequence", 3.0, 0.5)),
+        ({"vllm_importance_sampling_cap": 2.5}, ("mask", "sequence", 2.5, 0.0)),
+        ({"vllm_importance_sampling_clip_max": None}, ("mask", "sequence", math.inf, 0.0)),
+        ({"vllm_importance_sampling_correction": False}, None),
+        ({"sampler_correction": "off"}, None),
+        ({"sampler_correction": "truncate"}, ("truncate", None, None, 0.0)),
+        ({"max_lag": 2}, ("truncate", None, None, 0.0)),
+    ],
+)
+def test_grpo_with_vllm_has_the_weights_of_trl(options, want, tmp_path) -> None:
+    found = resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **VLLM, **options)).correction
+    if want is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.kind, found.level, found.high, found.low) == want
+    without = {k: v for k, v in options.items() if k.startswith("vllm")}
+    assert resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **without)).correction is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "tokens"}, "mode='tokens' must be one of 'token_truncate'"),
+        ({"clip_min": 3.0}, "clip_min=3 must be less than vllm_importance_sampling_clip_max=3"),
+        ({"mode": "token_truncate", "clip_max": None}, "has no bound to truncate at"),
+        ({"clip_max": float("nan")}, "clip_max=nan must be a number from 0"),
+    ],
+)
+def test_weights_of_trl_that_cannot_be(options, words, tmp_path) -> None:
+    given = {f"vllm_importance_sampling_{k}": v for k, v in options.items()}
+    with pytest.raises(ConfigError, match=words):
+        resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
+
+
+def test_truncation_has_a_lower_bound_too() -> None:
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    old, mu = torch.log(torch.tensor([[0.1, 0.9]])), torch.log(torch.tensor([[0.9, 0.1]]))
+    weight = importance_weights(old, mu, mask, Correction(low=0.5, high=2.0))
+    assert weight.tolist() == [[0.5, 2.0]]
+
+
 def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="sampler_correction_level='token'"):
-        run_of("rloo", tmp_path, sampler_correction="truncate")
+        run_of("rloo", tmp_path, sampler_correction="truncate", sampler_correction_level="token")
     with pytest.raises(ConfigError, match="records no log-probabilities"):
         run_of("ppo", tmp_path, sampler_correction="mask", engine=ScriptedRollouts([[[3, 1]] * 4]))
 

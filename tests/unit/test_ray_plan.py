@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kedge.backends.engines import SplitEngine, together
-from kedge.backends.engines.rows import cut, join, share_of, shares, stack_prompts
+from kedge.backends.engines.rows import join, share_of, shares, stack_prompts
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.ray.placement import plan_seats
 from kedge.backends.ray.rank import Failure, failure
@@ -142,7 +142,7 @@ class TestRows:
         engine, batch = embedded(spare_slot=True), prompts(copies=2)
         parts = []
         for rows in shares(len(batch), 3):
-            p = cut(batch, rows)
+            p = batch.rows(rows)
             n = int(p.mask.any(0).nonzero().min())  # as wide as this rank's longest prompt
             group = p.group - p.group.min()  # ranks count from 0
             parts.append(PromptBatch(ids=p.ids[:, n:], mask=p.mask[:, n:], group=group, row=p.row))
@@ -162,7 +162,7 @@ class TestRows:
     def test_shares_of_different_width_are_joined(self):
         engine, batch = embedded(), prompts()
         short = Sampling(max_new_tokens=2)
-        halves = [cut(batch, rows) for rows in shares(6, 2)]
+        halves = [batch.rows(rows) for rows in shares(6, 2)]
         a = engine.generate(halves[0], sampling=short, seed=0)
         b = engine.generate(halves[1], sampling=SAMPLING, seed=0)
         found = join(batch, [a, b], pad_id=9)

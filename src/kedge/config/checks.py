@@ -98,7 +98,7 @@ RANGES: dict[str, Range] = {
     "beta": _FACTOR,
     "overlong_buffer": _WHOLE,
     "dynamic_sampling": _WHOLE,
-    "sampler_correction_high": _POSITIVE,
+    "sampler_correction_high": Range(0, above=True, optional=True),
     "sampler_correction_low": _NOT_NEGATIVE,
     "vllm_start_timeout": _POSITIVE,
     "vllm_heartbeat": _POSITIVE,
@@ -147,8 +147,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "importance_sampling_level": ("token", "sequence"),
     "rollout_schedule": ("in_order", "as_completed"),
     "vllm_transfer": ("auto", "nccl", "host"),
-    "sampler_correction": ("truncate", "mask", None),
-    "sampler_correction_level": ("token", "sequence", "sequence_mean"),
+    "sampler_correction": ("auto", "off", "truncate", "mask", None),
+    "sampler_correction_level": ("token", "sequence", "sequence_mean", None),
 }
 
 # Their prefixes; each needs hooks in layers, or a switch before every evaluation.

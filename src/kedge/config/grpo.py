@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -12,16 +13,16 @@ from kedge.config.field_support import FIELD_SUPPORT
 from kedge.config.newer import NEWER, NewerArguments, settle_newer
 from kedge.config.on_policy import KLEstimator, OnPolicyConfig, option
 from kedge.config.resolve import RunSettings, shared_parts
-from kedge.config.support import Honoured, Refused, Support, apply_support
+from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
 from kedge.naming import named
+
+logger = logging.getLogger(__name__)
 
 _GRPO = "algorithm: kedge.algorithms.grpo"
 _ENTROPY = Refused("there is no entropy bonus", "leave it at its default")
 _SAPO = Refused("this loss is not built", "leave it at its default")
-_VLLM_WEIGHTS = Refused(
-    "it corrects for vLLM, which does not sample here", "set sampler_correction for your own engine"
-)
+_VLLM_WEIGHTS = Honoured("engine: the weight of learner against vLLM")
 
 GRPO_SUPPORT: dict[str, Support] = {
     **FIELD_SUPPORT,
@@ -81,10 +82,10 @@ GRPO_SUPPORT: dict[str, Support] = {
             "vllm_importance_sampling_mode",
             "vllm_importance_sampling_clip_max",
             "vllm_importance_sampling_clip_min",
-            "vllm_importance_sampling_cap",
         ),
         _VLLM_WEIGHTS,
     ),
+    "vllm_importance_sampling_cap": Moved("vllm_importance_sampling_clip_max"),
 }
 
 
@@ -159,11 +160,23 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     entropy_coef_delta: float = _refused(0.005)
     entropy_target: float = _refused(0.2)
     max_tool_calling_iterations: int | None = _refused(None)
-    vllm_importance_sampling_correction: bool = _refused(True)
-    vllm_importance_sampling_mode: str = _refused("sequence_mask")
-    vllm_importance_sampling_clip_max: float | None = _refused(3.0)
-    vllm_importance_sampling_clip_min: float | None = _refused(None)
-    vllm_importance_sampling_cap: float | None = _refused(None)
+    vllm_importance_sampling_correction: bool = option(
+        True,
+        "With vLLM: weigh responses by learner against vLLM. sampler_correction, if set, is used "
+        "instead.",
+    )
+    vllm_importance_sampling_mode: str = option(
+        "sequence_mask", "token_ or sequence_, with truncate or mask: which weights, and the bound."
+    )
+    vllm_importance_sampling_clip_max: float | None = option(
+        3.0, "Weights above it are lowered or masked. Unset: no bound."
+    )
+    vllm_importance_sampling_clip_min: float | None = option(
+        None, "Weights below it are raised or masked. Unset: no bound."
+    )
+    vllm_importance_sampling_cap: float | None = option(
+        None, "Older name of vllm_importance_sampling_clip_max."
+    )
     off_policy_mask_threshold: float | None = _refused(None)
 
     def __post_init__(self) -> None:
@@ -192,6 +205,13 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
             )
         if self.loss_type == "cispo" and self.delta is not None:
             raise ConfigError(f"delta={self.delta} bounds a clipped loss, and cispo has none")
+        if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
+            logger.warning(
+                "importance_sampling_level='sequence' clips whole responses, and loss_type=%r sums"
+                " over tokens, which weighs long responses more; GSPO averages responses:"
+                " loss_type='grpo'",
+                self.loss_type,
+            )
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.delta is not None and self.delta <= 1 + high:
             raise ConfigError(

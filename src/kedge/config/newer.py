@@ -76,7 +76,10 @@ _SAMPLING = Refused(
 )
 _MOVING = Refused("the reference does not move", "leave it at its default")
 _TABLES = Refused("tables of completions show the first rows of a batch", "leave it unset")
-_TORCH = Refused("the embedded engine already compacts finished rows", "leave it unset")
+_TORCH = Refused(
+    "it chooses how transformers samples, and the embedded engine or vLLM samples here",
+    "leave it unset",
+)
 _PACKING = Refused("rows are packed without padding", "leave it at its default")
 _SIZES = Refused("it is read together with the sizes of a batch", "set it when the config is made")
 

@@ -192,14 +192,22 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     rollout_pieces: int | None = option(
         None, "Pieces of a batch, with as_completed. Unset: up to four for each engine."
     )
-    sampler_correction: Literal["truncate", "mask"] | None = option(
-        None, "Weigh tokens by learner against sampler; needs an engine that records."
+    sampler_correction: Literal["auto", "off", "truncate", "mask"] | None = option(
+        "auto",
+        "Weigh tokens by learner against sampler: truncate or mask large weights, or off. auto: "
+        "truncate from max_lag=2, in GRPO with vLLM what vllm_importance_sampling_* say, else off.",
     )
-    sampler_correction_level: Literal["token", "sequence", "sequence_mean"] = option(
-        "token", "Weight of the token, of the response, or its geometric mean."
+    sampler_correction_level: Literal["token", "sequence", "sequence_mean"] | None = option(
+        None,
+        "Weight of the token, of the response, or its geometric mean. Unset: token, or sequence "
+        "where the ratio is that of whole responses (RLOO).",
     )
-    sampler_correction_high: float = option(2.0, "Weights above it are lowered or masked.")
-    sampler_correction_low: float = option(0.0, "Weights below it are masked.")
+    sampler_correction_high: float | None = option(
+        None,
+        "Weights above it are lowered or masked. Unset: 2 for tokens, 5 for responses, 1.01 for "
+        "sequence_mean.",
+    )
+    sampler_correction_low: float = option(0.0, "Weights below it are raised or masked.")
 
     def __post_init__(self) -> None:
         apply_support(self, self.SUPPORT)

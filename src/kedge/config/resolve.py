@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kedge.config.correction import CorrectionOptions, correction_options
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import RolloutOptions, json_object, rollout_options
@@ -125,16 +126,6 @@ class LearnerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionOptions:
-    """The keyword arguments of ``kedge.math.offpolicy.Correction``."""
-
-    kind: Literal["truncate", "mask"]
-    level: Literal["token", "sequence", "sequence_mean"]
-    high: float
-    low: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
     """How evaluation prompts are answered and what is said of the scores.
 
@@ -232,6 +223,7 @@ def shared_parts(
     """
     config.validate()
     chunk = config.local_rollout_forward_batch_size
+    rollout = rollout_options(config)
     return {
         "batch": batch_options(config, world_size),
         "sampling": sampling_of(config, eos_token_id),
@@ -253,7 +245,7 @@ def shared_parts(
         ),
         "value": ValueOptions(source="policy", learning_rate=config.learning_rate, warmup_steps=0),
         "learner": _learner(config, chunk),
-        "rollout": rollout_options(config),
+        "rollout": rollout,
         "evaluation": EvalOptions(
             completions=config.num_generations_eval or 1,
             success=config.eval_success_score,
@@ -263,22 +255,11 @@ def shared_parts(
         "max_lag": config.max_lag,
         "as_completed": config.rollout_schedule == "as_completed",
         "pieces": config.rollout_pieces,
-        "correction": _correction(config),
+        "correction": correction_options(config, rollout),
         "preflight": config.preflight,
         "save_rollouts": config.save_rollouts,
         "replay_rollouts": config.replay_rollouts,
     }
-
-
-def _correction(config: OnPolicyConfig) -> CorrectionOptions | None:
-    if config.sampler_correction is None:
-        return None
-    return CorrectionOptions(
-        kind=config.sampler_correction,
-        level=config.sampler_correction_level,
-        high=config.sampler_correction_high,
-        low=config.sampler_correction_low,
-    )
 
 
 def _check_whitening(config: PPOConfig, batch: BatchOptions) -> None:

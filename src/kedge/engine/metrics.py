@@ -32,18 +32,19 @@ NAMES: dict[str, str] = {
     "objective/scores_std": "standard deviation of the scores over the batch",
     "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
     "objective/uniform_groups": "share of responses in groups of equal scores, of those in groups",
-    "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the policy that sampled; "
+    "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the anchor of the ratio: the "
+    "policy that sampled, with sampler_correction the policy before the update; "
     "of whole responses where those are what is clipped (RLOO)",
     "policy/policykl_avg": "nats per token; mean of old minus new log-probability, the k1 estimate "
-    "of the KL from the policy that sampled",
+    "of the KL from the same policy as policy/approxkl_avg",
     "policy/clipfrac_avg": "share of tokens (RLOO: responses) that the clip left without gradient",
     "policy/entropy_avg": "nats per token; entropy of the policy's distribution during the update",
     "loss/policy_avg": "policy loss, mean over optimiser steps",
     "loss/kl_avg": "KL in the loss before beta, by its estimator, mean over optimiser steps",
     "loss/value_avg": "value loss before vf_coef, mean over optimiser steps",
     "val/clipfrac_avg": "share of tokens whose clipped value loss was the larger one",
-    "val/ratio": "probability ratio against the policy that sampled, mean over tokens (RLOO: "
-    "responses) and steps",
+    "val/ratio": "probability ratio against the same policy as policy/approxkl_avg, mean over "
+    "tokens (RLOO: responses) and steps",
     "val/ratio_var": "variance over the optimiser steps of an update of their mean ratio",
     "val/num_eos_tokens": "responses of the batch that ended by themselves, over all ranks",
     "val/explained_variance": "1 - Var(return - value) / Var(return), values of before the update",

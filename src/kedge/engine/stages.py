@@ -16,7 +16,6 @@ from kedge.algorithms.base import Algorithm, Evidence
 from kedge.engine.brakes import Brakes
 from kedge.engine.described import described
 from kedge.engine.metrics import Tally
-from kedge.engine.resample import rows_of
 from kedge.engine.said import said_by_all
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.offpolicy import Correction, importance_weights
@@ -86,7 +85,7 @@ def _with_baseline(
     first = order.new_full((int(group.max()) + 1,), len(prompts))
     first = first.scatter_reduce(0, group, order, "amin")
     argmax = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    found = judge.score(engine.generate(rows_of(prompts, first), sampling=argmax, seed=seed))
+    found = judge.score(engine.generate(prompts.rows(first), sampling=argmax, seed=seed))
     return replace(
         judgement, baseline=found.scores[group], valid=judgement.valid & found.valid[group]
     )
@@ -180,7 +179,7 @@ def _corrected(
         )
     weight = importance_weights(own, rollout.behavior_logprobs, rollout.mask, how)
     tally.mean("rollout/correction_weight", weight, rollout.mask)
-    free = replace(how, kind="truncate", high=float("inf"))
+    free = replace(how, kind="truncate", high=float("inf"), low=0.0)
     bounded = weight != importance_weights(own, rollout.behavior_logprobs, rollout.mask, free)
     tally.mean("rollout/correction_bounded", bounded, rollout.mask)
     return replace(credit, advantages=credit.advantages * weight)

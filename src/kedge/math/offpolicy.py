@@ -20,12 +20,12 @@ class Correction:
     """How the weight old / mu of a token is bounded.
 
     Args:
-        kind: "truncate" lowers weights above ``high`` to it; "mask" gives tokens outside
-            ``low .. high`` weight 0.
+        kind: "truncate" moves weights outside ``low .. high`` to the nearer bound; "mask" gives
+            those tokens weight 0.
         level: the weight is that of the token, of the response (product over its tokens), or the
             geometric mean over its tokens.
         high: about 2 for tokens, 5 for responses, 1.01 for the geometric mean.
-        low: only for "mask".
+        low: 0 is no bound.
     """
 
     kind: Literal["truncate", "mask"] = "truncate"
@@ -56,5 +56,5 @@ def importance_weights(old: Tensor, mu: Tensor, mask: Tensor, how: Correction) -
         log_weight = mean_over_tokens(log_weight, mask)[:, None].expand_as(old)
     weight = log_weight.exp()
     if how.kind == "truncate":
-        return weight.clamp(max=how.high) * mask
+        return weight.clamp(min=how.low, max=how.high) * mask
     return torch.where((weight >= how.low) & (weight <= how.high), weight, 0.0) * mask

@@ -1,22 +1,12 @@
-"""Rows of unequal length; and from log-ratios per token to ratios of tokens or of responses."""
+"""From log-ratios per token to probability ratios of tokens or of responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 RatioLevel = Literal["token", "sequence", "sequence_mean"]
-
-
-def widened(x: Tensor, wide: Sequence[int], *, left: bool = False, fill: float = 0) -> Tensor:
-    """``x`` with its axes after the first as long as ``wide`` says, padded on one side."""
-    room: list[int] = []
-    for have, want in reversed(list(zip(x.shape[1:], wide, strict=True))):
-        room += [want - have, 0] if left else [0, want - have]
-    return pad(x, room, value=fill) if any(room) else x
 
 
 def mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from kedge.backends.engines import shared
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.sharding import shards_asked
+from kedge.config.correction import HIGH
 from kedge.config.resolve import RunSettings
 from kedge.config.rollout import RolloutOptions
 from kedge.engine.as_completed import lanes
@@ -207,29 +208,43 @@ def pieces_of_run(settings: RunSettings, plan: BatchPlan, engine: RolloutEngine)
 def correction_of(
     settings: RunSettings, algorithm: Algorithm, engine: RolloutEngine
 ) -> Correction | None:
-    """How tokens are weighed for what sampled them, or None.
+    """How tokens are weighed for what sampled them, or None; the log says which is used.
 
     Raises:
-        ConfigError: the engine records no log-probabilities, or the rule weighs whole responses.
+        ConfigError: the engine records no log-probabilities, or the algorithm has one advantage per
+            response and weights per token are asked for.
     """
-    how, recorded = settings.correction, engine.logprobs != "none"
-    if how is None:
+    asked, recorded = settings.correction, engine.logprobs != "none"
+    name = type(engine).__name__
+    if asked is None or (asked.reason and not recorded):
         if settings.max_lag > 0 and not recorded:
             logger.warning(
                 "max_lag=%d trains on samples of older weights, and %s records no log-probabilities"
                 " to tell how far the policy has moved since: the loss will not correct for it",
                 settings.max_lag,
-                type(engine).__name__,
+                name,
             )
         return None
     if not recorded:
         raise ConfigError(
-            f"sampler_correction={how.kind!r} weighs tokens by learner against sampler, and"
-            f" {type(engine).__name__} records no log-probabilities; leave it out"
+            f"sampler_correction={asked.kind!r} weighs tokens by learner against sampler, and"
+            f" {name} records no log-probabilities; leave it out"
         )
-    if algorithm.whole_responses and how.level == "token":
+    level = asked.level or ("sequence" if algorithm.whole_responses else "token")
+    if algorithm.whole_responses and level == "token":
         raise ConfigError(
             f"sampler_correction_level='token' weighs tokens, and {algorithm.name} has one"
             " advantage per response; set 'sequence' or 'sequence_mean', or ratio_level='token'"
         )
-    return Correction(**asdict(how))
+    high = HIGH[level] if asked.high is None else asked.high
+    how = Correction(kind=asked.kind, level=level, high=high, low=asked.low)
+    if asked.reason:
+        logger.warning(
+            "%s: advantages are weighed by learner against sampler (%s, weights of the %s bounded"
+            ' at %g); sampler_correction="off" turns it off',
+            asked.reason,
+            asked.kind,
+            level,
+            high,
+        )
+    return how

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from kedge.backends.engines.rows import cut, join, shares
+from kedge.backends.engines.rows import join, shares
 from kedge.errors import SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -71,7 +71,7 @@ class SplitEngine:
         rows = shares(len(prompts), len(self.engines))
         if not rows:  # for its error
             return self.engines[0].generate(prompts, sampling=sampling, seed=seed)
-        parts = [cut(prompts, each) for each in rows]
+        parts = [prompts.rows(each) for each in rows]
         found = self._all(
             [
                 lambda e=e, p=p: e.generate(p, sampling=sampling, seed=seed)  # type: ignore[misc]

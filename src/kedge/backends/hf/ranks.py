@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kedge.math.sequences import widened
+from kedge.records import widen_field
 from kedge.types import Experience
-
-_LEFT = ("prompt_ids", "prompt_mask")  # padded on the left
-_UNUSED = {"support": -1}  # what stands in empty places, where that is not 0
 
 
 def level(models: Iterable[nn.Module]) -> None:
@@ -32,15 +29,16 @@ def total(x: Tensor, device: torch.device) -> Tensor:
 
 def pool_rows(mine: Experience, device: torch.device, ranks: int) -> Experience:
     """The rows of all ranks, in rank order, as wide as the widest; every rank has equally many."""
-    held = {f.name: x for f in fields(mine) if (x := getattr(mine, f.name)) is not None}
     pooled = {}
-    for name, x in held.items():
+    for f in fields(mine):
+        x = getattr(mine, f.name)
+        if x is None:
+            continue
         sizes = torch.tensor(x.shape[1:], device=device)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
         sent = x.byte() if x.dtype == torch.bool else x
-        fill = _UNUSED.get(name, 0)
-        sent = widened(sent, sizes.tolist(), left=name in _LEFT, fill=fill).to(device).contiguous()
+        sent = widen_field(f, sent, sizes.tolist()).to(device).contiguous()
         parts = [torch.empty_like(sent) for _ in range(ranks)]
         dist.all_gather(parts, sent)
-        pooled[name] = torch.cat(parts).to(device=x.device, dtype=x.dtype)
+        pooled[f.name] = torch.cat(parts).to(device=x.device, dtype=x.dtype)
     return replace(mine, **pooled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,9 +113,8 @@ class RayReference:
         """
         import ray
 
-        names = ("ids", "mask", "present", "finished", "version", "support")
-        parts = {n: x.cpu() for n in names if (x := getattr(rollout, n)) is not None}
-        sent = ray.put(Rollout(prompts=bare(rollout.prompts), **parts))
+        needed = replace(rollout, prompts=bare(rollout.prompts), behavior_logprobs=None)
+        sent = ray.put(needed.to("cpu"))
         count = len(self.workers)
         mine = [list(groups[k::count]) for k in range(count)]
         running = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kedge.backends.engines import together
-from kedge.backends.engines.rows import bare, cut
 from kedge.backends.ray.actor import Actor, Limits, limits_of
 from kedge.backends.ray.placement import Plan, plan_seats
 from kedge.backends.ray.room import Room, held, of_its_own
@@ -56,13 +55,12 @@ class Judge:
         found: frozenset[str] | None = getattr(self._source, "columns", None)
         return found
 
-    def score(
-        self, rollout: Rollout, state: Any
-    ) -> tuple[Judgement, Metrics, dict[str, list[object]]]:
-        """The judgement, and what functions reported beside it."""
+    def score(self, rollout: Rollout, state: Any) -> Judgement:
+        """The judgement, with what functions reported beside it."""
         self._state = state
         found = self._source.score(rollout)
-        return found, *self._log.drain()
+        metrics, extras = self._log.drain()
+        return replace(found, said=metrics.totals, extras=extras)
 
 
 class RayRewards:
@@ -134,12 +132,11 @@ class RayRewards:
             found = [each.result() for each in running]
         except RolloutError as error:
             raise RewardError(str(error)) from error
-        for _, metrics, _ in found:
-            self._log.merge(metrics)
-        for column in found[0][2]:
-            if all(column in extras for *_, extras in found):
-                self._log.extra(column, [x for *_, extras in found for x in extras[column]])
-        return joined([judgement for judgement, *_ in found], rollout.ids.device)
+        judgement = Judgement.cat(found).to(rollout.ids.device)
+        self._log.merge(Metrics(judgement.said))
+        for column, values in judgement.extras.items():
+            self._log.extra(column, values)
+        return judgement
 
     def close(self) -> None:
         """End the workers."""
@@ -195,32 +192,5 @@ def between_groups(group: Tensor, parts: int) -> list[slice]:
 
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
-    """Some of the rows, on the CPU, as wide as all."""
-    names = ("ids", "mask", "present", "finished", "version", "behavior_logprobs")
-    held = {n: x[rows].cpu() for n in names if (x := getattr(rollout, n)) is not None}
-    prompts = cut(rollout.prompts, rows)
-    return Rollout(prompts=replace(bare(prompts), columns=prompts.columns), **held)
-
-
-def joined(parts: Sequence[Judgement], device: torch.device) -> Judgement:
-    """The judgement of all rows out of those of the shares, in order."""
-
-    def join(name: str) -> Tensor | None:
-        found = [x for part in parts if (x := getattr(part, name)) is not None]
-        return torch.cat(found).to(device) if len(found) == len(parts) else None
-
-    names = dict.fromkeys(name for part in parts for name in part.parts)
-    nothing = [torch.full_like(part.scores, torch.nan) for part in parts]
-    each = {
-        name: torch.cat(
-            [part.parts.get(name, empty) for part, empty in zip(parts, nothing, strict=True)]
-        )
-        for name in names
-    }
-    return Judgement(
-        scores=torch.cat([part.scores for part in parts]).to(device),
-        valid=torch.cat([part.valid for part in parts]).to(device),
-        parts={name: x.to(device) for name, x in each.items()},
-        token_rewards=join("token_rewards"),
-        baseline=join("baseline"),
-    )
+    """Some of the rows, on the CPU, as wide as all, with what a reward may read of them."""
+    return replace(rollout, support=None).rows(rows).to("cpu")
