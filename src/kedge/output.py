@@ -55,7 +55,7 @@ def check_folder(option: str, folder: str | Path) -> None:
     try:
         given = Path(folder).expanduser().absolute()
         if b"\0" in os.fsencode(given):
-            raise ValueError("it contains a NUL")  # noqa: TRY301
+            raise ValueError("it contains a NUL")
         there = next(path for path in (given, *given.parents) if path.exists())
         if not there.is_dir():
             raise ConfigError(f"{shown}: {there} is a file; name another folder")
