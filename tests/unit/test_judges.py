@@ -538,7 +538,7 @@ def test_missing_files_columns_and_prompts_are_named(
         (files[0], "nothing.jsonl", "there is no file nothing.jsonl"),
         (files[0], "@gold", "has no text in column 'gold'"),
         (files[0], write(tmp_path / "few.jsonl", [{"prompt": "a", "completion": "b"}]), "40 of 40"),
-        (write(tmp_path / "list.jsonl", [[1]]), files[1], "line 1 is no object"),  # type: ignore[list-item]
+        (write(tmp_path / "list.jsonl", [[1]]), files[1], "line 1 is not a JSON object"),  # type: ignore[list-item]
     ):
         assert main(["judge", ours, theirs, *score]) == 2
         assert said in capsys.readouterr().err

@@ -91,7 +91,7 @@ def _about(folder: Path, skipped: Skipped) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=str)
     except (ValueError, OSError, RecursionError):
         found = None
     if not isinstance(found, dict):
