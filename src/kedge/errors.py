@@ -9,6 +9,7 @@
     ├── SyncError (RuntimeError)      new weights did not arrive where samples are drawn
     ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or of another run
+    │   └── DamagedCheckpointError    its files do not hold what was written
     ├── LaunchError (RuntimeError)    a process of a run on Ray failed, died or hung
     ├── JudgeError (RuntimeError)     a judge cannot be asked, or says nothing that can be counted
     └── HubError (RuntimeError)       the Hugging Face Hub refused, or cannot be reached
@@ -53,6 +54,10 @@ class PreflightError(KedgeError, RuntimeError):
 
 class CheckpointError(KedgeError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint do not hold what was written; an earlier one may."""
 
 
 class LaunchError(KedgeError, RuntimeError):

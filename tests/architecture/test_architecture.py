@@ -29,9 +29,11 @@ KEDGE_RULES = {
         *("naming", "config"),
     },
     "testing": {"types", "errors"},
-    "rewards": {"rewards", "errors"},
+    "http_client": set(),
+    "output": {"errors"},
+    "rewards": {"rewards", "errors", "http_client"},
     "insight": {"insight", "errors"},
-    "judges": {"judges", "errors"},
+    "judges": {"judges", "errors", "http_client"},
 }
 THIRD_PARTY = {
     "errors": set(),
@@ -43,6 +45,8 @@ THIRD_PARTY = {
     "algorithms": {"torch"},
     "config": {"transformers"},
     "engine": {"torch", "safetensors"},
+    "http_client": {"httpx"},
+    "output": set(),
     "insight": set(),
     "judges": set(),
     "rewards": {"math_verify"},  # imported by the worker process alone

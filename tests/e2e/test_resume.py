@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from kedge import PPOConfig, PPOTrainer
 from kedge.engine import checkpoint
+from kedge.engine.checkpoint_folders import write_manifest
 from kedge.errors import CheckpointError
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
@@ -125,16 +128,31 @@ def test_a_run_that_is_done_says_so_and_rates_are_of_this_process(
     assert again.metrics["train_samples_per_second"] == 0
 
 
+def reshape_a_moment(folder: Path) -> None:
+    """With a manifest that fits: loading it would make the fused optimizer write out of bounds."""
+    file = folder / "state-learner.optimizer.safetensors"
+    tensors = load_file(file)
+    name = next(n for n, x in tensors.items() if n.endswith("exp_avg") and x.dim() == 2)
+    save_file(tensors | {name: tensors[name][:1].clone()}, file)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
-    first = trainer(tmp_path / "cut", StopAt(4), save_steps=2)
+    first = trainer(tmp_path / "cut", StopAt(4), save_steps=1)
     first.train()
     damaged = tmp_path / "cut" / "checkpoint-4" / "model.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-5] ^= 1
     damaged.write_bytes(bytes(data))
+    reshape_a_moment(tmp_path / "cut" / "checkpoint-3")
     second = trainer(tmp_path / "cut", save_steps=2)
-    with pytest.warns(UserWarning, match=r"checkpoint-4 is damaged: model.safetensors"):
+    with pytest.warns(UserWarning, match="is damaged") as caught:
         second.train(resume_from_checkpoint=True)
+    told = " ".join(str(warning.message) for warning in caught)
+    assert "checkpoint-4 is damaged: model.safetensors" in told
+    moment = r"optimizer/state/\d+/exp_avg has the shape \(1, 16\), it must be .*of the weight "
+    assert re.search(rf"checkpoint-3 is damaged: .*{moment}.*Resuming from .*checkpoint-2", told)
     assert_same(second, whole_run())
     with pytest.raises(CheckpointError, match=r"no checkpoint .*checkpoint-9; there are"):
         trainer(tmp_path / "cut").train(resume_from_checkpoint=str(tmp_path / "cut/checkpoint-9"))
@@ -247,6 +265,7 @@ KILLED = """
         real(folder)
 
     from kedge.engine import checkpoint
+from kedge.engine.checkpoint_folders import write_manifest
     checkpoint.write_manifest = dying
     trainer(Path(os.environ["RUN"]), save_steps=2).train()
 """

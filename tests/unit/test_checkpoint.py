@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kedge.engine import checkpoint
+from kedge.engine.checkpoint_folders import write_manifest
 from kedge.engine.tree import join, split
 from kedge.errors import CheckpointError
 
@@ -253,11 +254,68 @@ def test_latest_good_warns_and_falls_back(tmp_path):
     assert checkpoint.latest_good(tmp_path).name == "checkpoint-10"
     flip(tmp_path / "checkpoint-10" / "state-learner.model.safetensors", -3)
     (tmp_path / "checkpoint-9" / "state.json").unlink()
-    with pytest.warns(UserWarning, match="Going on from .*checkpoint-2") as caught:
+    with pytest.warns(UserWarning, match="Resuming from .*checkpoint-2") as caught:
         assert checkpoint.latest_good(tmp_path).name == "checkpoint-2"
     text = " ".join(str(w.message) for w in caught)
     assert "checkpoint-10 is damaged: state-learner.model.safetensors has other contents" in text
     assert "checkpoint-9 is damaged: state.json is missing" in text
+
+
+def rewritten(folder: Path, change) -> None:
+    """Change state.json, with a manifest that fits."""
+    head = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(change(head)))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda head: head | {"parts": {}}, r"state.json holds cannot be loaded \(ValueError"),
+        (lambda head: head | {"parts": 3}, r"the parts in state.json are '3'"),
+        (lambda head: {"format": 1}, r"cannot be loaded \(KeyError: 'world_size'"),
+        (lambda head: [], "cannot be loaded"),
+        (lambda head: head | {"files": head["files"][1:]}, "no file holds the tensor 'state/"),
+        (lambda head: head | {"files": ["state.json"]}, "could not read .*state.json"),
+        (lambda head: head | {"elsewhere": {"x": ["none.safetensors", "y"]}}, "could not read"),
+    ],
+)
+def test_nonsense_in_a_checkpoint_is_damage_and_the_one_before_is_taken(tmp_path, change, said):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state(step))
+    rewritten(tmp_path / "checkpoint-2", change)
+    with pytest.raises(CheckpointError, match=f"{said}.*an earlier one, such as .*checkpoint-1"):
+        checkpoint.load_one(tmp_path / "checkpoint-2", checkpoint.load)
+    loaded = []
+
+    def attempt(folder):
+        loaded.append(checkpoint.load(folder).step)
+
+    with pytest.warns(UserWarning, match="checkpoint-2.*Resuming from .*checkpoint-1"):
+        checkpoint.load_latest(tmp_path, attempt)
+    assert loaded == [1]
+    rewritten(tmp_path / "checkpoint-1", change)
+    with pytest.warns(UserWarning, match=said), pytest.raises(CheckpointError, match=said):
+        checkpoint.load_latest(tmp_path, attempt)
+
+
+def test_what_is_damaged_on_one_rank_is_passed_over_by_all(tmp_path):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state(step))
+    loaded, votes = [], [True, False]
+    with pytest.warns(UserWarning, match="another process cannot load .*checkpoint-2"):
+        checkpoint.load_latest(tmp_path, loaded.append, anywhere=lambda failed: votes.pop(0))
+    assert [folder.name for folder in loaded] == ["checkpoint-2", "checkpoint-1"]
+
+
+def test_a_checkpoint_of_another_run_is_not_passed_over(tmp_path):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state(step), settings={"a": 1})
+    with pytest.raises(CheckpointError, match="a: 1 in the checkpoint, 2 now"):
+        checkpoint.load_latest(
+            tmp_path, lambda f: checkpoint.load(f, settings={"a": 2}, must_match={"a"})
+        )
 
 
 def test_no_checkpoint_is_none_and_only_damaged_ones_raise(tmp_path):
@@ -484,6 +542,7 @@ ENDLESS = """
     from pathlib import Path
     import torch
     from kedge.engine import checkpoint
+from kedge.engine.checkpoint_folders import write_manifest
     root = Path(sys.argv[1])
     print("go", flush=True)
     for step in range(1, 10**6):

@@ -124,17 +124,45 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2
 
 
+ROW = b'{"objective/scores": 1.0, "step": 1, "episode": 8}'
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [("{", "line 1 is no JSON"), ("[1]", "is no object"), ('{"eval_x": 1}', "no row of tr")],
+    "line",
+    [
+        *(b'{"objective/scores": 1.0, "st', b"\xff\xfe", b"[1]", b"3", b"null", b"\0" * 9),
+        *(b"[" * 100_000, ROW[:-1] + b', "x": "\xed\xa0\x80"}', b'{"x": ' + b"1" * 5000 + b"}"),
+    ],
 )
-def test_damaged_logs_are_named(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(text + "\n")
-    with pytest.raises(DataError, match=words):
+def test_a_damaged_line_costs_no_other(
+    tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(ROW + b"\n" + line + b"\n" + ROW + b"\n" + line)
+    assert len(read_log(tmp_path).rows) == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        f"skipped 2 damaged lines: {tmp_path.name}/metrics.jsonl (2)"
+    ]
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"eval_x": 1}', b""])
+def test_a_log_without_training_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(DataError, match="no row of training"):
         read_log(tmp_path)
 
 
+def test_commands_read_a_run_that_was_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = (RUNS / "dead_reward.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(sound + sound.splitlines()[-1][:40])
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "dead reward" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
+
+
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
-    row = json.dumps({"objective/scores": 1.0, "val/ratio": float("nan"), "note": "text"})
-    (tmp_path / "metrics.jsonl").write_text(row + "\n")
-    assert read_log(tmp_path).series("val/ratio") == []
+    row = {"objective/scores": 1.0, "val/ratio": float("nan"), "note": "text", "x": 10**400}
+    text = json.dumps(row)[:-1] + ', "lr": 1e999}'
+    (tmp_path / "metrics.jsonl").write_text(text + "\n")
+    assert read_log(tmp_path).rows == [{"objective/scores": 1.0}]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import json
 import math
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -303,7 +307,7 @@ def test_a_refusal_ends_at_once_and_never_shows_the_key(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     server = serve(lambda number, body: (401, {}, {"error": "bad key"}))
     judge, waits = endpoint(server, concurrency=2)
-    with pytest.raises(JudgeError, match=r"HTTP 401: .*bad key.*OPENAI_API_KEY") as caught:
+    with pytest.raises(JudgeError, match=r"answered 401 .*bad key.*OPENAI_API_KEY") as caught:
         match(PROMPTS, GOOD, BAD, judge)
     assert "sk-secret" not in str(caught.value)
     assert waits == []
@@ -336,6 +340,73 @@ def test_another_question_is_another_key(serve: Any, tmp_path: Path) -> None:
     for options in ({}, {}, {"temperature": 0.5}, {"max_tokens": 9}):
         endpoint(server, cache=tmp_path / "c.sqlite", **options)[0].judge(pair)
     assert len(server.asked) == 3  # the second was known
+
+
+def test_the_key_goes_to_no_other_host(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    other = serve(honest)
+    server = serve(lambda number, body: (307, {"Location": other.url}, {}))
+    judge, waits = endpoint(server)
+    with pytest.raises(JudgeError, match=r"answered 307 .*redirects are not followed"):
+        judge.judge([Pair("p", "good", "bad")])
+    assert (other.asked, waits) == ([], [])
+
+
+def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\nx")
+    with pytest.raises(JudgeError, match="OPENAI_API_KEY must be one line") as caught:
+        Endpoint("http://127.0.0.1:9", "m").judge([Pair("p", "a", "b")])
+    assert "sk-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("start", "drip"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", b"{"),
+        (b"HTTP/1.1 500 Busy\r\nContent-Length: 99999\r\n\r\n", b"x"),
+        (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["body", "error body", "headers", "100 Continue"],
+)
+def test_a_request_ends_in_time_however_the_reply_drips(start: bytes, drip: bytes) -> None:
+    with dripping(start, drip, every=0.03) as url:
+        began = time.monotonic()
+        with pytest.raises(JudgeError, match=r"after 1 requests; the last: no answer after 0\.2 s"):
+            Endpoint(url, "m", timeout=0.2, retries=0).judge([Pair("p", "a", "b")])
+        assert 0.15 < time.monotonic() - began < 2  # every read takes 0.03 s
+
+
+def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kedge.judges.endpoint.MAX_REPLY", 1 << 16)
+    start = b"HTTP/1.1 200 OK\r\n\r\n"
+    with (
+        dripping(start, b"x" * (1 << 15)) as url,
+        pytest.raises(JudgeError, match="answered more than 65536 bytes"),
+    ):
+        Endpoint(url, "m", timeout=20, retries=0).judge([Pair("p", "a", "b")])
+
+
+@contextmanager
+def dripping(start: bytes, drip: bytes, *, every: float = 0.0) -> Iterator[str]:
+    """A server that sends ``start``, then ``drip`` until the client leaves."""
+    listener, leave = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            client, _ = listener.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(start)
+                while not leave.wait(every):
+                    client.sendall(drip)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    leave.set()
+    thread.join()
+    listener.close()
 
 
 @pytest.mark.parametrize(
@@ -388,6 +459,39 @@ def test_the_command_with_an_endpoint(
     assert len(server.asked) == 40
 
 
+def test_everything_asked_is_written_also_what_no_file_can_hold(serve: Any, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "half \ud800", "completion": "good \udfff", "reference": "=1+1"},
+        {"prompt": "@p", "completion": "-3.5e2", "reference": "\tx"},
+    ]
+    ours, out = write(tmp_path / "ours.jsonl", rows), tmp_path / "out"
+    server = serve(lambda number, body: reply("=HYPERLINK(1) \ud83d\nWinner: A"))
+    flags = ["--endpoint", server.url, "--model", "m", "--output_dir", str(out)]
+    assert main(["judge", ours, "@reference", *flags]) == 0
+    kept = [json.loads(line) for line in (out / "judgements.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["ours"], row["theirs"]) for row in kept] == [
+        tuple(row.values()) for row in rows
+    ]
+    with (out / "judgements.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["said"] for row in table] == ["'=HYPERLINK(1) \ufffd\nWinner: A"] * 2
+    assert [row["prompt"] for row in table] == ["half \\ud800", "'@p"]
+    assert [row["ours"] for row in table] == ["good \\udfff", "-3.5e2"]  # a number is no formula
+    assert [row["theirs"] for row in table] == ["'=1+1", "'\tx"]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_question(
+    files: tuple[str, str], serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, taken = serve(honest), tmp_path / "taken"
+    taken.write_text("")
+    for folder in ("", str(taken), str(taken / "below")):
+        flags = ["--endpoint", server.url, "--model", "m", "--output_dir", folder]
+        assert main(["judge", *files, *flags]) == 2
+        assert "--output_dir" in capsys.readouterr().err
+    assert server.asked == []
+
+
 def test_the_command_with_functions_and_a_reference_column(
     files: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -434,7 +538,7 @@ def test_missing_files_columns_and_prompts_are_named(
         (files[0], "nothing.jsonl", "there is no file nothing.jsonl"),
         (files[0], "@gold", "has no text in column 'gold'"),
         (files[0], write(tmp_path / "few.jsonl", [{"prompt": "a", "completion": "b"}]), "40 of 40"),
-        (write(tmp_path / "list.jsonl", [[1]]), files[1], "line 1 is no object"),  # type: ignore[list-item]
+        (write(tmp_path / "list.jsonl", [[1]]), files[1], "line 1 is not a JSON object"),  # type: ignore[list-item]
     ):
         assert main(["judge", ours, theirs, *score]) == 2
         assert said in capsys.readouterr().err

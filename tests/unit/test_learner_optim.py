@@ -8,7 +8,7 @@ import torch
 from kedge.algorithms import ppo
 from kedge.backends.hf.optim import TFAdamW, build_optimizer, parameter_groups
 from kedge.engine.stages import cut
-from kedge.errors import ConfigError
+from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from tests.learners import arguments, experience, learner, one_rank, rollout
 
 
@@ -122,6 +122,65 @@ def test_resume_of_tf_adam_is_bit_exact():
     second.load_state_dict(first.state_dict())
     step(second)
     assert second.fingerprint() == whole.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"optim": "adamw_torch"}, {"optim": "adafactor"}, {"optim": "rmsprop"}),
+        *({"optim": "adagrad"}, {"optim_args": "style=tf"}, {"optim": "sgd"}),
+    ],
+)
+def test_a_sound_optimizer_state_is_loaded(options):
+    first, second = (learner(args=arguments(**options)) for _ in range(2))
+    step(first)
+    second.load_state_dict(first.state_dict())
+    assert second.fingerprint() == first.fingerprint()
+
+
+@pytest.mark.parametrize("options", [{}, {"optim": "adamw_torch"}, {"optim_args": "style=tf"}])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x[:1].clone(), r"has the shape \(1,.*it must be"),
+        (lambda x: x.reshape(-1), "has the shape"),
+        (lambda x: x.double(), "is torch.float64, it must be torch.float32"),
+        (lambda x: x.long(), "is torch.int64"),
+        (lambda x: 3.0, "is 3.0, not a tensor"),
+        (lambda x: None, "is None, not a tensor"),
+        (None, "is missing"),
+    ],
+)
+def test_an_optimizer_state_that_does_not_fit_is_refused(options, change, said):
+    """Fused AdamW (the default) would write past the end of the weight."""
+    first, second = (learner(args=arguments(**options)) for _ in range(2))
+    step(first)
+    state = first.state_dict()
+    index, one = next(
+        (i, x) for i, x in state["optimizer"]["state"].items() if first_matrix(x) is not None
+    )
+    name = first_matrix(one)
+    if change is None:
+        del one[name]
+    else:
+        one[name] = change(one[name])
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"state/{index}/{name} {said}.*of the weight"
+    ):
+        second.load_state_dict(state)
+
+
+def first_matrix(state):
+    return next((n for n, x in state.items() if torch.is_tensor(x) and x.dim() == 2), None)
+
+
+def test_an_optimizer_of_other_weights_is_refused():
+    first, second = learner(), learner()
+    step(first)
+    state = first.state_dict()
+    state["optimizer"]["param_groups"][0]["params"].pop()
+    with pytest.raises(CheckpointError, match="train the same weights"):
+        second.load_state_dict(state)
 
 
 def test_scaled_losses_give_the_same_step_and_the_scale_falls_until_it_fits():

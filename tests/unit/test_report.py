@@ -125,13 +125,33 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_a_damaged_file_is_named(run: Path) -> None:
-    (run / "tokens" / "step-000004.jsonl").write_text("{}\n{broken")
-    with pytest.raises(DataError, match=r"step-000004\.jsonl, line 2 is no JSON"):
-        data(run)
-    (run / "metrics.jsonl").write_text("")
+def test_what_is_damaged_is_left_out_and_counted_once(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n{"step": 9, "objective/sc')
+    odd = [{"tokens": 3}, {"tokens": [1]}, {"tokens": ["a"], "advantage": ["b"]}, {}]
+    write(run, "tokens/step-000006.jsonl", [*odd, {"tokens": ["a"], "advantage": [None]}])
+    row = b'{"query": "half \\ud800", "model response": "x", "score": NaN}'
+    (run / "completions" / "step-000006.jsonl").write_bytes(row + b"\n{broken")
+    (run / "completions" / "step-six.jsonl").write_text("{}")
+    (run / "run.json").write_bytes(b'{"options": \xff')
+    found = unpack(page(data(run)))
+    assert found["updates"] == 8
+    assert [len(t["rows"]) for t in found["tokens"]] == [3, 1]
+    last = found["tables"]["completions"][-1]["rows"]
+    assert last == [{"query": "half \ud800", "model response": "x", "score": None}]
+    assert found["about"] == {}
+    (record,) = caplog.records
+    assert record.getMessage().startswith("skipped 8 damaged lines: one/metrics.jsonl (2), ")
+    (run / "metrics.jsonl").write_text("{")
     with pytest.raises(DataError, match="nothing was logged yet"):
         data(run)
+
+
+def test_an_option_that_is_infinite_is_shown(run: Path) -> None:
+    (run / "run.json").write_text('{"options": {"max_grad_norm": Infinity}}')
+    assert unpack(page(data(run)))["about"] == {"options": {"max_grad_norm": "Infinity"}}
 
 
 def test_assets_are_small_enough_to_read() -> None:

@@ -77,8 +77,8 @@ def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
     for step in (1, 2, 3):
         first.log({"n": step / 3, "bad": math.inf}, step=step)
     first.close()
-    with (tmp_path / "metrics.jsonl").open("a") as f:
-        f.write('{"step": 4, "n"')  # killed in mid-line
+    with (tmp_path / "metrics.jsonl").open("ab") as f:
+        f.write(b'\xff\n{"step": 4, "n"')  # damaged, and killed in mid-line
     history = [{"bad": math.inf, "n": step / 3, "step": step} for step in (1, 2)]
     for _ in range(2):  # going on twice from the same checkpoint
         second = Jsonl(tmp_path, history=history)
@@ -86,10 +86,16 @@ def test_jsonl_goes_on_without_losing_or_doubling_rows(tmp_path):
         second.close()
         rows = lines(tmp_path / "metrics.jsonl")
         assert [(r["step"], r["n"]) for r in rows] == [(1, 1 / 3), (2, 2 / 3), (3, 30)]
-    assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 3
+    assert (tmp_path / "metrics.1.jsonl").read_bytes().count(b"\n") == 4
     reordered = [dict(sorted(row.items(), reverse=True)) for row in history]
     Jsonl(tmp_path, history=[*reordered, {"n": 30, "step": 3}]).close()
     assert not (tmp_path / "metrics.3.jsonl").exists()  # nothing in it that is not kept
+
+
+def test_jsonl_holds_half_a_surrogate_pair(tmp_path):
+    tracker, row = Jsonl(tmp_path), {"query": "half \ud800 \u00fc", "score": 1.0}
+    tracker.table("completions", [row], step=1)
+    assert lines(tmp_path / "completions" / "step-000001.jsonl") == [row]
 
 
 def test_a_new_run_in_an_old_folder_keeps_the_old_rows_aside(tmp_path):

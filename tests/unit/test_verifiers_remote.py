@@ -212,7 +212,7 @@ def test_the_time_limit_is_for_all_attempts() -> None:
     "answer",
     [b"", b"no json", b"[1]", b'{"rewards": 1}', b'{"rewards": []}', b'{"rewards": [1, 2]}',
      b'{"rewards": ["1"]}', b'{"rewards": [NaN]}', b'{"rewards": [1e999]}', b'{"rewards": [true]}',
-     b'{"rewards": ' + b"[" * 100_000],
+     b'{"rewards": [1' + b"0" * 400 + b"]}", b'{"rewards": ' + b"[" * 100_000],
 )  # fmt: skip
 def test_nonsense_is_an_error(answer: bytes) -> None:
     whole = b"HTTP/1.0 200 OK\r\n\r\n" + answer
@@ -284,6 +284,7 @@ def test_what_the_server_refuses() -> None:
         "bad": bad,
         "short": lambda completions: [],
         "nan": lambda **_: [float("nan")],
+        "huge": lambda **_: [10**400],
     }
     with RewardServer(functions, max_mb=1) as server:
         url = server.url
@@ -307,12 +308,67 @@ def test_what_the_server_refuses() -> None:
             assert request(url, b"", "/score/length", **odd_length)[0] == 411
         assert request(url, good, "/score/short")[0] == 422
         assert request(url, good, "/score/nan")[0] == 422
+        assert request(url, good, "/score/huge")[0] == 422
         assert request(url, b"x" * (2 << 20), "/score/length")[0] == 413
         html = {"Content-Type": "text/plain"}
         assert request(url, good, "/score/length", "POST", **html)[0] == 415
         assert request(url, good, "/score/length", "POST", Host="evil.example")[0] == 403
         for host in ("localhost:1", "127.0.0.1", "[::1]:80", "[::1]", "localhost"):
             assert request(url, good, "/score/length", "POST", Host=host)[0] == 200
+
+
+def test_a_request_that_is_too_large_is_refused_at_once() -> None:
+    """With what the client claims to send, and while it still sends."""
+    claim = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    claim += b"Content-Length: 1000000000000000000\r\n\r\n"
+    with RewardServer({"length": length}, max_mb=1) as server:
+        place = ("127.0.0.1", urlsplit(server.url).port or 0)
+        with socket.create_connection(place, timeout=2) as client:
+            client.sendall(claim)
+            assert client.recv(64).startswith(b"HTTP/1.0 413 ")
+        body = json.dumps({"completions": ["x" * (8 << 20)]}).encode()
+        assert request(server.url, body)[0] == 413
+
+
+def test_many_connections_at_once_are_served() -> None:
+    """More than socketserver's backlog of 5 that arrive while the server is busy elsewhere."""
+    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = b'{"completions": ["xy"]}'
+    ask = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    server = RewardServer({"length": length})
+    place = ("127.0.0.1", urlsplit(server.url).port or 0)
+    clients = [socket.socket() for _ in range(200)]
+    for client in clients:
+        client.settimeout(10)
+        client.setblocking(False)
+        client.connect_ex(place)  # all of them before the first is accepted
+    with server:
+        for client in clients:
+            client.settimeout(10)
+            client.sendall(ask)
+        answers = [client.makefile("rb").read() for client in clients]
+    for client in clients:
+        client.close()
+    assert [answer.endswith(b'{"rewards": [2.0]}') for answer in answers] == [True] * 200
+
+
+def test_more_connections_than_threads_are_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kedge.rewards.server.MAX_CONNECTIONS", 2)
+    with RewardServer({"length": length}) as server:
+        place = ("127.0.0.1", urlsplit(server.url).port or 0)
+        idle = [socket.create_connection(place, timeout=5) for _ in range(2)]
+        with socket.create_connection(place, timeout=5) as third:
+            assert b"503 Service Unavailable\r\nRetry-After: 1" in third.recv(200)
+        for client in idle:
+            client.close()
+        assert RemoteReward(server.url, **QUICK)(["xyz"]) == [3.0]
+
+
+def test_health_needs_no_token() -> None:
+    with RewardServer({"length": length}, token="right") as server:
+        assert request(server.url, b"", "/health", "GET")[0] == 200
 
 
 def test_what_a_function_may_return() -> None:

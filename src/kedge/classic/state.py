@@ -41,16 +41,25 @@ def save(trainer: PPOTrainer, output_dir: str | Path) -> Path:
 
 
 def load(trainer: PPOTrainer, folder: str | Path) -> None:
-    """Go on from a checkpoint, or from the newest good one in a folder of them."""
-    found = Path(folder)
-    if not found.name.startswith("checkpoint-"):
-        newest = checkpoint.latest_good(found)
-        if newest is None:
-            raise CheckpointError(f"{folder} holds no checkpoint; give the folder save_state wrote")
-        found = newest
-    held = checkpoint.load(found, rank=trainer.learner.rank, world_size=trainer.learner.ranks)
+    """Resume from a checkpoint, or from the newest good one in a folder of them."""
+    found, total = Path(folder), trainer.learner.total
+    if found.name.startswith("checkpoint-"):
+        checkpoint.load_one(found, lambda each: _take_over(trainer, each))
+        return
+    newest = checkpoint.load_latest(
+        found,
+        lambda each: _take_over(trainer, each),
+        anywhere=lambda failed: bool(total(torch.tensor([float(failed)])).item()),
+    )
+    if newest is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give the folder save_state wrote")
+
+
+def _take_over(trainer: PPOTrainer, folder: Path) -> None:
+    learner = trainer.learner
+    held = checkpoint.load(folder, rank=learner.rank, world_size=learner.ranks, verified=True)
     parts = held.parts
-    _check(trainer, str(parts["reference"]["fingerprint"]), found)
+    _check(trainer, str(parts["reference"]["fingerprint"]), folder)
     trainer._updater.load_state_dict({k: parts[k] for k in ("step", "learner", "kl")})
     trainer.running.load_state_dict(parts["running"])
     trainer.highest_reward = parts["best"]["score"]

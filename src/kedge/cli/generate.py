@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
+from kedge.output import check_file, write_csv, write_jsonl
 
 EPILOG = """\
 PROMPTS is a file, a folder or a hub name, as for training.  Each line of the output has the prompt,
@@ -46,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Sample and write."""
     flags = parser().parse_args(list(argv))
+    check_file("--output", flags.output)
     from kedge.cli.data import Splits
 
     rows = Splits(flags.prompts).load(flags.split)
@@ -168,12 +168,4 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
     """
     if not rows:
         raise DataError(f"{file}: there is no prompt to answer")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix != ".csv":
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return
-    with file.open("w", newline="", encoding="utf-8") as out:
-        table = csv.DictWriter(out, fieldnames=list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
+    (write_csv if file.suffix == ".csv" else write_jsonl)(file, rows)

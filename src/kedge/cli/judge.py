@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from kedge.insight.log import read_objects
 from kedge.judges import Endpoint, FunctionJudge, Match, ScoreJudge, match
 from kedge.judges.base import Judge
 from kedge.judges.endpoint import TEMPLATE
+from kedge.output import check_folder, write_csv, write_jsonl
 
 EPILOG = """\
 OURS and THEIRS are jsonl files with a prompt and an answer a line; rows go together by prompt,
@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Compare, print, write."""
     flags = parser().parse_args(list(argv))
+    check_folder("--output_dir", flags.output_dir)
     prompts, ours, theirs = read(flags)
     folder = Path(flags.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,12 +218,8 @@ def write(folder: Path, found: Match, summary: dict[str, Any]) -> None:
     """``judgements.jsonl``, ``judgements.csv`` and ``summary.json``."""
     names = ("prompt", "ours", "theirs", "outcome", "swapped")
     rows = [{n: getattr(r, n) for n in names} | {"said": r.answer.said} for r in found.rows]
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    (folder / "judgements.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with (folder / "judgements.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, fieldnames=list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
+    write_jsonl(folder / "judgements.jsonl", rows)
+    write_csv(folder / "judgements.csv", rows)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 

@@ -46,14 +46,22 @@ def train(options: Options, **given: Any) -> Any:
     Raises:
         KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
     """
+    from kedge.trainers.claim import check_targets, claimed
+
     config = options.config
-    evaluates = "do_eval" in options.given and config.do_eval
-    resume = resume_point(config.resume_from_checkpoint)
-    trains = config.do_train or not evaluates
-    trainer = build(options, starts=trains and not resume, **given)
-    if not trains:
+    check_targets(config)
+    if "do_eval" in options.given and config.do_eval and not config.do_train:
+        trainer = build(options, **given)
         trainer.evaluate()
         return trainer
+    with claimed(config):  # before minutes of loading, not after
+        return _train(options, given)
+
+
+def _train(options: Options, given: Mapping[str, Any]) -> Any:
+    config, resume = options.config, resume_point(options.config.resume_from_checkpoint)
+    evaluates = "do_eval" in options.given and config.do_eval
+    trainer = build(options, starts=not resume, **given)
     learn(trainer, resume)
     if evaluates:
         trainer.evaluate()

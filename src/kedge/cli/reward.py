@@ -31,19 +31,21 @@ def main(argv: Sequence[str]) -> None:
         parser_of("reward", RewardArguments).print_help()
         return
     from kedge.backends.trl import train_reward
+    from kedge.trainers.claim import claimed
 
     given, config, model = read_step("reward", RewardArguments, argv)
-    train, test = rows_of(given, config)
-    train_reward(
-        load_scorer(model.model_name_or_path, model),
-        load_tokenizer(model.model_name_or_path, model),
-        config,
-        train,
-        test,
-        references=references_of(train, given),
-        fresh_head=given.fresh_head,
-        peft=lora(model) if model.use_peft else None,
-    )
+    with claimed(config):
+        train, test = rows_of(given, config)
+        train_reward(
+            load_scorer(model.model_name_or_path, model),
+            load_tokenizer(model.model_name_or_path, model),
+            config,
+            train,
+            test,
+            references=references_of(train, given),
+            fresh_head=given.fresh_head,
+            peft=lora(model) if model.use_peft else None,
+        )
     print(f"kedge: the reward model is in {config.output_dir}")
 
 

@@ -49,6 +49,7 @@ def read_step(
         ConfigError: an unknown flag, or no model, data or folder.
     """
     from kedge.backends.trl.settings import defaults
+    from kedge.trainers.claim import check_targets
 
     made = parser_of(kind, script)
     (given, config, model), names = read(made, argv, defaults())
@@ -58,6 +59,7 @@ def read_step(
     if model.lora_dropout and not model.use_peft:
         raise ConfigError("--lora_dropout is set without --use_peft; add it")
     config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
+    check_targets(config)
     return given, config, model
 
 
@@ -76,15 +78,17 @@ def main(argv: Sequence[str]) -> None:
         parser_of("sft", BeforeArguments).print_help()
         return
     from kedge.backends.trl import train_supervised
+    from kedge.trainers.claim import claimed
 
     given, config, model = read_step("sft", BeforeArguments, argv)
-    train, test = rows_of(given, config)
-    train_supervised(
-        load_policy(model.model_name_or_path, model),
-        load_tokenizer(model.model_name_or_path, model),
-        config,
-        train,
-        test,
-        peft=lora(model) if model.use_peft else None,
-    )
+    with claimed(config):
+        train, test = rows_of(given, config)
+        train_supervised(
+            load_policy(model.model_name_or_path, model),
+            load_tokenizer(model.model_name_or_path, model),
+            config,
+            train,
+            test,
+            peft=lora(model) if model.use_peft else None,
+        )
     print(f"kedge: the supervised model is in {config.output_dir}")

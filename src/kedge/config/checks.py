@@ -326,6 +326,11 @@ def _loader_options(c: Any) -> None:
 def _output_dir(c: Any) -> None:
     if not isinstance(c.output_dir, str | Path | None):
         raise ConfigError(f"output_dir={c.output_dir!r} must be the name of a folder")
+    if c.output_dir is not None and not str(c.output_dir).strip():
+        raise ConfigError(
+            f"output_dir={c.output_dir!r} names no folder: models and checkpoints could not be"
+            " saved; name one, or '.' for the current folder"
+        )
     if c.output_dir is not None and Path(c.output_dir).expanduser().is_file():
         raise ConfigError(f"output_dir={c.output_dir!r} is a file; name a folder")
 

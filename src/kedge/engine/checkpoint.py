@@ -18,7 +18,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from kedge.engine.checkpoint_folders import (
 )
 from kedge.engine.checkpoint_twins import find_twins, read_twins
 from kedge.engine.tree import join, read_tensors, split, write_tensors
-from kedge.errors import CheckpointError
+from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError
 
 __all__ = [
     "Checkpoint",
@@ -51,6 +52,9 @@ __all__ = [
     "differences",
     "latest_good",
     "load",
+    "load_latest",
+    "load_one",
+    "loading",
     "rotate",
     "save",
     "step_of",
@@ -167,26 +171,112 @@ def load(
     folder = Path(folder)
     if not verified:
         verify(folder)
-    head = read_json(folder / STATE)
-    if head.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {head.get('format')!r}, this version of Kedge reads {FORMAT}"
+    with loading(folder):
+        head = read_json(folder / STATE)
+        if head.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {head.get('format')!r}, this version of Kedge reads {FORMAT}"
+            )
+        _check_ranks(folder, head["world_size"], world_size)
+        if settings is not None:
+            _check_settings(folder, head["settings"], settings, must_match)
+        tensors: dict[str, Tensor] = {}
+        for file in head["files"]:
+            tensors |= read_tensors(folder / file)
+        tensors |= read_twins(folder, head.get("elsewhere", {}))
+        parts = join(head["parts"], tensors)
+        if not isinstance(parts, dict):
+            raise DamagedCheckpointError(
+                f"the parts in {STATE} are {str(parts)[:40]!r}, no mapping"
+            )
+        return Checkpoint(
+            folder=folder,
+            step=int(head["step"]),
+            parts=parts,
+            local=_read_local(folder, rank),
+            world_size=head["world_size"],
+            settings=head["settings"],
         )
-    _check_ranks(folder, head["world_size"], world_size)
-    if settings is not None:
-        _check_settings(folder, head["settings"], settings, must_match)
-    tensors: dict[str, Tensor] = {}
-    for file in head["files"]:
-        tensors |= read_tensors(folder / file)
-    tensors |= read_twins(folder, head.get("elsewhere", {}))
-    return Checkpoint(
-        folder=folder,
-        step=head["step"],
-        parts=join(head["parts"], tensors),
-        local=_read_local(folder, rank),
-        world_size=head["world_size"],
-        settings=head["settings"],
-    )
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Inside, what a checkpoint holds is read or taken over; nonsense in it is damage.
+
+    Raises:
+        DamagedCheckpointError: names the folder and what is wrong.
+    """
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        problem = str(error)
+        if str(folder) in problem:  # told already
+            raise
+        raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
+    except KedgeError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        problem = f"what {STATE} holds cannot be loaded ({type(error).__name__}: {error})"
+        raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
+
+
+def load_one(folder: str | Path, attempt: Callable[[Path], None]) -> None:
+    """Load the checkpoint that the user named.
+
+    Args:
+        folder: of the checkpoint.
+        attempt: takes it over.
+
+    Raises:
+        CheckpointError: missing, damaged (names the one before it), or of another run.
+    """
+    folder = Path(folder)
+    verify(folder)
+    try:
+        with loading(folder):
+            attempt(folder)
+    except DamagedCheckpointError as error:
+        earlier = [x for x in checkpoints(folder.parent) if step_of(x) < step_of(folder)]
+        hint = f"; resume from an earlier one, such as {earlier[-1]}" if earlier else ""
+        raise DamagedCheckpointError(f"{error}{hint}") from error
+
+
+def load_latest(
+    output_dir: str | Path,
+    attempt: Callable[[Path], None],
+    *,
+    anywhere: Callable[[bool], bool] = bool,
+) -> Path | None:
+    """Load the newest checkpoint that can be loaded; damaged ones are named in a warning.
+
+    Args:
+        output_dir: folder of all checkpoints of the run.
+        attempt: takes a checkpoint over; overwrites what an attempt before it left.
+        anywhere: whether this is true on any rank, so that all ranks load the same one.
+
+    Returns:
+        Its folder, or None if there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: all are damaged, or one is of another run.
+    """
+    folder = latest_good(output_dir)
+    while folder is not None:
+        problem: CheckpointError | None = None
+        try:
+            with loading(folder):
+                attempt(folder)
+        except DamagedCheckpointError as error:
+            problem = error
+        if not anywhere(problem is not None):
+            return folder
+        problem = problem or CheckpointError(f"another process cannot load {folder}")
+        older = latest_good(output_dir, before=folder)
+        if older is None:
+            raise problem
+        warnings.warn(f"{problem}. Resuming from {older} instead.", stacklevel=2)
+        folder = older
+    return None
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

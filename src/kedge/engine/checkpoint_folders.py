@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kedge.errors import CheckpointError
+from kedge.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -77,8 +77,12 @@ def verify(folder: str | Path, *, contents: bool = True) -> None:
             raise CheckpointError(f"{folder} is damaged: {name} {problem}")
 
 
-def latest_good(output_dir: str | Path) -> Path | None:
+def latest_good(output_dir: str | Path, *, before: Path | None = None) -> Path | None:
     """The newest checkpoint that is whole; damaged ones are named in a warning and passed over.
+
+    Args:
+        output_dir: folder of all checkpoints of the run.
+        before: only checkpoints of earlier steps than this one.
 
     Returns:
         Its folder, or None if there is no checkpoint at all.
@@ -87,14 +91,17 @@ def latest_good(output_dir: str | Path) -> Path | None:
         CheckpointError: there are checkpoints, and all of them are damaged.
     """
     problems: list[str] = []
-    for folder in reversed(checkpoints(output_dir)):
+    found = checkpoints(output_dir)
+    if before is not None:
+        found = [folder for folder in found if step_of(folder) < step_of(before)]
+    for folder in reversed(found):
         try:
             verify(folder)
         except CheckpointError as e:
             problems.append(str(e))
             continue
         for problem in problems:
-            warnings.warn(f"{problem}. Going on from {folder} instead.", stacklevel=2)
+            warnings.warn(f"{problem}. Resuming from {folder} instead.", stacklevel=2)
         return folder
     if problems:
         raise CheckpointError(f"no checkpoint in {output_dir} is whole: {'; '.join(problems)}")
@@ -201,7 +208,9 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"{file.parent} is damaged: could not read {file.name}: {e}") from e
+        raise DamagedCheckpointError(
+            f"{file.parent} is damaged: could not read {file.name}: {e}"
+        ) from e
 
 
 def write_json(file: Path, value: Any) -> None:

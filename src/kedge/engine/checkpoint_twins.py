@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kedge.errors import CheckpointError
+from kedge.errors import DamagedCheckpointError
 
 SMALL = 1024  # elements; a smaller tensor is not worth a look
 SAMPLES = 64
@@ -51,7 +51,7 @@ def read_twins(folder: Path, twins: Mapping[str, list[str]]) -> dict[str, Tensor
     """The tensors that ``find_twins`` found.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        DamagedCheckpointError: a file cannot be read.
     """
     by_file: dict[str, dict[str, str]] = {}
     for label, (file, name) in twins.items():
@@ -67,7 +67,7 @@ def _read(file: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
         with safe_open(str(file), "pt") as stored:
             return {label: stored.get_tensor(name).clone() for label, name in names.items()}
     except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"could not read {file}: {e}") from e
+        raise DamagedCheckpointError(f"could not read {file}: {e}") from e
 
 
 def _key(x: Tensor) -> Key:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kedge.errors import CheckpointError
+from kedge.errors import CheckpointError, DamagedCheckpointError
 
 Path_ = tuple[str, ...]
 _SCALARS = (bool, int, str, type(None))
@@ -59,13 +59,19 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that ``split`` cut."""
+    """The tree that ``split`` cut.
+
+    Raises:
+        DamagedCheckpointError: a tensor is missing; another error where ``encoded`` was changed.
+    """
     if isinstance(encoded, list):
         return [join(x, tensors) for x in encoded]
     if not isinstance(encoded, dict):
         return encoded
     ((kind, body),) = encoded.items()
     if kind == "tensor":
+        if body not in tensors:
+            raise DamagedCheckpointError(f"no file holds the tensor {body!r}")
         return tensors[body]
     if kind == "float":
         return float(body)
@@ -101,7 +107,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         return {name: x.clone() for name, x in load_file(str(file)).items()}
     except (SafetensorError, OSError, ValueError) as e:
-        raise CheckpointError(f"could not read {file}: {e}") from e
+        raise DamagedCheckpointError(f"could not read {file}: {e}") from e
 
 
 def _encode(x: Any, path: Path_, leaf: Callable[[Tensor, Path_], object]) -> Any:

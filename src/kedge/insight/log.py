@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 from kedge.errors import DataError
 
 FILE = "metrics.jsonl"
+_LARGEST = sys.float_info.max
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,14 @@ class RunLog:
 def read_log(place: str | Path) -> RunLog:
     """Read the log of a run's ``output_dir``, or a ``metrics.jsonl`` itself.
 
+    Lines that cannot be read are left out, with a warning that counts them.
+
     Raises:
-        DataError: there is none, it is damaged, or it holds no training.
+        DataError: there is none, or it holds no training.
     """
-    rows = [row for row in read_rows(place) if "objective/scores" in row]
+    skipped = Skipped()
+    rows = [row for row in read_rows(place, skipped) if "objective/scores" in row]
+    skipped.warn()
     if not rows:
         raise DataError(f"{log_file(place)} holds no row of training (none with objective/scores)")
     return RunLog(Path(place).name, rows, fixed_length(log_file(place).parent))
@@ -82,35 +90,90 @@ def log_file(place: str | Path) -> Path:
     return file
 
 
-def read_rows(place: str | Path) -> list[dict[str, float]]:
-    """Every row of the log, evaluations too; what is no number is left out.
+def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
+    """Every row of the log, evaluations too; values that are not finite numbers are left out.
 
     Raises:
-        DataError: there is no log, or it is damaged.
+        DataError: there is no log, or it cannot be opened.
     """
-    file = log_file(place)
+    rows = read_table(log_file(place), skipped)
     return [
-        {k: float(x) for k, x in row.items() if isinstance(x, int | float)}
-        for row in read_objects(file)
+        {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
+        for row in rows
     ]
 
 
+class Skipped:
+    """Counts what could not be read in the files of a run, to say so once."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Path, int] = {}
+
+    def add(self, file: Path, lines: int = 1) -> None:
+        """So many lines of a file were skipped."""
+        if lines:
+            self._lines[file] = self._lines.get(file, 0) + lines
+
+    def warn(self) -> None:
+        """Log one warning if anything was skipped."""
+        if self._lines:
+            files = [f"{file.parent.name}/{file.name} ({n})" for file, n in self._lines.items()]
+            more = f" and {len(files) - 5} more files" if len(files) > 5 else ""
+            logger.warning(
+                "skipped %d damaged lines: %s%s",
+                sum(self._lines.values()),
+                ", ".join(files[:5]),
+                more,
+            )
+
+
+def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
+    """The JSON objects of a run's file, one a line, as far as they can be read.
+
+    Numbers that are not finite become None, as Kedge writes them.
+
+    Raises:
+        DataError: the file cannot be opened.
+    """
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    found = [row for line in lines if (row := _row(line)) is not None]
+    skipped.add(file, sum(1 for line in lines if line.strip()) - len(found))
+    return found
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
 def read_objects(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line.
+    """The JSON objects of a file of data, one a line, every one of which is needed.
 
     Raises:
         DataError: a line is something else.
     """
     found: list[dict[str, Any]] = []
     # Not splitlines: a response may hold characters that it, too, takes for the end of a line.
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file}, line {number} is no JSON: {error}") from error
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}, line {number} is not JSON in UTF-8: {error}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{file}, line {number} is no object: {line[:80]}")
+            shown = line[:80].decode(errors="replace")
+            raise DataError(f"{file}, line {number} is not a JSON object: {shown}")
         found.append(row)
     return found

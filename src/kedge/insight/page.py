@@ -24,7 +24,7 @@ def page(data: Mapping[str, Any]) -> str:
     markup; a content security policy forbids the page every connection.
     """
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    packed = gzip.compress(text.encode(), compresslevel=5, mtime=0)
+    packed = gzip.compress(text.encode(errors="backslashreplace"), compresslevel=5, mtime=0)
     body = _asset("page.html")
     for name, text in {
         "title": escape(str(data["name"])),

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kedge.errors import DataError
 from kedge.insight.doctor import examine
-from kedge.insight.log import RunLog, fixed_length, log_file, read_objects, read_rows
+from kedge.insight.log import (
+    RunLog,
+    Skipped,
+    fixed_length,
+    log_file,
+    read_rows,
+    read_table,
+)
 from kedge.insight.story import story, vocabulary
 
 TOKENS = "tokens"
@@ -33,24 +40,29 @@ def gather(
         prefixes: beginning of a name -> what metrics of that kind mean.
         most: responses of each kind that are shown; beyond it every step gives up equally many.
 
+    What cannot be read is left out, with one warning that counts it.
+
     Raises:
-        DataError: there is no log, a file is damaged, or nothing was logged yet.
+        DataError: there is no log, or nothing in it can be read.
     """
-    folder = log_file(place).absolute().parent
-    rows = read_rows(place)
+    folder, skipped = log_file(place).absolute().parent, Skipped()
+    rows = read_rows(place, skipped)
     if not rows:
-        raise DataError(f"{log_file(place)} is empty: nothing was logged yet")
+        skipped.warn()
+        raise DataError(f"{log_file(place)} holds no row that can be read: nothing was logged yet")
     training = [row for row in rows if "objective/scores" in row]
     log = RunLog(folder.name, training, fixed_length(folder))
     tables = {
-        name: _tables(folder / name, most)
+        name: _tables(folder / name, most, skipped)
         for name in sorted(p.name for p in folder.glob("*completions") if p.is_dir())
     }
-    tokens = _tables(folder / TOKENS, most) if (folder / TOKENS).is_dir() else []
+    tokens = _tables(folder / TOKENS, most, skipped, _is_token_row)
+    about = _about(folder, skipped)
+    skipped.warn()
     series = _series(rows)
     return {
         "name": folder.name,
-        "about": _about(folder),
+        "about": about,
         "updates": len(log.rows),
         "findings": [asdict(found) for found in examine(log)],
         "story": story(log, rows),
@@ -82,15 +94,18 @@ def meaning(name: str, meanings: Mapping[str, str], prefixes: Mapping[str, str])
     return found[0] if found else ""
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def _about(folder: Path, skipped: Skipped) -> dict[str, Any]:
     file = folder / "run.json"
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} is damaged: {error}") from error
-    return found if isinstance(found, dict) else {}
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=str)
+    except (ValueError, OSError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        skipped.add(file)
+        return {}
+    return found
 
 
 def _series(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
@@ -111,13 +126,32 @@ def _episodes(rows: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
     return {"x": [0, *known], "y": [0, *known.values()]}
 
 
-def _tables(folder: Path, most: int) -> list[Row]:
+def _tables(
+    folder: Path, most: int, skipped: Skipped, sound: Callable[[Row], bool] = lambda row: True
+) -> list[Row]:
     """The tables of a folder in order of their steps: ``{"step", "rows"}``."""
-    files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.jsonl")}
-    found: list[Row] = [{"step": step, "rows": read_objects(files[step])} for step in sorted(files)]
+    named = {file: file.stem.removeprefix("step-") for file in folder.glob("step-*.jsonl")}
+    files = {int(step): file for file, step in named.items() if step.isdecimal() and file.is_file()}
+    found: list[Row] = []
+    for step in sorted(files):
+        rows = read_table(files[step], skipped)
+        kept = [row for row in rows if sound(row)]
+        skipped.add(files[step], len(rows) - len(kept))
+        found.append({"step": step, "rows": kept})
     count = sum(len(each["rows"]) for each in found)
     if count > most:
         share = max(1, most // len(found))
         for each in found:
             each["rows"] = each["rows"][:share]
     return [each for each in found if each["rows"]]
+
+
+def _is_token_row(row: Row) -> bool:
+    """Whether it has texts of tokens, and for each of them a number or nothing."""
+    tokens, advantages = row.get("tokens"), row.get("advantage", [])
+    return (
+        isinstance(tokens, list)
+        and all(isinstance(text, str) for text in tokens)
+        and isinstance(advantages, list)
+        and all(x is None or isinstance(x, int | float) for x in advantages)
+    )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kedge.errors import JudgeError
+from kedge.http_client import Reply, excerpt, post, retried
 from kedge.judges.base import Answer, Pair, Prefer
 from kedge.judges.cache import Cache
 
@@ -41,15 +39,16 @@ Say in one sentence what decides, then end with one line: "Winner: A", "Winner: 
 _PLACES = re.compile(r"\{(prompt|first|second)\}")
 _WORDS = re.compile(r"\bwinner\s*[:=]?\s*[\"'*(\[]*\s*(?:response[_ ])?(a|b|tie)\b", re.IGNORECASE)
 _BARE = re.compile(r"[\s\"'*().\[\]]*(a|b|tie)[\s\"'*().\[\]]*", re.IGNORECASE)
-_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-_MOST_WAIT = 60.0  # seconds between two tries
+MAX_REPLY = 16 << 20  # bytes; far more than any answer has
+_MOST_WAIT = 60.0  # seconds between two requests
 
 
 class Endpoint:
     """Asks ``POST base_url/chat/completions``: a hosted model, or a ``vllm serve`` of yours.
 
-    Replies are cached by everything that they depend on, so that a run that was killed goes on
-    where it was and pays for nothing twice.  The key is read from the environment alone.
+    Replies are cached by everything that they depend on, so that a run that was killed resumes
+    where it was and pays for nothing twice.  The key is read from the environment alone, and sent
+    to no other host: redirects are refused.
 
     Args:
         base_url: such as ``http://127.0.0.1:8000/v1``.
@@ -59,10 +58,11 @@ class Endpoint:
         temperature: of the judge.
         max_tokens: most tokens that it may say.
         concurrency: requests at the same time.
-        timeout: seconds for one request.
-        retries: tries after the first that failed by time-out, rate limit or server error.
+        timeout: seconds for one request, from the connection to the last byte of the reply.
+        retries: how often a request that ran into a timeout, a rate limit or a server error is
+            repeated.
         cache: file with the replies; None: this process's memory.
-        sleep: waits between tries.
+        sleep: waits between requests.
 
     Raises:
         JudgeError: a template without its places, or a cache that cannot be opened.
@@ -101,15 +101,21 @@ class Endpoint:
         return self.model
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
-        """One answer a pair; what could be asked is in the cache, whatever happens to the rest.
+        """One answer per pair; every reply is in the cache, whatever happens to the other pairs.
 
         Raises:
-            JudgeError: the endpoint refuses, or some pairs stayed without a reply.
+            JudgeError: the endpoint refuses, or some pairs have no reply.
         """
         self._stop.clear()
+        self._headers()  # a key that cannot be sent is refused before anything is asked
         with ThreadPoolExecutor(self.concurrency) as threads:
             running = [threads.submit(self._ask, pair) for pair in pairs]
-        failures = [e for each in running if (e := each.exception()) is not None]
+            try:
+                failures = [e for each in running if (e := each.exception()) is not None]
+            except BaseException:  # Ctrl-C
+                self._stop.set()
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         if failures:
             done = len(pairs) - len(failures)
             raise JudgeError(
@@ -142,48 +148,71 @@ class Endpoint:
         )
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The endpoint's reply, after as many tries as it takes."""
-        problem = ""
-        for turn in range(self.retries + 1):
-            if self._stop.is_set():
-                raise JudgeError("not asked, since the endpoint refuses")
-            try:
-                return self._once(body)
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code}: {_short(error.read())}"
-                if error.code not in _AGAIN:
-                    self._stop.set()
-                    raise JudgeError(
-                        f"{problem}; see model, key ({self.key_env}) and URL"
-                    ) from error
-                wait = _asked_to_wait(error)
-            except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
-                problem, wait = f"{type(error).__name__}: {error}", None
-            if turn < self.retries:
-                pause = min(2.0**turn, _MOST_WAIT) * (0.5 + random.random() / 2)
-                self._sleep(min(wait, _MOST_WAIT) if wait is not None else pause)
-        raise JudgeError(f"no reply after {self.retries + 1} tries; the last: {problem}")
+        """What the endpoint says, after as many requests as it takes."""
+        found: dict[str, Any] = {}
 
-    def _once(self, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        key = os.environ.get(self.key_env)
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            found = json.loads(answer.read())
-        try:
-            text = found["choices"][0]["message"]["content"] or ""
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"a reply without choices: {_short(json.dumps(found).encode())}"
-            ) from error
+        def send() -> Reply:
+            if self._stop.is_set():
+                return Reply(problem="not asked, since the endpoint refuses")
+            reply = post(
+                self.url,
+                json.dumps(body).encode(),
+                self._headers(),
+                seconds=self.timeout,
+                most=MAX_REPLY,
+                proxies=True,
+            )
+            if reply.status != 200:
+                return replace(reply, retry_after=min(reply.retry_after, _MOST_WAIT))
+            try:
+                found.update(_read(reply.body))
+            except ValueError as error:
+                return replace(reply, status=0, problem=str(error), retry=True)
+            return reply
+
+        reply, sent = retried(
+            send, retries=self.retries, backoff=1.0, longest_wait=_MOST_WAIT, sleep=self._sleep
+        )
+        if found:
+            return found
+        if reply.retry:
+            raise JudgeError(f"no reply after {sent} requests; the last: {reply.problem}")
+        if reply.status:  # a refusal, which all pairs would get
+            self._stop.set()
+            raise JudgeError(f"{reply.problem}; see model, key ({self.key_env}) and URL")
+        raise JudgeError(reply.problem)
+
+    def _headers(self) -> dict[str, str]:
+        key = os.environ.get(self.key_env, "")
+        if not (key.isascii() and key.isprintable()):
+            raise JudgeError(
+                f"the key in {self.key_env} must be one line of printable ASCII; it is not shown"
+                " here"
+            )
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """Text and tokens of a reply.
+
+    Raises:
+        ValueError: it is not a reply of the chat completions API.
+    """
+    try:
+        found = json.loads(body)
+        text = str(found["choices"][0]["message"]["content"] or "")
         used = found.get("usage") or {}
         return {
-            "text": str(text),
+            # Half of a surrogate pair alone can be written to no file.
+            "text": text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
             "prompt_tokens": int(used.get("prompt_tokens") or 0),
             "completion_tokens": int(used.get("completion_tokens") or 0),
         }
+    except (
+        *(ValueError, KeyError, IndexError, TypeError),
+        *(AttributeError, OverflowError, RecursionError),
+    ) as error:
+        raise ValueError(f"a reply without choices: {excerpt(body)}") from error
 
 
 def winner_in(text: str) -> Prefer:
@@ -196,15 +225,3 @@ def winner_in(text: str) -> Prefer:
         return "invalid"
     said: dict[str, Prefer] = {"a": "first", "b": "second", "tie": "tie"}
     return said[found[-1].lower()]
-
-
-def _asked_to_wait(error: urllib.error.HTTPError) -> float | None:
-    try:
-        return max(0.0, float(error.headers.get("Retry-After", "")))
-    except ValueError:
-        return None
-
-
-def _short(body: bytes) -> str:
-    text = " ".join(body.decode(errors="replace").split())
-    return text if len(text) <= 200 else text[:200] + "..."

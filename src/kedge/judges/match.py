@@ -197,7 +197,8 @@ def rank(
 
 
 def _coin(seed: int, row: int, prompt: str) -> bool:
-    digest = hashlib.blake2b(f"{seed}/{row}/{prompt}".encode(), digest_size=1).digest()
+    asked = f"{seed}/{row}/{prompt}".encode(errors="surrogatepass")
+    digest = hashlib.blake2b(asked, digest_size=1).digest()
     return bool(digest[0] & 1)
 
 

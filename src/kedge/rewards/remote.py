@@ -7,29 +7,24 @@ the answer is ``{"rewards": [...]}``, one number per completion, or null where i
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
-import math
 import os
-import random
-import socket
-import threading
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from kedge.errors import ConfigError, RewardError
+from kedge.http_client import Reply, post, retried
 from kedge.rewards.base import parallel
 
 logger = logging.getLogger(__name__)
 
 TOKEN_ENV = "KEDGE_REWARD_TOKEN"
-MAX_ANSWER = 64 << 20  # bytes
 LONGEST_WAIT = 30.0  # seconds between two attempts
-AGAIN = {408, 425, 429, 500, 502, 503, 504}  # answers that may be different next time
 REPORTS = ("log_metric", "log_extra", "trainer_state", "prompt_ids")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -83,8 +78,8 @@ class RemoteReward:
         self.__name__ = name
         self._address = _address(url)
         self._token = token if token is not None else os.environ.get(TOKEN_ENV)
-        if self._token is not None and not self._token.isprintable():
-            raise ConfigError("the token of a remote reward must be one line of printable letters")
+        if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
+            raise ConfigError("the token of a remote reward must be one line of printable ASCII")
         self._batch, self._concurrency = batch_size, concurrency
         self._timeout, self._time_limit = timeout, time_limit
         self._retries, self._backoff = retries, backoff
@@ -152,62 +147,47 @@ class RemoteReward:
             ) from error
 
     def _ask(self, body: bytes, rows: int, until: float) -> list[float | None]:
-        wait, attempt = self._backoff, 0
-        while True:
-            attempt += 1
-            answer = self._attempt(body, until)
-            if answer.status == 200:
-                return _rewards(answer.body, rows, self._address.shown)
-            left = until - time.monotonic()
-            pause = max(answer.pause, wait * random.uniform(0.5, 1.0))
-            if not answer.again or attempt > self._retries or pause >= left:
-                raise RewardError(
-                    f"reward server {self._address.shown} {answer.problem}"
-                    f" ({attempt} attempts, {self._time_limit - left:.1f} s)"
-                )
-            logger.warning("reward server %s %s; again", self._address.shown, answer.problem)
-            time.sleep(pause)
-            wait = min(2 * wait, LONGEST_WAIT)
+        shown = self._address.shown
+        reply, sent = retried(
+            lambda: self._send(body, until),
+            retries=self._retries,
+            backoff=self._backoff,
+            longest_wait=LONGEST_WAIT,
+            until=until,
+            on_retry=lambda reply: logger.warning(
+                "reward server %s %s; retrying", shown, reply.problem
+            ),
+        )
+        if reply.status == 200:
+            return _rewards(reply.body, rows, shown)
+        hint = f"; give token=, or set {TOKEN_ENV}" if reply.status == 401 else ""
+        spent = self._time_limit - (until - time.monotonic())
+        raise RewardError(
+            f"reward server {shown} {reply.problem}{hint} ({sent} attempts, {spent:.1f} s)"
+        )
 
-    def _attempt(self, body: bytes, until: float) -> _Answer:
+    def _send(self, body: bytes, until: float) -> Reply:
         seconds = min(self._timeout, until - time.monotonic())
         if seconds <= 0:
-            return _Answer(problem="did not answer within the time limit", again=False)
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        try:
-            return _post(self._address, body, headers, seconds)
-        except ssl_errors() as error:
-            return _Answer(problem=f"is not trusted: {error}", again=False)
-        except (OSError, http.client.HTTPException) as error:
-            return _Answer(problem=f"cannot be reached: {type(error).__name__}: {error}")
+            return Reply(problem="did not answer within the time limit")
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        return post(self._address.url, body, headers, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
+    url: str
     secure: bool
     host: str
-    port: int | None
-    path: str
-    shown: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int = 0
-    body: bytes = b""
-    problem: str = ""
-    again: bool = True
-    pause: float = 0.0
+    shown: str  # without the query, which may hold a secret
 
 
 def _address(url: str) -> _Address:
     try:
         parts = urlsplit(url)
-        port = parts.port
+        _ = parts.port  # raises for a port that is not a number
     except ValueError as error:
-        raise ConfigError(f"url={url!r} is no address: {error}") from error
+        raise ConfigError(f"url={url!r} is not an address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"url={url!r} must be http://host:port/path or https://host/path")
     if parts.username or parts.password:
@@ -215,77 +195,7 @@ def _address(url: str) -> _Address:
     path = parts.path if parts.path not in ("", "/") else "/score"
     shown = f"{parts.scheme}://{parts.netloc}{path}"
     query = f"?{parts.query}" if parts.query else ""
-    return _Address(parts.scheme == "https", parts.hostname, port, path + query, shown)
-
-
-def ssl_errors() -> tuple[type[Exception], ...]:
-    """Errors of a certificate that does not fit: trying again does not help."""
-    try:
-        import ssl
-    except ImportError:  # a Python without TLS
-        return ()
-    return (ssl.SSLCertVerificationError,)
-
-
-def _post(address: _Address, body: bytes, headers: dict[str, str], seconds: float) -> _Answer:
-    kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
-    connection = kind(address.host, address.port, timeout=seconds)
-    expired = threading.Event()
-    began = time.monotonic()
-    try:
-        connection.connect()
-        timer = threading.Timer(
-            max(0.0, seconds - (time.monotonic() - began)), _cut(connection.sock, expired)
-        )
-        timer.daemon = True
-        timer.start()
-        try:
-            connection.request("POST", address.path, body, headers)
-            response = connection.getresponse()
-            data = response.read(MAX_ANSWER + 1)
-            if response.length and len(data) <= MAX_ANSWER:  # bytes that are missing
-                raise http.client.IncompleteRead(data, response.length)
-        except (OSError, http.client.HTTPException) as error:
-            if expired.is_set():
-                raise TimeoutError(f"no answer after {seconds:.1f} s") from error
-            raise
-        finally:
-            timer.cancel()
-    finally:
-        connection.close()
-    if expired.is_set():
-        raise TimeoutError(f"no answer after {seconds:.1f} s")
-    if len(data) > MAX_ANSWER:
-        return _Answer(problem=f"answered more than {MAX_ANSWER} bytes", again=False)
-    text = data[:300].decode(errors="replace")
-    return _Answer(
-        status=response.status,
-        body=data,
-        problem=f"answered {response.status} {response.reason}: {text}{_hint(response.status)}",
-        again=response.status in AGAIN,
-        pause=_pause(response.getheader("Retry-After")),
-    )
-
-
-def _hint(status: int) -> str:
-    return f"; give token=, or set {TOKEN_ENV}" if status == 401 else ""
-
-
-def _cut(sock: Any, expired: threading.Event) -> Callable[[], None]:
-    """Ends a request that drips: a socket's own time limit is for every read anew."""
-
-    def cut() -> None:
-        expired.set()
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it was just closed
-
-    return cut
-
-
-def _pause(retry_after: str | None) -> float:
-    return float(retry_after) if retry_after and retry_after.isdigit() else 0.0
+    return _Address(shown + query, parts.scheme == "https", parts.hostname, shown)
 
 
 def _rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
@@ -300,6 +210,6 @@ def _rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
         raise RewardError(f"reward server {shown} gave {found!r} rewards for {rows} completions")
     for reward in rewards:
         number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
-        if reward is not None and not (number and math.isfinite(reward)):
-            raise RewardError(f"reward server {shown} gave {reward!r}, not a finite number")
+        if reward is not None and not (number and abs(reward) <= sys.float_info.max):
+            raise RewardError(f"reward server {shown} gave {str(reward)[:80]}, not a finite number")
     return [None if reward is None else float(reward) for reward in rewards]

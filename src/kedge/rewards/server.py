@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import inspect
 import ipaddress
 import json
 import logging
-import math
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,6 +24,13 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0  # that a request waits for its turn
 IDLE_SECONDS = 60.0  # that a client may take for its next bytes
+DRAIN_SECONDS = 5.0  # that a refused client has to send the rest of its request
+MAX_DRAINED = 64 << 20  # bytes of it that are read
+MAX_CONNECTIONS = 1024  # at the same time, each with a thread; more are told to come back
+BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
+    b'\r\n{"error": "too many connections; try again later"}'
+)
 
 
 class Refused(Exception):
@@ -41,8 +50,8 @@ class RewardServer:
     """An HTTP server for reward functions.
 
     ``POST /score`` (of the only function) or ``/score/<name>``, with the JSON that ``RemoteReward``
-    sends; ``GET /health`` answers ``{"status": "ok", "rewards": [names]}``.  What a function raises
-    is answered with 422 and the message.
+    sends; ``GET /health`` answers ``{"status": "ok", "rewards": [names]}``, also without a token.
+    What a function raises is answered with 422 and the message.
 
     Args:
         functions: reward functions by name, synchronous or asynchronous.
@@ -211,8 +220,11 @@ def _checked(returned: Any, rows: int) -> list[float | None]:
     found: list[float | None] = []
     for reward in rewards:
         value = reward.item() if hasattr(reward, "item") else reward
-        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
-            raise Refused(422, f"the function returned {value!r}, not a finite number or None")
+        number = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+        if value is not None and not number:
+            raise Refused(
+                422, f"the function returned {str(value)[:80]}, not a finite number or None"
+            )
         found.append(None if value is None else float(value))
     return found
 
@@ -227,10 +239,10 @@ class _Body:
         return data
 
     def drain(self, most: int) -> None:
-        """Read what is left: a client that still writes would lose its answer."""
-        left = min(self._unread, most)
-        while left > 0 and self._file.read(min(left, 1 << 16)):
-            left -= 1 << 16
+        """Read what a client still sends: closing before would lose it its answer."""
+        left, until = min(self._unread, most), time.monotonic() + DRAIN_SECONDS
+        while left > 0 and time.monotonic() < until and (data := self._file.read1(1 << 16)):
+            left -= len(data)
 
 
 def _http_server(host: str, port: int, rewards: RewardServer) -> ThreadingHTTPServer:
@@ -244,8 +256,10 @@ def _http_server(host: str, port: int, rewards: RewardServer) -> ThreadingHTTPSe
             try:
                 self._send(200, rewards.answer(self.path, headers, body.read))
             except Refused as refused:
-                body.drain(rewards.max_bytes)
                 self._send(refused.status, {"error": str(refused)})
+                self.connection.shutdown(socket.SHUT_WR)
+                self.connection.settimeout(DRAIN_SECONDS)
+                body.drain(max(rewards.max_bytes, MAX_DRAINED))
 
         def do_GET(self) -> None:
             if self.path == "/health":
@@ -266,11 +280,35 @@ def _http_server(host: str, port: int, rewards: RewardServer) -> ThreadingHTTPSe
         def log_message(self, format: str, *arguments: Any) -> None:
             logger.info("%s %s", self.address_string(), format % arguments)
 
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
+    return _Server(host, port, Handler)
 
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            logger.info("a client went away: %s", client_address, exc_info=True)
 
-    return Server((host, port), Handler)
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS  # that wait to be accepted; socketserver has 5
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                request.sendall(BUSY)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.info("a client went away: %s", client_address, exc_info=True)

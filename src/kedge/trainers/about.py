@@ -65,9 +65,14 @@ def add_links(output_dir: str | Path, links: Mapping[str, str]) -> None:
 
 
 def read_about(output_dir: str | Path | None) -> dict[str, Any]:
-    """What ``run.json`` says; empty if there is none."""
+    """What ``run.json`` says; empty if there is none, or it cannot be read."""
     file = Path(output_dir or ".") / FILE
-    found = json.loads(file.read_text(encoding="utf-8")) if output_dir and file.is_file() else {}
+    if not output_dir or not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}
 
 

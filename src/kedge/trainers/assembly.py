@@ -23,7 +23,7 @@ from kedge.engine.plan import BatchPlan
 from kedge.engine.recording import Replay, Replayed
 from kedge.errors import ConfigError
 from kedge.protocols import RewardSource
-from kedge.trainers.beside import check_folders
+from kedge.trainers.claim import check_targets
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.given import Given
 from kedge.trainers.hf_callbacks import Callbacks
@@ -78,7 +78,7 @@ def assemble(
         DataError: prompts that cannot be used.
     """
     args = given.args
-    check_folders(output_dir=args.output_dir, save_rollouts=settings.save_rollouts)
+    check_targets(args)
     prompts = prompting(
         given.train_dataset,
         tokenizer,

@@ -16,6 +16,7 @@ from kedge.engine.loop import Engine
 from kedge.errors import ConfigError
 from kedge.trainers.about import read_about, write_about
 from kedge.trainers.beside import opening
+from kedge.trainers.claim import claimed
 from kedge.trainers.given import Given
 from kedge.trainers.prompts import eval_sets
 from kedge.trainers.publishing import hub_of, provenance, write_card
@@ -52,7 +53,10 @@ class TrainerShell:
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to the end; ``resume_from_checkpoint`` is True (the newest) or a folder.
 
-        Called again after the end it does nothing, with a warning; after a stop it goes on.
+        Called again after the end it does nothing, with a warning; after a stop it resumes.
+
+        Raises:
+            ConfigError: another run is writing to ``output_dir``.
         """
         resume = resume_from_checkpoint
         if not resume and self.engine.step >= (updates := self.engine.plan.updates):
@@ -61,10 +65,11 @@ class TrainerShell:
                 " with a larger total_episodes, max_steps or num_train_epochs, and resume",
                 updates,
             )
-        if self.args.output_dir and self.accelerator.is_main_process:
-            with opening("output_dir", self.args.output_dir):
-                write_about(self._made_of, self.args, device=str(self.accelerator.device))
-        return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
+        with claimed(self.args):
+            if self.args.output_dir and self.accelerator.is_main_process:
+                with opening("output_dir", self.args.output_dir):
+                    write_about(self._made_of, self.args, device=str(self.accelerator.device))
+            return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
 
     @short_errors
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:

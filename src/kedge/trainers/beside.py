@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,28 +101,3 @@ def opening(option: str, folder: str | Path) -> Iterator[None]:
 
 def _way_out(cause: BaseException) -> str:
     return _WAYS_OUT.get(getattr(cause, "errno", None) or 0, "see what is there")
-
-
-def check_folders(**folders: str | Path | None) -> None:
-    """Refuse folders that cannot be made or written in, before anything is loaded.
-
-    Args:
-        folders: by option; None is no folder.
-
-    Raises:
-        ConfigError: names the option, the folder and what is in the way.
-    """
-    for option, folder in folders.items():
-        if folder:
-            _check_folder(option, folder)
-
-
-def _check_folder(option: str, folder: str | Path) -> None:
-    given = Path(folder).expanduser().absolute()
-    there = next(path for path in (given, *given.parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{option}={str(folder)!r}: {there} is a file; name another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{option}={str(folder)!r}: this user may not write in {there}; name another folder"
-        )

@@ -24,7 +24,7 @@ from transformers.integrations.integration_utils import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from kedge.backends.trackers import Many
-from kedge.errors import CheckpointError, ConfigError
+from kedge.errors import ConfigError, DamagedCheckpointError
 from kedge.protocols import Tracker
 
 STATE_FILE = "trainer_state.json"
@@ -172,7 +172,7 @@ class Callbacks:
         try:
             state = RunState.load_from_json(str(file))
         except (OSError, ValueError, TypeError) as e:
-            raise CheckpointError(f"could not read {file}: {e}") from e
+            raise DamagedCheckpointError(f"could not read {file}: {e}") from e
         state.is_local_process_zero = self.state.is_local_process_zero
         state.is_world_process_zero = self.state.is_world_process_zero
         self.state = state

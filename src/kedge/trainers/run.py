@@ -22,13 +22,14 @@ from kedge.engine import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine
 from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
-from kedge.engine.recording import pack, unpack
-from kedge.errors import CheckpointError, ConfigError
+from kedge.engine.recording import pack
+from kedge.errors import ConfigError
 from kedge.trainers.beside import Beside
 from kedge.trainers.evaluation import Evaluator
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.hooks import TrainerHooks
 from kedge.trainers.linking import link
+from kedge.trainers.resuming import resume_run
 from kedge.trainers.saving import earlier_run, numbers_of, recorder_of, write_models
 from kedge.trainers.services import trackers_of
 from kedge.trainers.token_rows import TokenRows, token_rows
@@ -77,7 +78,7 @@ class Run:
         """
         engine, plan = self.engine, self.engine.plan
         self._tidy(starting=not resume)
-        resumed = self._resume(resume)
+        resumed = resume_run(self, resume)
         screen = self._open_trackers()
         if screen is not None and resumed is not None:
             where = f"(iteration {engine.step} of {plan.updates})"
@@ -111,14 +112,14 @@ class Run:
         finally:
             self.callbacks.tracker.close()
         if screen is not None and self.args.output_dir:
-            root = shlex.quote(str(self._root()))
+            root = shlex.quote(str(self.root()))
             screen.note(f"the run is in {root}; `kedge report {root}` makes a page of it")
         return self._output(seconds, before)
 
     def _output(self, seconds: float, before: int) -> TrainOutput:
         state = self.callbacks.state
         if self.args.output_dir and state.is_world_process_zero:
-            file = self._root() / "curves.png"
+            file = self.root() / "curves.png"
             with self.beside.writing("curves", file):
                 draw_curves(state.log_history, file)
         losses = [row["loss/policy_avg"] for row in state.log_history if "loss/policy_avg" in row]
@@ -203,7 +204,7 @@ class Run:
         parts = {} if self.args.save_only_model else engine.state_dict()
         flight = [pack(sample) for sample in engine.in_flight]
         return checkpoint.save(
-            self._root(),
+            self.root(),
             engine.step,
             parts,
             local=flight or None,
@@ -223,7 +224,7 @@ class Run:
         """Clear away what a killed run left, before anyone looks for checkpoints."""
         if not self.args.output_dir:
             return
-        root, accelerator = self._root(), self.learner.accelerator
+        root, accelerator = self.root(), self.learner.accelerator
         first, main = starting and self.engine.step == 0, accelerator.is_main_process
         if main:
             checkpoint.tidy(root)
@@ -234,51 +235,24 @@ class Run:
             shutil.rmtree(folder)
         accelerator.wait_for_everyone()
 
-    def _resume(self, resume: str | bool | None) -> Path | None:
-        """Load a checkpoint if asked to; its folder, or None where training starts anew."""
-        if not resume:
-            return None
-        if not isinstance(resume, bool | str | Path):
-            raise ConfigError(
-                f"resume_from_checkpoint={resume!r} must be True, for the newest, or a folder"
-            )
-        given = None if isinstance(resume, bool) else Path(resume)
-        folder = given or checkpoint.latest_good(self._root())
-        if folder is None:
-            raise CheckpointError(
-                f"resume_from_checkpoint=True, but {self._root()} holds no checkpoint; leave it"
-                " unset to start from the beginning"
-            )
-        accelerator = self.learner.accelerator
-        found = checkpoint.load(
-            folder,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-            settings=numbers_of(self.settings, self.engine, self.learner),
-            verified=given is None,
-        )
-        if not found.parts:
-            raise CheckpointError(
-                f"{folder} was written with save_only_model=True: it holds the models but not the"
-                " optimiser, so training cannot go on from it; pass its folder as `model`"
-            )
-        self.engine.load_state_dict(dict(found.parts))
-        self.engine.put_back([unpack(sample) for sample in found.local or []])
-        self.callbacks.restore(folder)
-        return folder
-
     def _load_best(self) -> None:
         best = self.callbacks.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
             found = checkpoint.load(best)
             if not found.parts:
                 raise ConfigError("load_best_model_at_end=True needs save_only_model=False")
-            self.learner.load_state_dict(found.parts["learner"])
+            with checkpoint.loading(Path(best)):
+                self.learner.load_state_dict(found.parts["learner"])
             rollouts = self.engine.rollouts
             if not rollouts.live:
                 rollouts.load_weights(self.learner.weights(), self.learner.version)
 
-    def _root(self) -> Path:
+    def root(self) -> Path:
+        """The output folder.
+
+        Raises:
+            ConfigError: there is none.
+        """
         if not self.args.output_dir:
             raise ConfigError("output_dir is not set: there is no place for checkpoints")
         return Path(self.args.output_dir)

@@ -63,10 +63,10 @@ class Start:
     def scores(self, name: str, count: int) -> Tensor | None:
         """The scores kept for a set of ``count`` rows, by this process or an earlier one.
 
-        None, and a warning once, where a run goes on whose folder does not hold them.
+        None, and a warning once, where a resumed run's folder does not hold them.
 
         Raises:
-            CheckpointError: the file is damaged, or of other prompts.
+            CheckpointError: the file is of other prompts.
         """
         if name not in self._kept:
             self._kept[name] = self._read(name)
@@ -90,9 +90,13 @@ class Start:
             return None
         try:
             scores: list[Any] = json.loads(file.read_text(encoding="utf-8"))["scores"]
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}") from error
-        plain = [math.nan if x is None else float(x) for x in scores]
+            plain = [math.nan if x is None else float(x) for x in scores]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if self.main:
+                logger.warning(
+                    "eval_against_start: %s is damaged (%s), so no win rate is logged", file, error
+                )
+            return None
         return torch.tensor(plain, dtype=torch.float64)
 
     @staticmethod

@@ -390,7 +390,8 @@ class HFLearner:
                 raise CheckpointError(f"the checkpoint's {name} weights have other shapes")
             for p, q in zip(mine, theirs, strict=True):
                 p.copy_(cut_like(q, p))
-        go_on(self.optimizer, self.scheduler, state)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        go_on(self.optimizer, self.scheduler, state, names=names)
         cut_state(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]

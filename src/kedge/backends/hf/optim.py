@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from kedge.backends.hf.fingerprint import full
+from kedge.backends.hf.optimizer_state import check_state
 from kedge.errors import CheckpointError, ConfigError
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -185,7 +186,13 @@ def advance(scheduler: LRScheduler) -> None:
         scheduler.step()
 
 
-def go_on(optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any]) -> None:
+def go_on(
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    state: dict[str, Any],
+    *,
+    names: Mapping[int, str] | None = None,
+) -> None:
     """Take up the saved moments and the saved step of the schedule.
 
     Rates are those that this schedule has at that step.  They are not the saved ones where the run
@@ -195,11 +202,13 @@ def go_on(optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any]) -
         optimizer: of the run that goes on.
         scheduler: its schedule.
         state: what their ``state_dict`` gave, under "optimizer" and "scheduler".
+        names: of weights, by id, for errors.
 
     Raises:
-        CheckpointError: the moments are of another kind of optimiser.
+        CheckpointError: the moments are of another kind of optimizer.
+        DamagedCheckpointError: one of them is missing, or has another shape or dtype.
     """
-    _load_moments(optimizer, state["optimizer"])
+    _load_moments(optimizer, state["optimizer"], names or {})
     scheduler.load_state_dict(state["scheduler"])
     if isinstance(scheduler, LambdaLR):
         step = scheduler.last_epoch
@@ -208,15 +217,16 @@ def go_on(optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any]) -
             group["lr"] = base * rule(step)
 
 
-def _load_moments(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _load_moments(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> None:
     now = set(optimizer.param_groups[0]) - {"initial_lr"}
     saved = set(state["param_groups"][0]) - {"initial_lr"}
     if now != saved:
         raise CheckpointError(
-            f"the checkpoint's optimiser has {', '.join(sorted(saved - now)) or 'no more'}, this"
+            f"the checkpoint's optimizer has {', '.join(sorted(saved - now)) or 'no more'}, this"
             f" run's {type(optimizer).__name__} {', '.join(sorted(now - saved)) or 'no more'}; set"
             " optim as it was"
         )
+    check_state(optimizer, state, names)
     optimizer.load_state_dict(state)
 
 

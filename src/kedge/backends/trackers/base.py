@@ -94,7 +94,7 @@ class Jsonl:
         self._late.append(json_line({"step": step, **metrics}))
         size = self.file.stat().st_size if self.file.exists() else 0
         try:
-            with self.file.open("a", encoding="utf-8") as out:
+            with self.file.open("a", encoding="utf-8", errors="backslashreplace") as out:
                 out.write("".join(self._late))
         except OSError:
             with contextlib.suppress(OSError):
@@ -118,13 +118,15 @@ class Jsonl:
 def write_whole(file: Path, text: str) -> None:
     """Write a text file whole or not at all, with the folders above it.
 
+    Half a surrogate pair, which UTF-8 cannot hold, is written as its escape, as in JSON.
+
     Raises:
         OSError: the disk refused; what was there before is as it was.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
         part.replace(file)
     except OSError:
         with contextlib.suppress(OSError):
@@ -134,7 +136,8 @@ def write_whole(file: Path, text: str) -> None:
 
 def _set_aside(file: Path, *, unless: list[str]) -> None:
     """Rename a file, unless all its rows are among these."""
-    if {*map(_sorted, file.read_text(encoding="utf-8").splitlines())} <= {*map(_sorted, unless)}:
+    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    if {*map(_sorted, lines)} <= {*map(_sorted, unless)}:
         return
     file.rename(_free(file))
 
@@ -148,10 +151,10 @@ def _free(file: Path) -> Path:
 
 
 def _sorted(line: str) -> str:
-    """A row with its keys in order; a line that a kill cut short as it is."""
+    """A row with its keys in order; a line that is damaged or cut short as it is."""
     try:
         return json.dumps(json.loads(line), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
 
 

@@ -1,0 +1,201 @@
+"""Where runs write: folders that cannot be used, and two runs in one folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kedge import PPOConfig, output
+from kedge.cli.main import main
+from kedge.errors import ConfigError
+from kedge.output import LOCK, RunLock, check_file, check_folder
+
+HOLD = "import sys, time; from kedge.output import RunLock; lock = RunLock(sys.argv[1]);"
+HOLD += "lock.__enter__(); print('held', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of tmp_path/run."""
+    made = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert made.stdout is not None
+    assert made.stdout.readline() == "held\n"
+    yield made
+    made.kill()
+    made.wait()
+    assert made.stdin is not None
+    made.stdin.close()
+    made.stdout.close()
+
+
+# -- folders ----------------------------------------------------------------------------------
+
+
+def test_folders_that_cannot_be_used_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (
+        "",
+        " ",
+        tmp_path / "file",
+        tmp_path / "file" / "below",
+        "a\0b",
+        "\ud800",
+        "~nobody-x/y",
+    ):
+        with pytest.raises(ConfigError, match=r"output_dir=.*name (a|one|ano)"):
+            check_folder("output_dir", folder)
+    check_folder("output_dir", tmp_path / "new" / "below")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_disk_that_refuses_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(output.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match=r"x=.*Read-only file system.*name another folder"):
+        check_folder("x", tmp_path)
+
+
+def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for file in ("", tmp_path, tmp_path / "file" / "x.csv"):
+        with pytest.raises(ConfigError, match="--output"):
+            check_file("--output", file)
+    check_file("--output", tmp_path / "new" / "x.csv")
+    check_file("--output", tmp_path / "file")
+
+
+@pytest.mark.parametrize("folder", ["", "  "])
+def test_a_run_needs_a_folder_with_a_name(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"output_dir=.* names no folder"):
+        PPOConfig(output_dir=folder, use_cpu=True)
+
+
+def test_commands_find_it_before_they_load_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    below = str(tmp_path / "file" / "x")
+    train = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(prompts)]
+    rl = [*train, "--use_cpu", "True", "--reward_funcs", "length"]
+    for words, option in (
+        (["ppo", *rl, "--output_dir", ""], "output_dir"),
+        (["ppo", *rl, "--output_dir", below], "output_dir"),
+        (["grpo", *rl, "--output_dir", str(tmp_path), "--save_rollouts", below], "save_rollouts"),
+        (["generate", str(tmp_path), str(prompts), "--output", below], "--output"),
+    ):
+        assert main(words) == 2
+        assert f"{option}=" in capsys.readouterr().err, words
+
+
+# -- the lock ---------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_until_the_first_ends(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    said = f"in use by another run: process {other.pid} on {socket.gethostname()}"
+    with pytest.raises(ConfigError, match=said), RunLock(tmp_path / "run"):
+        raise AssertionError
+    assert other.stdin is not None
+    other.stdin.close()
+    other.wait()
+    with RunLock(tmp_path / "run"):
+        about = json.loads((tmp_path / "run" / LOCK).read_text())
+        assert about["pid"] == os.getpid()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_lock_of_a_killed_run_is_taken_over(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert (tmp_path / "run" / LOCK).is_file()
+    with RunLock(tmp_path / "run"):
+        pass
+
+
+def test_a_run_may_take_its_lock_again_but_another_thread_may_not(tmp_path: Path) -> None:
+    refused: list[BaseException] = []
+
+    def try_it() -> None:
+        try:
+            with RunLock(tmp_path):
+                pass
+        except ConfigError as error:
+            refused.append(error)
+
+    with RunLock(tmp_path):
+        with RunLock(tmp_path / "x" / ".."):
+            pass
+        thread = threading.Thread(target=try_it)
+        thread.start()
+        thread.join()
+        assert f"process {os.getpid()} " in str(refused[0])
+    try_it()
+    assert len(refused) == 1
+
+
+def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunLock(tmp_path):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    ready, done = os.pipe(), os.pipe()
+    lock = RunLock(tmp_path)
+    lock.__enter__()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"x")
+        os.read(done[0], 1)
+        lock.__exit__()  # as an exception on its way out of the child does
+        os._exit(0)
+    os.read(ready[0], 1)
+    held = RunLock._held.pop(lock.file)
+    os.close(held._handle)  # as if this process had been killed, and the child not
+    with RunLock(tmp_path):
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+        assert (tmp_path / LOCK).is_file()
+    for end in (*ready, *done):
+        os.close(end)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_without_locks_of_the_file_system_a_live_process_counts(
+    tmp_path: Path, other: subprocess.Popen[str], alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(output.fcntl, "flock", refuse)
+    if alive:
+        with pytest.raises(ConfigError, match=f"process {other.pid}"), RunLock(tmp_path / "run"):
+            raise AssertionError
+        return
+    other.kill()
+    other.wait()
+    with RunLock(tmp_path / "run"):
+        pass
