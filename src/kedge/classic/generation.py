@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kedge.backends.hf.end_tokens import listed
 from kedge.errors import DataError
 
 LengthFn = Callable[[], int]
@@ -41,7 +42,10 @@ def generate_many(
     eos: int | None,
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """One response int64 [n] per query int64 [P_i], without padding, ended by its first ``eos``.
+    """One response int64 [n] per query int64 [P_i], without padding, up to its first end token.
+
+    End tokens are ``eos`` and those at which ``generate`` stops: its ``eos_token_id``, or else
+    those of the model's generation_config.
 
     Args:
         model: generates.
@@ -49,11 +53,14 @@ def generate_many(
         length: draws max_new_tokens, once per ``rows`` queries.
         rows: queries that are sampled together.
         prompt: whether each query stands before its response (never for an encoder-decoder).
-        eos: the end token, kept; one inside a query ends nothing.
+        eos: the tokenizer's EOS token. End tokens are kept; one inside a query ends nothing.
         options: of transformers' ``generate``.
     """
     encodes = _encodes(model)
     pad = options.get("pad_token_id")
+    usual = getattr(getattr(model, "pretrained_model", model), "generation_config", None)
+    stops = options.get("eos_token_id", getattr(usual, "eos_token_id", None))
+    ends = torch.tensor([*listed(eos), *listed(stops)], dtype=torch.long)
     found: list[Tensor] = []
     for batch in _chunks(list(queries), rows):
         ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad)
@@ -64,8 +71,8 @@ def generate_many(
         begin = 1 if encodes else ids.shape[1]  # a decoder's start token may be the end token
         for query, row in zip(batch, out, strict=True):
             new = row[begin:]
-            ends = (new == eos).nonzero()[:, 0].tolist() if eos is not None else []
-            new = new[: ends[0] + 1] if ends else new
+            ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist()
+            new = new[: ended[0] + 1] if ended else new
             if encodes:
                 found.append(torch.cat([row[:begin], new]))
             else:

@@ -16,7 +16,7 @@ from kedge.algorithms.base import Algorithm
 from kedge.engine.stages import cut, make_experience
 from kedge.errors import PreflightError
 from kedge.protocols import Learner, RolloutEngine
-from kedge.types import Annotation, Experience, Judgement, Rollout
+from kedge.types import Annotation, Experience, Judgement, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def preflight(
     algorithm: Algorithm,
     kl_coef: float,
     fresh_reference: bool,
-    stops: bool = True,
+    sampling: Sampling,
     tolerance: Tolerance = FULL_PRECISION,
 ) -> list[str]:
     """Check one sampled and scored batch.  Nothing is trained.
@@ -53,7 +53,7 @@ def preflight(
         algorithm: the learning rule.
         kl_coef: coefficient of the KL penalty.
         fresh_reference: the reference was made from the policy's weights and nothing has trained.
-        stops: there is a token or text that ends a response.
+        sampling: how the batch was sampled, and where its responses end.
         tolerance: accepted differences.
 
     Returns:
@@ -77,7 +77,7 @@ def preflight(
     few = experience.rows(torch.arange(min(4, len(experience))))
     _ratio_is_one(learner.probe(few).logprobs, few.old_logprobs, few.mask, tolerance.same_kernel)
     _losses_add_up(learner, algorithm, few)
-    return _unusual(rollout, judgement, learner, stops=stops)
+    return _unusual(rollout, judgement, learner, sampling)
 
 
 def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> Annotation:
@@ -227,7 +227,9 @@ def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> N
         )
 
 
-def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner, *, stops: bool) -> list[str]:
+def _unusual(
+    rollout: Rollout, judgement: Judgement, learner: Learner, sampling: Sampling
+) -> list[str]:
     scores = torch.where(judgement.valid, judgement.scores, 0.0).double()
     n, s, ss = learner.total(
         torch.stack([judgement.valid.sum().double(), scores.sum(), (scores**2).sum()])
@@ -241,9 +243,12 @@ def _unusual(rollout: Rollout, judgement: Judgement, learner: Learner, *, stops:
     rows, finished = learner.total(
         torch.tensor([float(len(rollout)), float(rollout.finished.sum())], dtype=torch.float64)
     ).tolist()
-    if finished == 0 and rows:
+    ends = [*map(str, sampling.stop_ids), *map(repr, sampling.stop_strings)]
+    if finished == 0 and rows and ends:
+        shown = ", ".join(ends[:8]) + (", ..." if len(ends) > 8 else "")
         warnings.append(
-            f"none of the {int(rows)} responses ended by itself: if they should, "
-            + ("raise response_length" if stops else 'set stop_token="eos"')
+            f"none of the {int(rows)} responses ended by itself within {sampling.max_new_tokens}"
+            f" tokens (what ends one: {shown}): raise response_length, or set stop_token_ids to the"
+            " tokens with which this model ends an answer"
         )
     return warnings
