@@ -63,7 +63,7 @@ def test_row_25_positions_count_real_tokens(model, texts):
 
 
 def test_row_26_fixed_length_sampling(model, texts):
-    """Without stop ids every response has the full length, whatever it holds; EOS is the default."""
+    """Without stop ids every response has the full length; by default it ends at EOS."""
     assert PPOConfig.stop_token == "eos"
     rollout = sample(model, padded(texts, 0))
     assert rollout.ids.shape == (len(texts), LENGTH)

@@ -146,7 +146,7 @@ class Parser(HfArgumentParser):
             formatter_class=_Help,
             **options,
         )
-        self.nullable = _nullable(kinds)
+        self.nullable = nullable(kinds)
         for action in self._actions:
             if action.dest in self.nullable:
                 _take_none(action)
@@ -162,7 +162,7 @@ class Parser(HfArgumentParser):
         raise ConfigError(message)
 
 
-def _nullable(kinds: Iterable[Any]) -> frozenset[str]:
+def nullable(kinds: Iterable[Any]) -> frozenset[str]:
     """Fields for which None means something other than leaving them out.
 
     Texts are not among them: ``none`` may be the text.
