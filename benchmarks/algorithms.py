@@ -68,6 +68,7 @@ def run(name: str, seed: int) -> dict[str, Any]:
         "per_device_train_batch_size": 64,
         "max_steps": UPDATES,
         "response_length": 53,
+        "stop_token": None,
         "num_ppo_epochs": 4,
         "learning_rate": 3e-4,
         "temperature": 0.7,

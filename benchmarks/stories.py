@@ -38,6 +38,7 @@ def run(position: str, seed: int, updates: int = 40) -> dict[str, Any]:
             per_device_train_batch_size=64,
             max_steps=updates,
             response_length=53,
+            stop_token=None,
             learning_rate=3e-4,
             kl_coef=0.05,
             score_position=position,

@@ -45,6 +45,7 @@ def trainer(side: str, seed: int, updates: int, **changes: Any) -> PPOTrainer:
         "per_device_train_batch_size": 64,
         "max_steps": updates,
         "response_length": 53,
+        "stop_token": None,
         "learning_rate": 3e-4,
         "kl_coef": 0.05,
         "gradient_checkpointing": False,

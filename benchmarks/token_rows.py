@@ -52,6 +52,7 @@ def measured(rows: int) -> dict[str, float]:
                 per_device_train_batch_size=32,
                 max_steps=UPDATES,
                 response_length=64,
+                stop_token=None,
                 logging_steps=1,
                 log_token_rows=rows,
                 save_strategy="no",

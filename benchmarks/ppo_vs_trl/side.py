@@ -49,6 +49,7 @@ def common(case: Any, updates: int) -> dict[str, Any]:
         "num_ppo_epochs": EPOCHS,
         "total_episodes": case.batch * updates,
         "response_length": RESPONSE,
+        "stop_token": None,  # the same work on both sides
         "learning_rate": 3e-4,
         "kl_coef": 0.05,
         "temperature": 0.7,

@@ -7,7 +7,7 @@ from typing import Any
 
 from kedge import PPOConfig, PPOTrainer
 from kedge.testing import tiny_policy
-from tests.unit.text_toys import neox_reward, word_tokenizer
+from tests.unit.text_toys import EOS, neox_reward, word_tokenizer
 
 VOCAB = 32
 PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
@@ -39,7 +39,6 @@ def small(**changes: Any) -> PPOTrainer:
         "save_strategy": "no",
         "num_sample_generations": 0,
         "gradient_checkpointing": False,
-        "stop_token": "eos",
         "use_cpu": True,
         "disable_tqdm": True,
     }
@@ -47,7 +46,7 @@ def small(**changes: Any) -> PPOTrainer:
     parts: dict[str, Any] = {
         "args": None,
         "processing_class": word_tokenizer(),
-        "model": tiny_policy("gpt_neox", vocab_size=VOCAB),
+        "model": tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS),
         "reward_model": neox_reward(vocab=VOCAB),
         "train_dataset": PROMPTS,
     }

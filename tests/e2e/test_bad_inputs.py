@@ -334,10 +334,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "clip range 0": (lambda: small(cliprange=0.0), ConfigError, ["cliprange"]),
     "KL below 0": (lambda: small(kl_coef=-0.1), ConfigError, ["kl_coef", "-0.1"]),
     "unknown estimator": (lambda: small(kl_estimator="k9"), ConfigError, ["kl_estimator", "k9"]),
-    "stop token and stop id": (
-        lambda: small(stop_token="eos", stop_token_id=0),
+    "a penalty for responses without end, which none can have": (
+        lambda: small(stop_token=None, missing_eos_penalty=1.0),
         ConfigError,
-        ["stop_token", "stop_token_id"],
+        ["missing_eos_penalty=1.0", "stop_token=None", 'stop_token="eos"'],
     ),
     "unknown stop token": (lambda: small(stop_token="bos"), ConfigError, ["bos"]),
     "stop id beyond the vocabulary": (

@@ -47,6 +47,7 @@ def train(folder: Path, **changes: Any) -> tuple[dict[str, Any], PPOTrainer]:
         "logging_steps": 1,
         "save_strategy": "no",
         "num_sample_generations": 0,
+        "stop_token": None,
         "use_cpu": True,
         "disable_tqdm": True,
         **record["config"],

@@ -40,6 +40,7 @@ def train(folder: Path, *, newer: bool = False, **changes: Any) -> tuple[Any, RL
         "logging_steps": 1,
         "save_strategy": "no",
         "num_sample_generations": 0,
+        "stop_token": None,
         "use_cpu": True,
         "disable_tqdm": True,
         **record["config"],

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kedge import PPOConfig
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
@@ -62,7 +63,8 @@ def test_row_25_positions_count_real_tokens(model, texts):
 
 
 def test_row_26_fixed_length_sampling(model, texts):
-    """Without stop ids every response has the full length, whatever it holds."""
+    """Without stop ids every response has the full length; by default it ends at EOS."""
+    assert PPOConfig.stop_token == "eos"
     rollout = sample(model, padded(texts, 0))
     assert rollout.ids.shape == (len(texts), LENGTH)
     assert rollout.present.all()

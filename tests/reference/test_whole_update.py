@@ -216,7 +216,7 @@ def per_token(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
 
 def grouped(**options: Any) -> GRPOTrainer:
     plain = small(**DESCENT).args
-    kept = ("output_dir", "gradient_checkpointing", "stop_token", "use_cpu", "disable_tqdm")
+    kept = ("output_dir", "gradient_checkpointing", "use_cpu", "disable_tqdm")
     made = {name: getattr(plain, name) for name in kept} | DESCENT
     del made["kl_coef"], made["num_ppo_epochs"]
     made |= {"num_generations": 4, "max_completion_length": 6, "save_strategy": "no"}

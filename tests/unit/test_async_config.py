@@ -78,7 +78,7 @@ NAMES: dict[str, Any] = {
     "penalty_reward_value": -1.0,
     "remap_verifier": None,
     "response_length": 53,
-    "stop_token": None,
+    "stop_token": "eos",
     "stop_token_id": None,
     "min_new_tokens": 0,
     "temperature": 0.7,

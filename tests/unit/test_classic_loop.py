@@ -65,6 +65,15 @@ def test_responses_end_with_their_first_end_token() -> None:
     assert all(0 not in r[:-1] for r in rows)
 
 
+def test_responses_end_with_any_end_token_of_the_generation_config() -> None:
+    found = trainer(gpt2())
+    found.model.pretrained_model.generation_config.eos_token_id = list(range(5, 28, 2))
+    rows = found.generate(QUERIES * 4, return_prompt=False, max_new_tokens=12, **DRAW)
+    ends = [[i for i, token in enumerate(r.tolist()) if token >= 5 and token % 2] for r in rows]
+    assert any(ends)
+    assert all(not e or e[0] == len(r) - 1 for e, r in zip(ends, rows, strict=True))  # no padding
+
+
 def test_lengths_are_drawn_per_chunk() -> None:
     found = trainer(gpt2())
     drawn = iter([2, 3, 4])

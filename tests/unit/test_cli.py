@@ -195,12 +195,21 @@ def test_reward_functions_alone_need_no_reward_model(capsys):
         (["--max-steps", "3"], "max_steps", 3),
         (["--no_shuffle_dataset"], "shuffle_dataset", False),
         (["--stop_token_ids", "0", "7"], "stop_token_ids", [0, 7]),
+        ([], "stop_token", "eos"),
+        (["--stop_token", "none"], "stop_token", None),
         (["--report_to", "tensorboard"], "report_to", ["tensorboard"]),
     ],
 )
 def test_flags(flags, name, value):
     made = options(*MODEL, "--output_dir", "x", *flags)
     assert getattr(made.config, name) == value
+
+
+def test_null_in_a_file_means_none(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("stop_token: null\nstop_token_ids: null\n")
+    made = options(*MODEL, "--output_dir", "x", "--config", str(file)).config
+    assert (made.stop_token, made.stop_token_ids) == (None, None)
 
 
 @pytest.mark.parametrize(

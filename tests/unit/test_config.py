@@ -15,7 +15,8 @@ from kedge.config.cadence import cadence, warmup_updates
 from kedge.config.field_support import FIELD_SUPPORT, INHERITED, OWN
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.removed import REMOVED, RemovedArguments
-from kedge.config.resolve import resolve, sampling_of
+from kedge.config.resolve import resolve
+from kedge.config.sampling import sampling_of
 from kedge.config.support import Honoured, Moved, Refused, default_of
 from kedge.errors import ConfigError
 
@@ -46,6 +47,8 @@ def test_every_printed_parameter_has_its_printed_default(name):
     default = default_of(FIELDS[name])
     if name == "include_num_input_tokens_seen":  # spelled "no" by now
         assert default in (False, "no")
+    elif name == "stop_token":  # printed as None; responses end at EOS unless asked otherwise
+        assert default == "eos"
     else:
         assert default == PRINTED[name]
         assert isinstance(default, bool) == isinstance(PRINTED[name], bool)
@@ -235,8 +238,8 @@ BAD = [
     ({"seed": -1}, "seed=-1 must be"),
     ({"kl_estimator": "k4"}, "kl_estimator='k4' must be one of 'k1', 'k2', 'k3', 'abs', 'full'"),
     ({"stop_token": "pad"}, "stop_token='pad' must be one of 'eos', None"),
-    ({"stop_token": "eos", "stop_token_id": 0}, "stop_token_id=0 are both set"),
-    ({"stop_token": "eos", "stop_token_ids": [1]}, "stop_token_ids=[1] are both set"),
+    ({"stop_token": None, "missing_eos_penalty": 1.0}, "nothing can end a response here"),
+    ({"stop_token": None, "non_eos_penalty": True}, 'Set stop_token="eos", or leave non_eos_pen'),
     ({"stop_token_ids": [-1]}, "stop_token_ids=[-1] must be token ids"),
     ({"stop_strings": "end"}, "stop_strings='end' must be a list"),
     ({"stop_strings": [""]}, "stop_strings=[''] must be"),
@@ -296,18 +299,37 @@ def test_a_single_value_cannot_be_whitened(config):
 
 
 def test_stop_tokens(config):
-    assert sampling_of(config(stop_token="eos"), 7).stop_ids == (7,)
-    assert sampling_of(config(stop_token_id=0), 7).stop_ids == (0,)
-    assert sampling_of(config(stop_token_ids=[5, 0], stop_token_id=5), 7).stop_ids == (5, 0)
-    assert sampling_of(config(), 7).stop_ids == ()
-    with pytest.raises(ConfigError, match="the tokenizer has no eos_token"):
-        sampling_of(config(stop_token="eos"), None)
+    def ids(eos=(7, 9), **options):
+        return sampling_of(config(**options), eos).stop_ids
+
+    assert ids() == ids(stop_token="eos") == (7, 9)
+    assert ids(stop_token_id=0) == (7, 9, 0)
+    assert ids(stop_token=None) == ()
+    assert ids(stop_token=None, stop_token_ids=[5, 0], stop_token_id=5) == (5, 0)
+    assert ids(stop_strings=["."]) == (7, 9)
+
+
+def test_without_an_eos_token_a_run_says_that_nothing_ends_a_response(config, caplog):
+    assert sampling_of(config(response_length=9), ()).stop_ids == ()
+    assert "every response has response_length=9 tokens" in caplog.text
+    caplog.clear()
+    sampling_of(config(stop_token=None), (7,))
+    sampling_of(config(stop_strings=["."]), ())
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("options", [{"missing_eos_penalty": 1.0}, {"non_eos_penalty": True}])
+def test_options_that_need_an_end_refuse_a_run_without_one(config, options):
+    with pytest.raises(ConfigError, match=r"names an EOS token\. Set stop_token_ids or stop_str"):
+        resolve(config(**options))
+    resolve(config(**options), eos_token_ids=(7,))
+    resolve(config(**options, stop_token=None, stop_strings=["."]))
 
 
 def test_the_two_penalties_keep_their_meanings(config):
-    assert resolve(config(missing_eos_penalty=2.0)).reward.missing_stop == "subtract"
-    assert resolve(config(missing_eos_penalty=2.0)).reward.penalty == 2.0
-    older = resolve(config(non_eos_penalty=True)).reward
+    subtracts = resolve(config(missing_eos_penalty=2.0), eos_token_ids=(7,)).reward
+    assert (subtracts.missing_stop, subtracts.penalty) == ("subtract", 2.0)
+    older = resolve(config(non_eos_penalty=True), eos_token_ids=(7,)).reward
     assert (older.missing_stop, older.penalty) == ("replace", -1.0)
     assert resolve(config()).reward.missing_stop == "keep"
     assert resolve(config(missing_eos_penalty=0.0)).reward.missing_stop == "subtract"

@@ -210,7 +210,7 @@ def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
         min_p=None,
         log_completions=False,
     )
-    found = resolve_grpo(made)
+    found = resolve_grpo(made, eos_token_ids=(0,))
     assert (found.grpo.scale_rewards, found.grpo.max_length) == ("none", 64)
     assert (found.grpo.overlong_buffer, found.sampling.max_new_tokens) == (16, 64)
     assert found.correction is not None
@@ -227,6 +227,8 @@ def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
         ({"delta": 1.1}, "delta=1.1"),
         ({"delta": 3.0, "loss_type": "cispo"}, "delta=3.0"),
         ({"overlong_buffer": 600}, "overlong_buffer=600"),
+        ({"overlong_buffer": 9, "stop_token": None}, "nothing can end a response here"),
+        ({"mask_truncated_completions": True, "stop_token": None}, "nothing can end a response"),
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"beta": -1.0}, "beta=-1.0"),
         ({"disable_dropout": False}, "disable_dropout=False"),

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from tokenizers import processors
 
 from kedge.backends.data import DatasetPrompts
 from kedge.errors import ConfigError, DataError
@@ -270,3 +271,24 @@ def test_the_chat_template_gets_what_the_config_says(given):
     assert made.engine.source.batch(0).ids.tolist() == [[3, 4, 7]] * 4
     plain = small(processing_class=tokenizer, train_dataset=chats, **options)
     assert plain.engine.source.batch(0).ids.tolist() == [[3, 4, 8]] * 4
+
+
+def test_a_text_that_begins_with_bos_keeps_one(caplog):
+    tokenizer = word_tokenizer(bos_token="w3")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="w3 $A", special_tokens=[("w3", 3)]
+    )
+    rows = [{"prompt": text} for text in ("w3 w5", "w6", "w3 w3 w7")]
+    batch = make(rows, tokenizer).batch(0)
+    found = [ids[mask].tolist() for ids, mask in zip(batch.ids, batch.mask, strict=True)]
+    assert found == [[3, 5], [3, 6], [3, 3, 7]]  # what stood in the text stays
+    assert caplog.messages == [
+        "2 prompts already begin with the BOS token (a chat template rendered beforehand?): they"
+        " keep one, not two"
+    ]
+    caplog.clear()
+    assert make([{"prompt": "w3 w3"}], word_tokenizer(bos_token="w3")).batch(0).ids[0].tolist() == [
+        3,
+        3,
+    ]
+    assert caplog.messages == []

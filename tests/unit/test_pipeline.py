@@ -323,3 +323,9 @@ def test_a_whole_pipeline_on_tiny_models(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert json.loads((out / "judge" / "summary.json").read_text())["prompts"] == 6
     assert all((out / name / "done.json").is_file() for name in ("sft", "reward", "rloo", "judge"))
+
+
+def test_null_is_passed_on_where_it_says_something():
+    options = {"stop_token": None, "eval_steps": None, "seed": 1}
+    stage = stages.Stage(name="rl", command="ppo", options=options)
+    assert stage.words(Path()) == ["--stop_token=none", "--seed=1"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kedge.backends.hf.end_tokens import listed
 from kedge.classic.inputs import pad_id
 from kedge.classic.views import Views
 from kedge.errors import DataError
@@ -139,7 +140,10 @@ def generate_many(
     multiple: int = 1,
     cut: bool = True,
 ) -> list[Tensor]:
-    """One response int64 [n] per query int64 [P_i], without padding, ended by its first ``eos``.
+    """One response int64 [n] per query int64 [P_i], without padding, up to its first end token.
+
+    End tokens are ``eos`` and those at which ``generate`` stops: its ``eos_token_id``, or else
+    those of the model's generation_config.
 
     Args:
         model: generates.
@@ -147,13 +151,16 @@ def generate_many(
         length: draws max_new_tokens, once per ``rows`` queries.
         rows: queries that are sampled together.
         prompt: whether each query stands before its response (never for an encoder-decoder).
-        eos: the end token, kept; one inside a query ends nothing.
+        eos: the tokenizer's EOS token. End tokens are kept; one inside a query ends nothing.
         options: of transformers' ``generate``.
         multiple: the padded queries' length is a multiple of it.
         cut: whether a response ends with its first ``eos``.
     """
     encodes = _encodes(model)
     pad = options.get("pad_token_id")
+    usual = getattr(getattr(model, "pretrained_model", model), "generation_config", None)
+    stops = options.get("eos_token_id", getattr(usual, "eos_token_id", None))
+    ends = torch.tensor([*listed(eos), *listed(stops)], dtype=torch.long)
     found: list[Tensor] = []
     for batch in _chunks(list(queries), rows):
         ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad, multiple=multiple)
@@ -164,8 +171,8 @@ def generate_many(
         begin = 1 if encodes else ids.shape[1]  # a decoder's start token may be the end token
         for query, row in zip(batch, out, strict=True):
             new = row[begin:]
-            ends = (new == eos).nonzero()[:, 0].tolist() if cut and eos is not None else []
-            new = new[: ends[0] + 1] if ends else new
+            ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist() if cut else []
+            new = new[: ended[0] + 1] if ended else new
             if encodes:
                 found.append(torch.cat([row[:begin], new]))
             else:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
@@ -146,7 +146,10 @@ class Parser(HfArgumentParser):
             formatter_class=_Help,
             **options,
         )
+        self.nullable = nullable(kinds)
         for action in self._actions:
+            if action.dest in self.nullable:
+                _take_none(action)
             if action.type is string_to_bool and action.nargs is None:
                 action.nargs, action.const = "?", True  # --bf16 alone means True
             if action.dest == "resume_from_checkpoint":
@@ -159,6 +162,36 @@ class Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of leaving, so that there is one way that errors are shown."""
         raise ConfigError(message)
+
+
+def nullable(kinds: Iterable[Any]) -> frozenset[str]:
+    """Fields for which None means something other than leaving them out.
+
+    Texts are not among them: ``none`` may be the text.
+    """
+    found = set()
+    for kind in kinds:
+        hints = get_type_hints(kind)
+        for f in fields(kind):
+            types = set(get_args(hints[f.name]))
+            optional = type(None) in types and not types & {bool, str}
+            if optional and f.default not in (None, MISSING):
+                found.add(f.name)
+    return frozenset(found)
+
+
+def _take_none(action: argparse.Action) -> None:
+    """Let a flag be set to ``none`` (or ``null``)."""
+    convert: Any = action.type
+
+    def converted(text: str) -> Any:
+        return None if text.lower() in ("none", "null") else convert(text)
+
+    converted.__name__ = getattr(convert, "__name__", "value")  # for error messages
+    action.type = converted
+    if action.choices is not None:
+        action.choices = [*action.choices, None]
+        action.metavar = "{" + ",".join(str(c or "none") for c in action.choices) + "}"
 
 
 def parser(prog: str, config: type[OnPolicyConfig] = PPOv2Config) -> Parser:
@@ -268,9 +301,11 @@ def _tokens(values: Mapping[str, Any], made: Parser) -> list[str]:
     several = {action.dest for action in made._actions if action.nargs == "+"}
     tokens: list[str] = []
     for key, value in values.items():
-        if value is None:
+        if value is None and key in made.nullable:
+            tokens.append(f"--{key}=none")
+        elif value is None:
             continue
-        if key in several:
+        elif key in several:
             listed = value if isinstance(value, list) else [value]
             tokens += [f"--{key}", *map(str, listed)] if listed else []
         else:

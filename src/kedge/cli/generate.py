@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
 from kedge.output import check_file, write_csv, write_jsonl
 
+logger = logging.getLogger(__name__)
 EPILOG = """\
 PROMPTS is a file, a folder or a hub name, as for training.  Each line of the output has the prompt,
 the completion and the other columns of its row, for `kedge judge OUT.jsonl @reference ...`.
@@ -86,7 +88,8 @@ def answered(
     Args:
         name: folder or hub name of a causal language model with a tokenizer.
         dataset: with a column of prompts, as for training.
-        max_new_tokens: most tokens of an answer; it ends at the tokenizer's end of text.
+        max_new_tokens: the most tokens of an answer; it ends at the tokenizer's EOS token or at
+            an ``eos_token_id`` of the model's generation_config.
         temperature: 0 takes the most likely tokens.
         num_generations: answers to each prompt, in rows that follow one another.
         batch_size: answers that are sampled at once.
@@ -98,6 +101,7 @@ def answered(
         ConfigError, DataError: a model, an engine or prompts that cannot be used.
     """
     from kedge.backends.data import DatasetPrompts
+    from kedge.backends.hf.end_tokens import eos_token_ids
     from kedge.backends.rewards.texts import Texts
     from kedge.cli.arguments import ModelArguments
     from kedge.cli.ppo import load_policy, load_tokenizer
@@ -105,8 +109,14 @@ def answered(
 
     options = ModelArguments()
     tokenizer, model = load_tokenizer(name, options), load_policy(name, options).eval()
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token to stop at")
+    ends = eos_token_ids(model, tokenizer)
+    if not ends:
+        logger.warning(
+            "neither the tokenizer nor the generation_config of %r names an EOS token: every"
+            " completion has %d tokens",
+            name,
+            max_new_tokens,
+        )
     for name_, value in (("num_generations", num_generations), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"--{name_} {value}: at least 1")
@@ -125,7 +135,7 @@ def answered(
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        stop_ids=(int(tokenizer.eos_token_id),),
+        stop_ids=ends,
     )
     found: list[dict[str, Any]] = []
     for step in range(-(-len(prompts) // size)):
@@ -141,7 +151,9 @@ def answered(
 
 
 def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    from kedge.trainers.prompts import pad_id
+
+    pad = pad_id(tokenizer)
     if kind == "embedded":
         import torch
 

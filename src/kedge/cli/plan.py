@@ -81,9 +81,18 @@ def plan(
     Raises:
         ConfigError, DataError: as training would.
     """
+    from kedge.backends.hf.end_tokens import eos_token_ids
+
     names = model_names(options)
     tokenizer = load_tokenizer(names.tokenizer, options.model)
-    settings = _settings(options.config, processes, getattr(tokenizer, "eos_token_id", None))
+    flags = options.model
+    ends = eos_token_ids(
+        names.policy,
+        tokenizer,
+        revision=flags.model_revision,
+        trust_remote_code=flags.trust_remote_code,
+    )
+    settings = _settings(options.config, processes, ends)
     rule = load_algorithm(options.script.algorithm, options.script.algorithm_kwargs)
     usual = 1 if isinstance(settings, PPOSettings) else 2
     min_group = usual if rule is None else rule.min_group
@@ -92,13 +101,13 @@ def plan(
     return options, batches, facts, needs
 
 
-def _settings(config: OnPolicyConfig, processes: int | None, eos: int | None) -> RunSettings:
+def _settings(config: OnPolicyConfig, processes: int | None, ends: Sequence[int]) -> RunSettings:
     if isinstance(config, RLOOConfig):
-        return resolve_rloo(config, world_size=processes, eos_token_id=eos)
+        return resolve_rloo(config, world_size=processes, eos_token_ids=ends)
     if isinstance(config, GRPOConfig):
-        return resolve_grpo(config, world_size=processes, eos_token_id=eos)
+        return resolve_grpo(config, world_size=processes, eos_token_ids=ends)
     assert isinstance(config, PPOConfig)
-    return resolve(config, world_size=processes, eos_token_id=eos)
+    return resolve(config, world_size=processes, eos_token_ids=ends)
 
 
 def longest(facts: dict[str, int]) -> int:

@@ -63,15 +63,24 @@ class Stage:
         switches = self.command in PLACES or self.command == SCRIPT
         found = [filled(self.options[name]) for name in places]
         for name, value in self.options.items():
-            if name in places or value is None:
+            if name in places:
                 continue
-            if isinstance(value, list):
+            if value is None:
+                found += [f"--{name}=none"] if name in self._nullable() else []
+            elif isinstance(value, list):
                 found += [f"--{name}", *map(filled, value)]
             elif isinstance(value, bool) and switches:
                 found += [f"--{name}"] if value else []
             else:
                 found.append(f"--{name}={filled(value)}")
         return found
+
+    def _nullable(self) -> frozenset[str]:
+        """Options for which null says something other than leaving them out."""
+        from kedge.cli.arguments import nullable
+        from kedge.cli.plan import CONFIGS
+
+        return nullable([CONFIGS[self.command]]) if self.command in CONFIGS else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,9 @@ class AsyncPPOConfig(PPOConfig):
     max_lag: int = option(1, "Updates that sampling may be ahead of training; 0 is synchronous.")
     rollout_engine: str = option("ray", "What samples; see PPOConfig.")
     stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
-        None, "End responses at the end-of-text token or at a full stop: eos or period."
+        "eos",
+        "eos: end responses at the tokenizer's EOS token and at every eos_token_id of the model's "
+        "generation_config; period: at a full stop; None (none on the command line): at neither.",
     )
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "kl1", "kl2", "kl3"] = option(  # type: ignore[assignment]
         "k1", "Estimator of the KL per token; kl1 is another name of k1, and so on."

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from kedge.config.sampling import check_end
 from kedge.config.support import Moved
 from kedge.errors import ConfigError
 
@@ -184,12 +185,6 @@ def check_values(config: Any) -> None:
 
 
 def _stops(c: Any) -> None:
-    if c.stop_token is not None and (c.stop_token_id is not None or c.stop_token_ids):
-        name = "stop_token_id" if c.stop_token_id is not None else "stop_token_ids"
-        raise ConfigError(
-            f"stop_token={c.stop_token!r} and {name}={getattr(c, name)!r} are both set; "
-            "set one of them (stop_token_ids takes several ids)"
-        )
     for i in c.stop_token_ids or ():
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
             raise ConfigError(f"stop_token_ids={c.stop_token_ids!r} must be token ids, 0 or more")
@@ -201,6 +196,10 @@ def _stops(c: Any) -> None:
         raise ConfigError(
             f"min_new_tokens={c.min_new_tokens} is more than response_length={c.response_length}"
         )
+
+
+def _end(c: Any) -> None:
+    check_end(c, has_eos=True)  # what the tokenizer has is not known yet
 
 
 def _sampling(c: Any) -> None:
@@ -347,6 +346,7 @@ def _completions(c: Any) -> None:
 
 COMBINATIONS: tuple[Callable[[Any], None], ...] = (
     _stops,
+    _end,
     _sampling,
     _penalties,
     _reward_errors,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -248,13 +248,13 @@ class GRPOSettings(RunSettings):
 
 
 def resolve_grpo(
-    config: GRPOConfig, *, world_size: int | None = None, eos_token_id: int | None = None
+    config: GRPOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
 ) -> GRPOSettings:
     """Typed parts of a checked config.
 
     Args, Raises: as for ``kedge.config.resolve.resolve``.
     """
-    parts = shared_parts(config, world_size=world_size, eos_token_id=eos_token_id)
+    parts = shared_parts(config, world_size=world_size, eos_token_ids=eos_token_ids)
     return GRPOSettings(
         **parts,
         grpo=GRPOOptions(

@@ -128,11 +128,15 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         "Record which tokens could be sampled, and train over those. For top_k, top_p, min_p.",
     )
     stop_token: Literal["eos"] | None = option(
-        None, 'End responses at the tokenizer\'s end-of-text token: "eos".'
+        "eos",
+        "End responses at the tokenizer's EOS token and at every eos_token_id of the model's "
+        "generation_config; None (none on the command line): at neither.",
     )
-    stop_token_id: int | None = option(None, "End responses at this token id.")
-    stop_token_ids: list[int] | None = option(None, "End responses at any of these token ids.")
-    stop_strings: list[str] | None = option(None, "End responses after any of these texts.")
+    stop_token_id: int | None = option(None, "End responses at this token id, too.")
+    stop_token_ids: list[int] | None = option(
+        None, "End responses at any of these token ids, too; for these alone set stop_token=None."
+    )
+    stop_strings: list[str] | None = option(None, "End responses after any of these texts, too.")
 
     # Rewards.
     missing_eos_penalty: float | None = option(

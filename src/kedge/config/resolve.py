@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from kedge.config.correction import CorrectionOptions, correction_options
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import RolloutOptions, json_object, rollout_options
+from kedge.config.sampling import sampling_of
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 
@@ -171,19 +173,19 @@ class PPOSettings(RunSettings):
 
 
 def resolve(
-    config: PPOConfig, *, world_size: int | None = None, eos_token_id: int | None = None
+    config: PPOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
 ) -> PPOSettings:
     """Typed parts of a checked config.
 
     Args:
         config: checked again, since fields may have been set after construction.
         world_size: processes; the default is the number that runs.
-        eos_token_id: the tokenizer's end-of-text token, for ``stop_token="eos"``.
+        eos_token_ids: end a response, with ``stop_token="eos"``.
 
     Raises:
         ConfigError: a value that cannot work.
     """
-    parts = shared_parts(config, world_size=world_size, eos_token_id=eos_token_id)
+    parts = shared_parts(config, world_size=world_size, eos_token_ids=eos_token_ids)
     _check_whitening(config, parts["batch"])
     return PPOSettings(
         **parts
@@ -215,7 +217,7 @@ def resolve(
 
 
 def shared_parts(
-    config: OnPolicyConfig, *, world_size: int | None, eos_token_id: int | None
+    config: OnPolicyConfig, *, world_size: int | None, eos_token_ids: Sequence[int]
 ) -> dict[str, Any]:
     """The keyword arguments of ``RunSettings``, for a rule without a value model.
 
@@ -226,7 +228,7 @@ def shared_parts(
     rollout = rollout_options(config)
     return {
         "batch": batch_options(config, world_size),
-        "sampling": sampling_of(config, eos_token_id),
+        "sampling": sampling_of(config, eos_token_ids),
         "kl": KLOptions(
             coef=config.kl_coef,
             adaptive=config.adaptive_kl,
@@ -284,34 +286,6 @@ def batch_options(config: OnPolicyConfig, world_size: int | None = None) -> Batc
         total_episodes=config.total_episodes,
         max_steps=config.max_steps,
         num_train_epochs=config.num_train_epochs,
-    )
-
-
-def sampling_of(config: OnPolicyConfig, eos_token_id: int | None) -> Sampling:
-    """The distribution responses are drawn from, and where they stop.
-
-    Raises:
-        ConfigError: ``stop_token="eos"`` with a tokenizer that has no such token.
-    """
-    stops = list(config.stop_token_ids or ())
-    if config.stop_token_id is not None:
-        stops.append(config.stop_token_id)
-    if config.stop_token == "eos":
-        if eos_token_id is None:
-            raise ConfigError(
-                "stop_token='eos', but the tokenizer has no eos_token; set one on the tokenizer, "
-                "or name the id in stop_token_id"
-            )
-        stops.append(eos_token_id)
-    return Sampling(
-        max_new_tokens=config.response_length,
-        min_new_tokens=config.min_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        stop_ids=tuple(dict.fromkeys(stops)),
-        stop_strings=tuple(config.stop_strings or ()),
     )
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -241,13 +241,13 @@ class RLOOSettings(RunSettings):
 
 
 def resolve_rloo(
-    config: RLOOConfig, *, world_size: int | None = None, eos_token_id: int | None = None
+    config: RLOOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
 ) -> RLOOSettings:
     """Typed parts of a checked config.
 
     Args, Raises: as for ``kedge.config.resolve.resolve``.
     """
-    parts = shared_parts(config, world_size=world_size, eos_token_id=eos_token_id)
+    parts = shared_parts(config, world_size=world_size, eos_token_ids=eos_token_ids)
     assert config.cliprange is not None  # settled when the config was made
     return RLOOSettings(
         **parts,

@@ -16,7 +16,7 @@ from kedge.algorithms.base import Algorithm
 from kedge.engine.stages import cut, make_experience
 from kedge.errors import PreflightError
 from kedge.protocols import Learner, RolloutEngine
-from kedge.types import Annotation, Experience, Judgement, Rollout
+from kedge.types import Annotation, Experience, Judgement, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def preflight(
     algorithm: Algorithm,
     kl_coef: float,
     fresh_reference: bool,
-    stops: bool = True,
+    sampling: Sampling,
     length_option: str = "response_length",
     tolerance: Tolerance = FULL_PRECISION,
 ) -> list[str]:
@@ -54,7 +54,7 @@ def preflight(
         algorithm: the learning rule.
         kl_coef: coefficient of the KL penalty.
         fresh_reference: the reference was made from the policy's weights and nothing has trained.
-        stops: there is a token or text that ends a response.
+        sampling: how the batch was sampled, and where its responses end.
         length_option: what the config calls the length limit of a response.
         tolerance: accepted differences.
 
@@ -79,7 +79,7 @@ def preflight(
     few = experience.rows(torch.arange(min(4, len(experience))))
     _ratio_is_one(learner.probe(few).logprobs, few.old_logprobs, few.mask, tolerance.same_kernel)
     _losses_add_up(learner, algorithm, few)
-    return _unusual(rollout, judgement, learner, longer=length_option if stops else None)
+    return _unusual(rollout, judgement, learner, sampling, length_option)
 
 
 def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> Annotation:
@@ -230,7 +230,11 @@ def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> N
 
 
 def _unusual(
-    rollout: Rollout, judgement: Judgement, learner: Learner, *, longer: str | None
+    rollout: Rollout,
+    judgement: Judgement,
+    learner: Learner,
+    sampling: Sampling,
+    length_option: str,
 ) -> list[str]:
     scores = torch.where(judgement.valid, judgement.scores, 0.0).double()
     n, s, ss = learner.total(
@@ -245,13 +249,12 @@ def _unusual(
     rows, finished = learner.total(
         torch.tensor([float(len(rollout)), float(rollout.finished.sum())], dtype=torch.float64)
     ).tolist()
-    if finished == 0 and rows:
+    ends = [*map(str, sampling.stop_ids), *map(repr, sampling.stop_strings)]
+    if finished == 0 and rows and ends:
+        shown = ", ".join(ends[:8]) + (", ..." if len(ends) > 8 else "")
         warnings.append(
-            f"none of the {int(rows)} responses ended by itself: if they should, "
-            + (
-                f"raise {longer}, or train a model that was taught to end its answers"
-                if longer
-                else 'set stop_token="eos"'
-            )
+            f"none of the {int(rows)} responses ended by itself within {sampling.max_new_tokens}"
+            f" tokens (what ends one: {shown}): raise {length_option}, or set stop_token_ids to the"
+            " tokens with which this model ends an answer"
         )
     return warnings

@@ -18,7 +18,7 @@ from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
-from kedge.trainers.loading import init_kwargs
+from kedge.trainers.loading import end_tokens, init_kwargs
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import own_or, text_tokenizer
 from kedge.trainers.rules import check_unread
@@ -104,7 +104,9 @@ class GRPOTrainer(TrainerShell):
         settle_process(options)
         accelerator = accelerator_for(options)
         settings = resolve_grpo(
-            options, world_size=accelerator.num_processes, eos_token_id=tokenizer.eos_token_id
+            options,
+            world_size=accelerator.num_processes,
+            eos_token_ids=end_tokens(given, tokenizer),
         )
         held = ref_model is not None or settings.kl.coef > 0 or settings.grpo.beta > 0
         rule = algorithm or grpo(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kedge.backends.hf.end_tokens import eos_token_ids
 from kedge.config.newer import NewerArguments
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.rollout import json_object
@@ -65,6 +66,18 @@ def loading_of(given: Given) -> dict[str, Any]:
             " does"
         )
     return split(found) | {"trust_remote_code": found.get("trust_remote_code", trusts(given.args))}
+
+
+def end_tokens(given: Given, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that ``stop_token="eos"`` means for the policy, before its weights are loaded."""
+    options = init_kwargs(given.args)
+    assert given.model is not None  # text_tokenizer refuses it
+    return eos_token_ids(
+        given.model,
+        tokenizer,
+        revision=options.get("revision"),
+        trust_remote_code=options.get("trust_remote_code", trusts(given.args)),
+    )
 
 
 def split(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kedge.protocols import RolloutEngine
 from kedge.trainers.assembly import assemble
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.given import Given
+from kedge.trainers.loading import end_tokens
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import text_tokenizer
 from kedge.trainers.rules import check_unread
@@ -108,7 +109,9 @@ class PPOTrainer(TrainerShell):
         accelerator = accelerator_for(args)
         tokenizer = text_tokenizer(processing_class, model)
         settings = resolve(
-            args, world_size=accelerator.num_processes, eos_token_id=tokenizer.eos_token_id
+            args,
+            world_size=accelerator.num_processes,
+            eos_token_ids=end_tokens(given, tokenizer),
         )
         held = ref_model is not None or settings.kl.coef > 0 or settings.kl.adaptive
         rule = algorithm or ppo(**asdict(settings.ppo), reference=held)

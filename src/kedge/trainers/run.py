@@ -157,7 +157,7 @@ class Run:
             algorithm=self.engine.algorithm,
             kl_coef=self.engine.kl.value,
             fresh_reference=self.fresh_reference,
-            stops=bool(self.settings.sampling.stop_ids or self.settings.sampling.stop_strings),
+            sampling=self.settings.sampling,
             length_option=self.args.length_option,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )

@@ -95,7 +95,10 @@ def encode_prompts(
     names = [column]
     if column == "input_ids" and "attention_mask" in table.names:
         names.append("attention_mask")
-    return _gather(_chunks(table, names, encode, num_proc), len(table), max_length, overlong)
+    chunks = _chunks(table, names, encode, num_proc)
+    if column != "input_ids" and prepends_bos(tokenizer):
+        chunks = _with_one_bos(chunks, tokenizer.bos_token_id)
+    return _gather(chunks, len(table), max_length, overlong)
 
 
 def appends_eos(tokenizer: Any) -> bool:
@@ -105,6 +108,30 @@ def appends_eos(tokenizer: Any) -> bool:
         return False
     ids, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     return len(ids) > 1 and ids[-1] == eos and bare[-1:] != [eos]
+
+
+def prepends_bos(tokenizer: Any) -> bool:
+    """Whether ``tokenizer`` begins every text with its BOS token."""
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return False
+    ids, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    return ids[:1] == [bos] and bare[:1] != [bos]
+
+
+def _with_one_bos(chunks: Iterable[list[list[int]]], bos: int) -> Iterable[list[list[int]]]:
+    """Drop the BOS that the tokenizer put before a text that began with one already."""
+    doubled = 0
+    for chunk in chunks:
+        twice = [ids[:2] == [bos, bos] for ids in chunk]
+        doubled += sum(twice)
+        yield [ids[1:] if drop else ids for ids, drop in zip(chunk, twice, strict=True)]
+    if doubled:
+        logger.warning(
+            "%d prompts already begin with the BOS token (a chat template rendered beforehand?):"
+            " they keep one, not two",
+            doubled,
+        )
 
 
 def _chunks(

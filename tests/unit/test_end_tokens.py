@@ -1,0 +1,164 @@
+"""A response ends at the tokenizer's EOS token and at those of the model's generation_config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kedge import (
+    AsyncPPOConfig,
+    AsyncPPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from kedge.backends.hf.end_tokens import eos_token_ids
+from kedge.cli.generate import answered
+from kedge.engine.preflight import _unusual
+from kedge.errors import ConfigError
+from kedge.testing import ConstantReward, tiny_policy
+from kedge.types import Sampling
+
+from .text_toys import EOS, rollout_of, word_tokenizer
+from .toys import ToyLearner
+
+PROMPTS = [{"prompt": f"w{i}"} for i in range(3, 7)]
+
+
+def model(*ends: int, **config: Any) -> Any:
+    made = tiny_policy("gpt_neox", vocab_size=32, hidden_size=8, layers=1, heads=2, **config)
+    made.generation_config.eos_token_id = list(ends) or None
+    return made
+
+
+def saved(folder: Path, *ends: int) -> str:
+    model(*ends).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_ids_are_those_of_tokenizer_and_generation_config() -> None:
+    assert eos_token_ids(model(9, EOS, 5), word_tokenizer()) == (EOS, 9, 5)
+    assert eos_token_ids(model(), word_tokenizer()) == (EOS,)
+    assert eos_token_ids(model(9), word_tokenizer(eos=False)) == (9,)
+    assert eos_token_ids(model(), word_tokenizer(eos=False)) == ()
+    assert eos_token_ids(torch.nn.Linear(1, 1), word_tokenizer()) == (EOS,)
+
+
+def test_an_id_that_the_model_cannot_sample_is_left_out() -> None:
+    assert eos_token_ids(model(32, 50256, 31), word_tokenizer()) == (EOS, 31)
+
+
+def test_a_folder_says_the_same_as_the_model_in_it(tmp_path) -> None:
+    folder = saved(tmp_path, 9, 5)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()  # weights are not read
+    assert eos_token_ids(folder, word_tokenizer()) == (EOS, 9, 5)
+    (tmp_path / "generation_config.json").unlink()
+    assert eos_token_ids(folder, word_tokenizer()) == (EOS, 1)  # of the model's configuration
+    assert eos_token_ids(str(tmp_path / "none"), word_tokenizer()) == (EOS,)
+
+
+def test_the_folder_of_an_adapter_stands_for_its_base(tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    base = model(9)
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["query_key_value"]))
+    assert eos_token_ids(adapted, word_tokenizer()) == (EOS, 9)
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert eos_token_ids(str(tmp_path / "adapter"), word_tokenizer()) == (EOS, 9)
+
+
+def ppo(folder: str, **given: Any) -> Any:
+    return PPOTrainer(PPOConfig(**options(folder)), word_tokenizer(), reward_funcs=[words], **given)
+
+
+def asynchronous(folder: str, **given: Any) -> Any:
+    config = AsyncPPOConfig(**options(folder), rollout_engine="embedded")
+    return AsyncPPOTrainer(config, word_tokenizer(), reward_funcs=[words], **given)
+
+
+def rloo(folder: str, **given: Any) -> Any:
+    config = RLOOConfig(**options(folder), num_generations=2)
+    return RLOOTrainer(args=config, processing_class=word_tokenizer(), reward_funcs=words, **given)
+
+
+def grpo(folder: str, **given: Any) -> Any:
+    config = GRPOConfig(**options(folder), num_generations=2)
+    return GRPOTrainer(args=config, processing_class=word_tokenizer(), reward_funcs=words, **given)
+
+
+def options(folder: str) -> dict[str, Any]:
+    sizes = {"per_device_train_batch_size": 4, "response_length": 53}
+    return {"output_dir": folder, "use_cpu": True, **sizes}
+
+
+def words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+@pytest.mark.parametrize("trainer", [ppo, asynchronous, rloo, grpo])
+def test_every_trainer_ends_responses_at_them_by_default(trainer, tmp_path) -> None:
+    """Sampling every other token ends a response, so hardly any has the full length."""
+    policy = model(*range(3, 32, 2))
+    engine = trainer(str(tmp_path), model=policy, train_dataset=PROMPTS).engine
+    assert engine.sampling.stop_ids == (EOS, *range(3, 32, 2))
+    batch = engine.source.batch(0)
+    rollout = engine.rollouts.generate(batch, sampling=engine.sampling, seed=0)
+    last = rollout.ids.gather(1, rollout.present.sum(1, keepdim=True) - 1)[:, 0]
+    assert rollout.finished.all()
+    assert all(int(token) in engine.sampling.stop_ids for token in last)
+
+
+def test_an_option_that_needs_an_end_is_refused_before_weights_are_loaded(tmp_path) -> None:
+    folder = saved(tmp_path / "model")
+    for file in Path(folder).glob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "model" / "generation_config.json").write_text("{}")
+    config = PPOConfig(**options(str(tmp_path / "out")), missing_eos_penalty=1.0)
+    with pytest.raises(ConfigError, match="neither the tokenizer nor the model's generation_conf"):
+        PPOTrainer(
+            config,
+            word_tokenizer(eos=False),
+            model=folder,
+            reward_funcs=[words],
+            train_dataset=PROMPTS,
+        )
+
+
+def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
+    from datasets import Dataset
+
+    found = answered(
+        saved(tmp_path, *range(32)),
+        Dataset.from_list(PROMPTS),
+        max_new_tokens=8,
+        temperature=1.0,
+    )
+    assert [row["finished"] for row in found] == [True] * 4
+    assert all(len(row["completion"].split()) <= 1 for row in found)
+    assert "EOS" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stops", "finished", "expected"),
+    [
+        (Sampling(max_new_tokens=2, stop_ids=(0, 261)), False, "within 2 tokens (what ends one: "),
+        (Sampling(max_new_tokens=2, stop_strings=(".",)), False, "(what ends one: '.')"),
+        (Sampling(max_new_tokens=2, stop_ids=(0,)), True, None),
+        (Sampling(max_new_tokens=2), False, None),  # fixed length was asked for
+    ],
+)
+def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, expected) -> None:
+    rollout = rollout_of([([3], [4, 5]), ([3], [6, 7])], finished=[finished, False])
+    judgement = ConstantReward().score(rollout)
+    found = [w for w in _unusual(rollout, judgement, ToyLearner(), stops) if "none of the" in w]
+    assert bool(found) == (expected is not None)
+    assert expected is None or expected in found[0]
