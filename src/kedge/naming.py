@@ -88,6 +88,8 @@ def named(
             for name in kwargs:
                 if name not in known:
                     raise OptionError(f"{type(self).__name__} has no {kind} {name!r}{_said(name)}")
+            if kind == "option":
+                self.given = frozenset(kwargs)  # what was set, at whatever value
             real(self, *args, **kwargs)
 
         def _said(name: str) -> str:

@@ -12,10 +12,8 @@ import pytest
 from kedge.algorithms import BUILTIN, reinforce_pp, remax
 from kedge.engine.metrics import OF_ALL_RULES, OF_RULE
 from kedge.engine.rules_page import described, renewed
-from kedge.testing import tiny_policy
 from tests.e2e.small import rows, small
 from tests.e2e.test_groups import grpo, rloo
-from tests.unit.text_toys import word_tokenizer
 
 PAGES = Path(__file__).parents[2] / "docs" / "algorithms"
 
@@ -28,15 +26,11 @@ def test_the_tables_are_those_of_the_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_the_example_runs(name: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("demo")
+def test_the_example_runs(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    names: dict[str, Any] = {
-        "folder": str(tmp_path),
-        "tokenizer": word_tokenizer(),
-        "model": tiny_policy(vocab_size=32),
-        "prompts": [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 12)],
-    }
+    names: dict[str, Any] = {}
     exec(example, names)
     assert names["trainer"].state.global_step == 1
     assert logged(names["trainer"]) <= {*OF_ALL_RULES, *OF_RULE[name], *OF_GROUPS}

@@ -7,22 +7,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kedge import PPOConfig
 from kedge.engine.metrics import NAMES
-from kedge.testing import tiny_policy
-from tests.unit.text_toys import word_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "async.md").read_text(encoding="utf-8")
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("demo")
+def test_the_example_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    names: dict[str, Any] = {
-        "folder": str(tmp_path),
-        "tokenizer": word_tokenizer(),
-        "model": tiny_policy(vocab_size=32),
-        "prompts": [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 12)],
-    }
+    names: dict[str, Any] = {}
     exec(example, names)
     assert names["trainer"].state.global_step == 3
 

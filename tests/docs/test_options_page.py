@@ -20,6 +20,15 @@ def test_every_field_is_on_the_page_once(file):
 
 
 @pytest.mark.parametrize("file", CONFIGS)
+def test_what_learning_depends_on_comes_first(file):
+    page = options_page(CONFIGS[file])
+    names = ["learning_rate", "response_length", "ray_engine", "logging_dir"]
+    found = [page.index(f"| `{name}` |") for name in names]
+    assert found[0] < found[1] < found[2]
+    assert found[1] < found[3]
+
+
+@pytest.mark.parametrize("file", CONFIGS)
 def test_the_page_is_current(file):
     written = (PAGES / file).read_text()
     made_with = re.search(r"here with transformers (\S+)\.", written)[1]

@@ -1,6 +1,7 @@
 """The command line: flags, files, names, plans, and one clear line for every mistake."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -637,6 +638,30 @@ def test_the_plan_is_printed(tiny, capsys):
     assert "peak about" in out
     assert main(["plan", "dpo"]) == 2
     assert main(["plan", "ppo", "--num_processes", "none", *flags]) == 2
+
+
+def test_a_plan_fails_where_the_run_would(tiny, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Day 3", "answer": "5"}\n' * 8)
+    (tmp_path / "mine.py").write_text(
+        "def short(completions): return []\ndef right(completions, solution): return []\n"
+    )
+    (tmp_path / "file").touch()
+    flags = [
+        *("plan", "ppo", "--model_name_or_path", str(tiny), "--total_episodes", "64"),
+        *("--dataset_name", str(tmp_path / "prompts.jsonl"), "--reward_funcs"),
+    ]
+    assert main([*flags, f"{tmp_path}/mine.py:short"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "value head" in line)
+    assert row.split()[:4] == ["value", "head", "17", "17"]  # 16 weights and a bias
+    for more, words in (
+        ([f"{tmp_path}/gone.py:short"], "no file"),
+        ([f"{tmp_path}/mine.py:shirt"], "has no function 'shirt'; it has short, right"),
+        ([f"{tmp_path}/mine.py:right"], "needs solution, .*its columns: answer, prompt"),
+        ([f"{tmp_path}/mine.py:short", "--response_length", "4096"], "Set response_length="),
+        ([f"{tmp_path}/mine.py:short", "--output_dir", f"{tmp_path}/file/run"], "is a file"),
+    ):
+        assert main([*flags, *more]) == 2
+        assert re.search(words, capsys.readouterr().err), words
 
 
 def test_units():

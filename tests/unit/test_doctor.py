@@ -87,6 +87,14 @@ def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     ]
 
 
+def test_a_value_with_little_left_to_explain_is_not_blamed() -> None:
+    def explained(*spread: float) -> RunLog:
+        return log(val__explained_variance=[-1.0] * 6, objective__scores_std=list(spread))
+
+    assert rules(explained(0.4, 0.4, 0.4, 0.3, 0.3, 0.3)) == ["the value explains nothing"]
+    assert rules(explained(0.4, 0.4, 0.2, 0.1, 0.1, 0.1)) == []
+
+
 def test_what_the_run_asked_for_is_read_beside_its_log(tmp_path: Path) -> None:
     row = {"objective/scores": 1.0, "completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
     (tmp_path / "metrics.jsonl").write_text((json.dumps(row) + "\n") * 4)

@@ -99,12 +99,13 @@ def test_a_long_run_writes_a_hundred_times_at_most() -> None:
 def test_run_json_says_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["kedge", "ppo", "--hub_token", "hf_1", "--stop_token", "eos", "--wandb_api_key=k"]
     monkeypatch.setattr("sys.argv", words)
-    small(output_dir=str(tmp_path), hub_token="hf_1").train()
+    small(output_dir=str(tmp_path), hub_token="hf_1", kl_coef=0.05).train()
     text = (tmp_path / "run.json").read_text()
     about = json.loads(text)
     assert "hf_1" not in text
     assert about["command"] == "kedge ppo --hub_token ... --stop_token eos --wandb_api_key=..."
     assert about["algorithm"] == "PPO"
     assert "response_length" in about["changed"]
-    assert "vf_coef" not in about["changed"]
+    assert "kl_coef" in about["changed"]  # set, if only to its default
+    assert not {"vf_coef", "bf16", "batch_size", "world_size"} & {*about["changed"]}
     assert about["options"]["response_length"] == 6

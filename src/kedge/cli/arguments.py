@@ -229,6 +229,7 @@ def parse(
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
     if isinstance(model, ModelArgumentsBeside):
         model.trust_remote_code = settings.trust_remote_code
+    settings.given = given
     _check(script, model)
     return Options(script=script, config=settings, model=model, given=given)
 

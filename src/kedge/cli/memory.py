@@ -135,6 +135,13 @@ def count_parameters(config: Any, *, head: str, adapter: Any = None) -> tuple[in
     )
 
 
+def count_head(hidden: int) -> int:
+    """Parameters of a value head on the policy."""
+    from kedge.backends.hf.value_head import ScalarHead
+
+    return sum(p.numel() for p in ScalarHead(hidden).parameters())
+
+
 def activation_bytes(shape: Shape, tokens: int, *, width: int, checkpointing: bool) -> float:
     """Activations of one forward pass that the backward pass needs, approximately.
 

@@ -96,9 +96,38 @@ def plan(
     rule = load_algorithm(options.script.algorithm, options.script.algorithm_kwargs)
     usual = 1 if isinstance(settings, PPOSettings) else 2
     min_group = usual if rule is None else rule.min_group
-    batches, facts = _batches(options, settings, tokenizer, min_group)
+    batches, facts, columns = _batches(options, settings, tokenizer, min_group)
+    _check(options, names, longest(facts), columns)
     needs = needs_of(options, settings, batches, names, longest(facts))
     return options, batches, facts, needs
+
+
+def _check(options: Options, names: Names, prompt: int, columns: list[str] | None) -> None:
+    """Find what the run would: folders, reward functions, columns, positions of the models.
+
+    Raises:
+        ConfigError: as training would.
+    """
+    from kedge.backends.hf.fit import check_length
+    from kedge.backends.rewards.call import Signature, function_name
+    from kedge.backends.rewards.load import load_function
+    from kedge.trainers.claim import check_targets
+
+    config, script = options.config, options.script
+    check_targets(config)
+    for spec in script.reward_funcs or []:
+        function = load_function(spec)
+        signature = Signature(function, function_name(function))
+        if columns is not None:
+            signature.check(columns)
+    if columns is not None:  # else the longest prompt is a guess
+        policy = memory.read_config(names.policy, trust_remote_code=options.model.trust_remote_code)
+        check_length(
+            {"the policy": policy},
+            prompt=prompt,
+            response=config.response_length,
+            option=config.length_option,
+        )
 
 
 def _settings(config: OnPolicyConfig, processes: int | None, ends: Sequence[int]) -> RunSettings:
@@ -132,7 +161,8 @@ def _processes(argv: list[str]) -> tuple[int | None, list[str]]:
 
 def _batches(
     options: Options, settings: RunSettings, tokenizer: Any, min_group: int
-) -> tuple[BatchPlan, dict[str, int]]:
+) -> tuple[BatchPlan, dict[str, int], list[str] | None]:
+    """Sizes, facts about the prompts, and the dataset's columns; None without a dataset."""
     if options.script.dataset_name is None and not options.script.dataset_mixer_list:
         if settings.batch.total_episodes is None and settings.batch.max_steps <= 0:
             raise ConfigError(
@@ -141,19 +171,20 @@ def _batches(
             )
         guess = settings.data.max_prompt_length or PROMPT_GUESS
         made = plan_batches(**asdict(settings.batch), min_group=min_group)
-        return made, {"longest prompt, assumed": guess}
+        return made, {"longest prompt, assumed": guess}, None
     from kedge.trainers.prompts import prompting
 
     train, _ = load_prompts(options)
     here: Any = SimpleNamespace(process_index=0, num_processes=settings.batch.world_size)
     prompts = prompting(train, tokenizer, settings, here, min_group=min_group)
     report = prompts.source.report
-    return prompts.plan, {
+    facts = {
         "prompts": report.rows - report.dropped,
         "prompts dropped": report.dropped,
         "prompts truncated": report.truncated,
         "longest prompt": report.longest,
     }
+    return prompts.plan, facts, prompts.source.columns
 
 
 def needs_of(
@@ -202,6 +233,14 @@ def needs_of(
     if settings.kl.coef + in_loss > 0 and adapter is None:
         needs.append(memory.frozen("reference", counts[0], base))
     needs += _value_and_reward(options, settings, names, training, state)
+    if isinstance(settings, PPOSettings) and "value" not in {need.role for need in needs}:
+        size = memory.count_head(shape.hidden)
+        needs.insert(
+            len(needs) - (needs[-1].role == "reward"),
+            memory.trained(
+                "value head", (size, size), weight_bytes=4.0, state_bytes=state, training=0.0
+            ),
+        )
     return needs
 
 

@@ -41,6 +41,7 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     """
 
     SUPPORT: ClassVar[Mapping[str, Support]] = FIELD_SUPPORT
+    given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
     SETTLED: ClassVar[Mapping[str, Any]] = {}  # what unset fields become, if that is no default
 
     # TrainingArguments with other defaults.

@@ -33,6 +33,20 @@ here with transformers {version}.
 """
 
 
+# Sections of the page in order, and how ``Honoured.where`` begins for their fields.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Learning": ("algorithm", "KL controller", "value model", "learner"),
+    "Batches and length of the run": ("plan",),
+    "Sampling": ("sampling", "rows at a time"),
+    "Rewards and prompts": ("rewards", "prompts"),
+    "Evaluation, logs and checkpoints": (
+        *("evaluation", "cadence", "trackers", "checkpoints", "train()", "hub", "progress bar"),
+    ),
+    "Models": ("models", "loading", "command line and scripts"),
+    "Loop and rollout engine": ("engine", "loop", "rollout engine"),
+    "Process and everything else": ("",),
+}
+
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
     "ppo_config.md": PPOConfig,
     "async_ppo_config.md": AsyncPPOConfig,
@@ -45,14 +59,13 @@ def options_page(config: type[OnPolicyConfig]) -> str:
     """The whole page of one config, in Markdown."""
     name = config.__name__.removesuffix("Config")
     inherited = {f.name for f in fields(TrainingArguments)}
-    mine: list[str] = []
-    taken: list[str] = []
+    acting: dict[str, list[str]] = {title: [] for title in SECTIONS}
     refused: list[str] = []
     older: list[str] = []
-    for field in fields(config):
+    for field in sorted(fields(config), key=lambda f: f.name in inherited):
         support = config.SUPPORT.get(field.name, UNKNOWN)
         if isinstance(support, Honoured):
-            (taken if field.name in inherited else mine).append(_honoured(field, support))
+            acting[_section(support.where)].append(_honoured(field, support))
         elif isinstance(support, Moved):
             older.append(f"| `{field.name}` | `{support.to}` |")
         elif field.name not in REMOVED:
@@ -66,13 +79,20 @@ def options_page(config: type[OnPolicyConfig]) -> str:
                 name=name,
                 version=transformers.__version__,
             ),
-            *_table("Fields of Kedge", "| field | default | meaning | acts in |", mine),
-            *_table("Inherited fields that act", "| field | default | meaning | acts in |", taken),
+            *(
+                line
+                for title, rows in acting.items()
+                for line in _table(title, "| field | default | meaning | acts in |", rows)
+            ),
             *_table("Fields that are refused", "| field | why | instead |", refused),
             *_table("Other names", "| field | acts as |", older),
             *_table("Older fields that are refused", "| field | why | instead |", gone),
         ]
     )
+
+
+def _section(where: str) -> str:
+    return next(title for title, begins in SECTIONS.items() if where.startswith(begins))
 
 
 def _honoured(field: Field[Any], support: Honoured) -> str:

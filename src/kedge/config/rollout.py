@@ -130,6 +130,12 @@ def rollout_options(config: Any) -> RolloutOptions:
         ConfigError: an unknown engine, one whose package is missing, or options of another one.
     """
     name = config.rollout_engine
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"rollout_engine={type(name).__name__} must be the name of an engine"
+            f" ({', '.join(ENGINES)}, or an http:// address); pass an engine object to the trainer:"
+            " PPOTrainer(..., rollout_engine=engine)"
+        )
     kind: Any = "url" if name.startswith(("http://", "https://")) else name
     if kind not in (*ENGINES, "url"):
         raise ConfigError(

@@ -161,7 +161,9 @@ def value_explains_nothing(log: RunLog) -> Finding | None:
     if len(known) < MIN_ROWS:
         return None
     late = fmean(known[len(known) // 2 :])
-    if late > 0.05:
+    spread = log.series("objective/scores_std")
+    solved = spread and fmean(spread[len(spread) // 2 :]) < 0.5 * (spread[0] or 0.0)
+    if late > 0.05 or solved:  # where all responses score alike there is little to explain
         return None
     return Finding(
         "the value explains nothing",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.backends.trackers import write_whole
-from kedge.config.support import Refused, default_of
+from kedge.config.support import Moved, Refused
 from kedge.trainers.model_card import versions
 from kedge.trainers.publishing import Provenance
 
@@ -35,9 +35,10 @@ def write_about(made_of: Provenance, args: Any, *, device: str) -> Path:
         for f in fields(args)
         if f.name in shown and not isinstance(args.SUPPORT.get(f.name), Refused)
     }
-    changed = [
-        f.name for f in fields(args) if f.name in options and getattr(args, f.name) != default_of(f)
-    ]
+    moved = {
+        name: support.to for name, support in args.SUPPORT.items() if isinstance(support, Moved)
+    }
+    given = {moved.get(name, name) for name in args.given}
     about = {
         "algorithm": made_of.algorithm,
         "model": made_of.base_model,
@@ -49,7 +50,7 @@ def write_about(made_of: Provenance, args: Any, *, device: str) -> Path:
         "machine": f"{platform.system()}, Python {platform.python_version()}",
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": dict(versions()),
-        "changed": changed,
+        "changed": [name for name in options if name in given],
         "options": options,
     }
     file = Path(args.output_dir) / FILE

@@ -88,17 +88,15 @@ def assemble(
         min_group=algorithm.min_group,
     )
     sets = eval_sets(given.eval_dataset, args, settings, tokenizer, accelerator)
+    sources = [prompts.source, *(each.source for each in sets)]
     _fill_in(args, prompts.plan.derived())
     check_sampler(given, settings)
     check_reference(given, settings, algorithm)
     models = models_of(given, settings, algorithm, tokenizer)
-    check_models(
-        models,
-        (given.reward_model, given.reward_funcs),
-        [] if given.data_collator else [prompts.source, *(each.source for each in sets)],
-        tokens=len(tokenizer),
-        args=args,
-    )
+    rewards, checked = (given.reward_model, given.reward_funcs), sources
+    if given.data_collator:
+        checked = []
+    check_models(models, rewards, checked, tokens=len(tokenizer), args=args)
     callbacks = callbacks_of(given, models, accelerator)
     judge = judge_of(
         given,
@@ -109,10 +107,9 @@ def assemble(
         trainer_state=lambda: callbacks.state,
         columns=prompts.source.columns,
     )
-    if settings.data.drop_unused_columns:
-        for source in (prompts.source, *(each.source for each in sets)):
-            if isinstance(source, DatasetPrompts):
-                source.keep(getattr(judge, "columns", None))
+    for source in sources if settings.data.drop_unused_columns else []:
+        if isinstance(source, DatasetPrompts):
+            source.keep(getattr(judge, "columns", None))
     copied = whole_copy(models.policy, given, settings, accelerator)
     learner = learner_of(models, given, settings, prompts.plan, accelerator)
     callbacks.watch(learner.optimizer, learner.scheduler)

@@ -59,13 +59,14 @@ def check_kinds(given: Given) -> None:
     for name, value, methods in (
         ("optimizers[0]", pair[0], ("param_groups", "step")),
         ("optimizers[1]", pair[1], ("step", "state_dict")),
-        ("rollout_engine", given.rollout_engine, ("generate", "load_weights", "logprobs")),
+        ("rollout_engine", given.rollout_engine, ("live", "logprobs", "generate", "load_weights")),
         ("peft_config", given.peft_config, ("peft_type",)),
         ("data_collator", given.data_collator, ("__call__",)),
     ):
         missing = [method for method in methods if not hasattr(value, method)]
         if value is not None and (missing or isinstance(value, type)):
-            raise ConfigError(f"{name}={_shown(value)} is of another kind; pass {_WANTED[name]}")
+            lacks = f" (it lacks {', '.join(missing)})" if missing else ""
+            raise ConfigError(f"{name}={_shown(value)} must be {_WANTED[name]}{lacks}")
     if not isinstance(given.callbacks, list | tuple | None):
         raise ConfigError(f"callbacks={_shown(given.callbacks)} must be a list of callbacks")
     task = getattr(given.peft_config, "task_type", None)
@@ -101,8 +102,9 @@ def check_verifiers(given: Given) -> None:
 _WANTED = {
     "optimizers[0]": "a torch optimizer that holds the weights, not its class",
     "optimizers[1]": "a learning-rate scheduler of torch",
-    "rollout_engine": "an object with generate and load_weights; engines by name are an option of"
-    " the config, rollout_engine='vllm'",
+    "rollout_engine": "a kedge.protocols.RolloutEngine: an object with the properties live and"
+    " logprobs and the methods generate(prompts, sampling=, seed=) and load_weights(weights,"
+    " version); engines by name are an option of the config, rollout_engine='vllm'",
     "peft_config": "a configuration of PEFT, such as peft.LoraConfig(...)",
     "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
 }

@@ -81,8 +81,7 @@ class Run:
         resumed = resume_run(self, resume)
         screen = self._open_trackers()
         if screen is not None and resumed is not None:
-            where = f"(iteration {engine.step} of {plan.updates})"
-            screen.note(f"resuming from {resumed} {where}")
+            screen.note(f"resuming from {resumed} (iteration {engine.step} of {plan.updates})")
         per_epoch = plan.updates_per_epoch or plan.updates
         self.callbacks.begin(
             max_steps=plan.updates, epochs=plan.updates / per_epoch, batch_size=plan.local_rows
@@ -187,12 +186,9 @@ class Run:
         """Files and screen of the main process; trackers set by hand stay."""
         if not self.callbacks.state.is_world_process_zero:
             return None
-        screen = Screen(
-            self.engine.plan.updates,
-            start=self.engine.step,
-            bar=not self.args.disable_tqdm,
-            tables=self.args.num_sample_generations > 0,
-        )
+        bar, tables = not self.args.disable_tqdm, self.args.num_sample_generations > 0
+        updates, done = self.engine.plan.updates, self.engine.step
+        screen = Screen(updates, start=done, bar=bar, tables=tables)
         self.callbacks.tracker = trackers_of(self.callbacks, self.args, screen, self.beside)
         return screen
 

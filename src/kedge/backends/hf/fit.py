@@ -18,9 +18,12 @@ def vocabulary(model: nn.Module) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def positions(model: nn.Module) -> int | None:
-    """The most tokens of a row that the model is made for, or None where it names no limit."""
-    config: Any = getattr(model, "config", None)
+def positions(model: Any) -> int | None:
+    """The most tokens of a row that a model, or one of this configuration, is made for.
+
+    None where it names no limit.
+    """
+    config: Any = getattr(model, "config", model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(text, "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
@@ -47,12 +50,12 @@ def check_vocabulary(models: Mapping[str, nn.Module], *, tokens: int) -> None:
 
 
 def check_length(
-    models: Mapping[str, nn.Module], *, prompt: int, response: int, option: str = "response_length"
+    models: Mapping[str, Any], *, prompt: int, response: int, option: str = "response_length"
 ) -> None:
     """Refuse models that cannot hold the longest prompt and a response.
 
     Args:
-        models: by the name that messages call them.
+        models: or their configurations, by the name that messages call them.
         prompt: tokens of the longest prompt.
         response: most tokens of a response.
         option: what the config calls ``response``.

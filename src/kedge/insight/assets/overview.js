@@ -92,5 +92,5 @@ function options({ about }) {
   all.addEventListener("change", fill);
   fill();
   return el("div", { className: "card" }, el("h2", {}, "Options"),
-    el("div", { className: "bar" }, search, el("label", {}, all, " defaults too")), el("div", { className: "scroll" }, body));
+    el("div", { className: "bar" }, search, el("label", {}, all, " all, with defaults")), el("div", { className: "scroll" }, body));
 }

@@ -1,0 +1,55 @@
+"""The README's first run, as it stands there, on the demo's supervised model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kedge import PPOConfig
+from kedge.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra"),
+]
+
+
+def python(*words: str) -> str:
+    """Run Python in this folder; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_first_run_learns_and_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stages = str(ROOT / "examples" / "demo" / "pipeline.yaml")
+    values = ["folder=runs/demo", "compared=1"]  # the demo's model, of 20,000 summaries
+    python("-m", "kedge.cli.main", "pipeline", stages, "--only", "sft", "--set", *values)
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    if PPOConfig(output_dir=str(tmp_path / "none")).stop_token is None:
+        source = source.replace("response_length=24,", 'response_length=24, stop_token="eos",')
+    printed = python("-c", source)
+    assert "kedge: the run is in runs/short; `kedge report runs/short` makes" in printed
+    assert len(re.findall(r"^step \d+/20  ", printed, re.MULTILINE)) == 10
+    told = re.findall(r"^(before|after): \w+ .*posts: (-?\d\.\d+)\)$", printed, re.MULTILINE)
+    scores = {when: float(score) for when, score in told}
+    assert scores["after"] >= scores["before"] + 0.2, scores
+    assert main(["doctor", "runs/short"]) == 0, capsys.readouterr().out
+    assert main(["report", "runs/short"]) == 0
