@@ -6,6 +6,8 @@ sandbox itself.  Without either, programs run only if the weaker level "audit" i
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import shutil
 import sys
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kedge.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 LEVELS = ("bubblewrap", "namespaces", "audit")
 FOLDER = Path(__file__).parent
@@ -112,6 +116,7 @@ def choose(level: str, attempt: Callable[[str], str]) -> str:
         ConfigError: none works; the message says what to do.
     """
     if level == "audit":
+        _warn_of_audit()
         return level
     if level not in _chosen:
         problems = []
@@ -124,6 +129,15 @@ def choose(level: str, attempt: Callable[[str], str]) -> str:
         else:
             raise ConfigError(_refusal(problems))
     return _chosen[level]
+
+
+@functools.cache
+def _warn_of_audit() -> None:
+    logger.warning(
+        'sandbox="audit": model-written programs run as your user, held back by an audit hook of'
+        " Python alone; one that attacks the interpreter can read, write and delete your files,"
+        " start processes that stay, and reach the network"
+    )
 
 
 def _missing(level: str) -> str:

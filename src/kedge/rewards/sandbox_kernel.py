@@ -1,7 +1,7 @@
 """What the Linux kernel enforces on the processes of the sandbox: system calls through ctypes.
 
-``enter`` makes the namespaces where bubblewrap has not made them; ``leave`` and ``confine`` are the
-same at both levels.  This file is loaded by path, with the standard library alone.
+``enter`` makes the namespaces where bubblewrap has not made them; the rest is the same at both
+levels.  This file is loaded by path, with the standard library alone.
 """
 
 from __future__ import annotations
@@ -91,9 +91,17 @@ def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str]) -
     die_with_parent()
 
 
+def make_folder(megabytes: int, files: int) -> None:
+    """Go to an empty folder that holds so much and so many, and is gone with the sandbox."""
+    options = f"size={megabytes}m,nr_inodes={files},mode=700"
+    _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES | NO_EXEC, options)
+    os.chdir("/tmp")
+    call("sethostname", b"sandbox", 7)
+
+
 def leave() -> None:
     """Go on in a process that cannot see those that the sandbox has so far."""
-    call("unshare", NEW_PROCESSES | NEW_MOUNTS | NEW_IPC)
+    call("unshare", NEW_PROCESSES | NEW_IPC)
     exit_with_child()
 
 
@@ -149,22 +157,14 @@ def _restrict(path: str, flags: int, how: int) -> None:
 # --- limits of a process --------------------------------------------------------------------------
 
 
-def confine(megabytes: int, files: int) -> None:
-    """Give this process an empty working folder, and take away everything that it does not need.
+def confine() -> None:
+    """Take away from this process what it does not need, for good.
 
-    Afterwards it has no privileges, starts no process or program and opens no socket, for good.
-
-    Args:
-        megabytes: that fit in the folder.
-        files: that fit in the folder.
+    Afterwards it has no privileges, starts no process or program, and opens no socket.
 
     Raises:
         OSError: the kernel does not allow it.
     """
-    options = f"size={megabytes}m,nr_inodes={files},mode=700"
-    _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES | NO_EXEC, options)
-    os.chdir("/tmp")
-    call("sethostname", b"sandbox", 7)
     header = struct.pack("=Ii", CAPABILITIES_VERSION, 0)
     call("capset", header, bytes(24))  # effective, permitted and inheritable, two words each
     hide_memory()
