@@ -165,8 +165,8 @@ def test_nothing_but_a_solution_scores(level: str) -> None:
 
 def test_the_prefix_says_what_is_a_function() -> None:
     claims = YES.replace("Yes", "add").replace(":\n", ":\n    __init__ = lambda *a: None\n", 1)
-    sandbox = Sandbox(seconds=2.0)
-    assert not any(sandbox.test(claims, TESTS, prefix="def add(a, b):\n    '''A sum.'''\n").passed)
+    prefix, sandbox = "def add(a, b):\n    '''A sum.'''\n", Sandbox(seconds=2.0)
+    assert not any(sandbox.test(claims, TESTS, entry_point="add", prefix=prefix).passed)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -230,7 +230,8 @@ def confined():
     held = ctypes.create_string_buffer(24)
     C.capget(b"\\x22\\x05\\x08\\x20" + bytes(4), held)
     return {
-        "dumpable": C.prctl(3), "seccomp": C.prctl(21), "no new privileges": C.prctl(39, 0, 0, 0, 0),
+        "dumpable": C.prctl(3), "seccomp": C.prctl(21),
+        "no new privileges": C.prctl(39, 0, 0, 0, 0),
         "capabilities": any(held.raw), "user": os.getuid(), "process": os.getpid(),
         "processes": resource.getrlimit(resource.RLIMIT_NPROC)[1], "other": os.getppid(),
     }
