@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 LEVELS = ("bubblewrap", "namespaces", "audit")
 FOLDER = Path(__file__).parent
 CHILD = "sandbox_child.py"
+CODE, WORK = "/kedge-code", "/kedge-sandbox"  # in the sandbox; nothing of a machine is called so
 FLAGS = ("-s", "-S", "-B")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = (
@@ -32,7 +33,7 @@ SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the processes of a sandbox see: this, an empty folder ``/tmp``, and nothing else.
+    """What the processes of a sandbox see: this, and nothing else.
 
     Attributes:
         python: the interpreter.
@@ -40,6 +41,7 @@ class Plan:
         hidden: folders among those that appear empty.
         devices: device files.
         packages: folders of installed packages that the program may import.
+        folder: where they work, empty at first.
     """
 
     python: str
@@ -47,6 +49,7 @@ class Plan:
     hidden: tuple[str, ...]
     devices: tuple[str, ...]
     packages: tuple[str, ...]
+    folder: str = WORK
 
 
 def make_plan(*, packages: bool) -> Plan:
@@ -98,8 +101,8 @@ def command(level: str, plan: Plan) -> list[str]:
         line += ["--tmpfs", path, "--remount-ro", path]
     for path in plan.devices:
         line += ["--dev-bind", path, path]
-    line += ["--ro-bind", str(FOLDER), "/kedge", "--dir", "/tmp", "--remount-ro", "/"]
-    return [*line, "--chdir", "/", plan.python, *FLAGS, f"/kedge/{CHILD}"]
+    line += ["--ro-bind", str(FOLDER), CODE, "--dir", WORK, "--remount-ro", "/"]
+    return [*line, "--chdir", "/", plan.python, *FLAGS, f"{CODE}/{CHILD}"]
 
 
 _chosen: dict[str, str] = {}  # the level asked for -> the one that works here
