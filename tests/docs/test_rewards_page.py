@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kedge import rewards
+from tests.unit import sandbox_attacks as attacks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -26,3 +27,16 @@ def test_every_public_name_is_on_the_page() -> None:
     helpers = {"Outcome", "RewardMix", "VERIFIERS", "Verifier", "ByColumn", "text_of"}
     missing = [name for name in rewards.__all__ if name not in PAGE and name not in helpers]
     assert missing == []
+
+
+def test_the_table_counts_the_attacks() -> None:
+    counts = re.findall(r"^\| ([\w ]+):.*?\| (\d+) \|", PAGE, flags=re.MULTILINE)
+    assert dict(counts) == {
+        "files": str(len(attacks.FILES)),
+        "processes": str(len(attacks.PROCESSES)),
+        "network": str(len(attacks.NETWORK)),
+        "the system": str(len(attacks.PRIVILEGED)),
+        "verdicts": str(len(attacks.SCORES)),
+        "staying": str(len(attacks.STAYING)),
+        "bombs": str(len(attacks.BOMBS)),
+    }

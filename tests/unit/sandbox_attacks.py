@@ -7,7 +7,8 @@ from kedge.rewards.sandbox_seccomp import CLONE, CLONE3, REFUSED, SOCKETPAIR, TG
 # Bodies of functions.  A true result means that the attack got what it wanted.  Each has a folder
 # of the user's, OUTSIDE, with a file MARK; PARENT is the process that trains, PORT one that listens
 # (TCP and UDP), LOCAL a Unix socket.  `reached(name, ...)` makes a system call: true unless the
-# call was refused as such (EPERM, ENOSYS), so wrong arguments do not hide an open door.
+# call was refused as such (EPERM, ENOSYS), so wrong arguments do not hide an open door.  UP leads
+# to MARK from the folder FD, and seen from the folder DEEP seems to stay in the program's own.
 FILES = {
     "read": "return open(MARK).read()",
     "read bytes": "return os.read(os.open(MARK, os.O_RDONLY), 99)",
@@ -30,13 +31,13 @@ FILES = {
     "symlink to a folder": "os.symlink(OUTSIDE, 'soft3'); return os.listdir('soft3')",
     "stat": "return os.stat(MARK).st_size",
     "list": "return os.listdir(OUTSIDE)",
-    "open by dir_fd": "return os.read(os.open(UP, os.O_RDONLY, dir_fd=FD), 99)",
-    "write by dir_fd": "return os.write(os.open(UP, os.O_WRONLY, dir_fd=FD), b'x')",
-    "unlink by dir_fd": "os.unlink(UP, dir_fd=FD); return True",
-    "rename by dir_fd": "os.rename(UP, 'own', src_dir_fd=FD); return True",
-    "mkdir by dir_fd": "os.mkdir(UP + '-new', dir_fd=FD); return True",
-    "chmod by dir_fd": "os.chmod(UP, 0o777, dir_fd=FD); return True",
-    "symlink by dir_fd": "os.symlink('x', UP + '-new', dir_fd=FD); return True",
+    "open by dir_fd": "os.chdir(DEEP); return os.read(os.open(UP, os.O_RDONLY, dir_fd=FD), 99)",
+    "write by dir_fd": "os.chdir(DEEP); return os.write(os.open(UP, os.O_WRONLY, dir_fd=FD), b'x')",
+    "unlink by dir_fd": "os.chdir(DEEP); os.unlink(UP, dir_fd=FD); return True",
+    "rename by dir_fd": "os.chdir(DEEP); os.rename(UP, 'own', src_dir_fd=FD); return True",
+    "mkdir by dir_fd": "os.chdir(DEEP); os.mkdir(UP + '-new', dir_fd=FD); return True",
+    "chmod by dir_fd": "os.chdir(DEEP); os.chmod(UP, 0o777, dir_fd=FD); return True",
+    "symlink by dir_fd": "os.chdir(DEEP); os.symlink('x', UP + '-new', dir_fd=FD); return True",
     "mkfifo outside": "os.mkfifo(OUTSIDE + '/fifo'); return True",
     "mkfifo by a second posix": "import _imp, importlib.machinery as m\n"
     "p = _imp.create_builtin(m.ModuleSpec('posix', None)); p.mkfifo(OUTSIDE + '/f'); return True",
@@ -208,7 +209,8 @@ def reached(name, *arguments):
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     done = C.syscall(ctypes.c_long(number), *given)
     return done >= 0 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
-os.mkdir("fd")
+DEEP = os.getcwd() + "/fd" + "/d" * 20
+os.makedirs(DEEP)
 FD, HOME, UP = os.open("fd", os.O_RDONLY), os.getcwd(), ""
 for name, (body, OUTSIDE) in ARGUMENTS["attacks"].items():
     MARK = OUTSIDE + "/mark"

@@ -165,8 +165,8 @@ def test_nothing_but_a_solution_scores(level: str) -> None:
 
 def test_the_prefix_says_what_is_a_function() -> None:
     claims = YES.replace("Yes", "add").replace(":\n", ":\n    __init__ = lambda *a: None\n", 1)
-    sandbox = Sandbox(seconds=2.0)
-    assert not any(sandbox.test(claims, TESTS, prefix="def add(a, b):\n    '''A sum.'''\n").passed)
+    prefix, sandbox = "def add(a, b):\n    '''A sum.'''\n", Sandbox(seconds=2.0)
+    assert not any(sandbox.test(claims, TESTS, entry_point="add", prefix=prefix).passed)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -221,6 +221,39 @@ def test_the_program_is_refused_where_nothing_isolates_it(monkeypatch: pytest.Mo
     assert weaker(["def add(a, b): return a + b"], ground_truth=truth) == [1.0]
     with pytest.raises(ConfigError, match="isolation='none' must be auto, bubblewrap"):
         code_verifier(sandbox="none")
+
+
+CONFINED = """
+def confined():
+    import ctypes, os, resource
+    C = ctypes.CDLL(None)
+    held = ctypes.create_string_buffer(24)
+    C.capget(b"\\x22\\x05\\x08\\x20" + bytes(4), held)
+    return {
+        "dumpable": C.prctl(3), "seccomp": C.prctl(21),
+        "no new privileges": C.prctl(39, 0, 0, 0, 0),
+        "capabilities": any(held.raw), "user": os.getuid(), "process": os.getpid(),
+        "processes": resource.getrlimit(resource.RLIMIT_NPROC)[1], "other": os.getppid(),
+    }
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_both_processes_are_confined(level: str) -> None:
+    wanted = {
+        "dumpable": 0, "seccomp": 2, "no new privileges": 1, "capabilities": False, "user": 65534,
+        "process": 1, "processes": 64, "other": 0,
+    }  # fmt: skip
+    tests = [f"{CONFINED}\nassert confined() == {wanted}", f"assert candidate() == {wanted}"]
+    outcome = available(level).test(CONFINED, tests, entry_point="confined")
+    assert outcome.passed == (True, True), outcome
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tests_share_the_folder_and_nothing_else(level: str) -> None:
+    program = "open('own.py', 'w').write('x = 3')\ndef add(a, b): return a + b\n"
+    tests = ["assert open('own.py').read() == 'x = 3'", "import own", "import os; os.fork()"]
+    assert available(level).test(program, tests).passed == (True, False, False)
 
 
 def test_a_garbage_line_is_a_failed_solution(monkeypatch: pytest.MonkeyPatch) -> None:

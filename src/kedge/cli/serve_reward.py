@@ -10,7 +10,7 @@ from typing import Any
 
 from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
-from kedge.rewards import VERIFIERS, by_column
+from kedge.rewards import VERIFIERS, Verifier, by_column
 from kedge.rewards.remote import TOKEN_ENV
 from kedge.rewards.server import RewardServer
 
@@ -66,6 +66,9 @@ def main(argv: Sequence[str]) -> None:
     functions = dict(load(name) for name in options.rewards)
     if len(functions) < len(options.rewards):
         raise ConfigError(f"two rewards have the same name: {', '.join(options.rewards)}")
+    for function in functions.values():
+        if isinstance(function, Verifier):
+            function.prepare()
     token = os.environ.get(options.token_env)
     server = RewardServer(
         functions,

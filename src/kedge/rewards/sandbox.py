@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.rewards.sandbox_isolation import LEVELS, choose, command, make_plan
+from kedge.rewards.sandbox_isolation import LEVELS, WORK, choose, command, make_plan
 
 START_SECONDS = 2.0  # for Python to start, beyond the solution's own time
 
@@ -220,7 +220,7 @@ def _folder(level: str) -> Iterator[str]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    home = "/tmp" if folder == "/" else folder
+    home = WORK if folder == "/" else folder
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": home,

@@ -51,7 +51,10 @@ def main() -> None:
     """
     job = wire.read_frame(0)
     if job["level"] == "namespaces":
-        kernel().enter(job["shown"], job["devices"], job["hidden"])
+        kernel().enter(job["shown"], job["devices"], job["hidden"], job["folder"])
+    if job["level"] != "audit":
+        megabytes = 1 + (MAX_FILES * job["file_kb"] >> 10)
+        kernel().make_folder(job["folder"], megabytes, files=MAX_FILES + 1)
     limit(job)
     to_child, from_parent = os.pipe()
     to_parent, from_child = os.pipe()
@@ -66,11 +69,11 @@ def main() -> None:
             os._exit(status)
     os.close(to_child)
     os.close(from_child)
-    end_with(child, job["seconds"])
     try:
         isolate_tests(job)
         checks = wire.read_frame(0)
         _state["secret"] = checks["secret"]
+        end_with(child, job["seconds"])
         if "stdin" not in job:
             run_tests(checks, from_parent, to_parent)
         else:
@@ -140,29 +143,25 @@ def counts_by_namespace(release: str) -> bool:
 def isolate_tests(job: dict[str, Any]) -> None:
     """Put the process of the tests out of reach of the solution, and limit it likewise."""
     if job["level"] != "audit":
-        confine(job)
+        kernel().confine(job["folder"])
     elif sys.platform.startswith("linux"):
         kernel().hide_memory()
     _state["report"] = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)  # what tests print is no report
     os.dup2(null, 2)
+    os.environ["HOME"] = "/"  # packages read settings there, and the solution can write to its home
     sys.path.extend(job["packages"])
 
 
 def isolate_solution(job: dict[str, Any]) -> None:
-    """Leave the solution's process nothing but its own memory and an empty folder."""
+    """Leave the solution's process nothing but its own memory and the working folder."""
     if job["level"] != "audit":
         kernel().leave()
-        confine(job)
+        kernel().confine(job["folder"])
         return
     fence: Any = beside("sandbox_guard")
     fence.guard(".", [*fence.READABLE, *sys.path, sys.prefix, sys.base_prefix])
-
-
-def confine(job: dict[str, Any]) -> None:
-    """Limits of the kernel on this process."""
-    kernel().confine(megabytes=1 + (MAX_FILES * job["file_kb"] >> 10), files=MAX_FILES + 1)
 
 
 # --- the process of the solution ------------------------------------------------------------------

@@ -6,6 +6,8 @@ sandbox itself.  Without either, programs run only if the weaker level "audit" i
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import shutil
 import sys
@@ -15,9 +17,12 @@ from pathlib import Path
 
 from kedge.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 LEVELS = ("bubblewrap", "namespaces", "audit")
 FOLDER = Path(__file__).parent
 CHILD = "sandbox_child.py"
+CODE, WORK = "/kedge-code", "/kedge-sandbox"  # in the sandbox; nothing of a machine is called so
 FLAGS = ("-s", "-S", "-B")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = (
@@ -28,7 +33,7 @@ SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the processes of a sandbox see: this, an empty folder ``/tmp``, and nothing else.
+    """What the processes of a sandbox see: this, and nothing else.
 
     Attributes:
         python: the interpreter.
@@ -36,6 +41,7 @@ class Plan:
         hidden: folders among those that appear empty.
         devices: device files.
         packages: folders of installed packages that the program may import.
+        folder: where they work, empty at first.
     """
 
     python: str
@@ -43,6 +49,7 @@ class Plan:
     hidden: tuple[str, ...]
     devices: tuple[str, ...]
     packages: tuple[str, ...]
+    folder: str = WORK
 
 
 def make_plan(*, packages: bool) -> Plan:
@@ -94,8 +101,8 @@ def command(level: str, plan: Plan) -> list[str]:
         line += ["--tmpfs", path, "--remount-ro", path]
     for path in plan.devices:
         line += ["--dev-bind", path, path]
-    line += ["--ro-bind", str(FOLDER), "/kedge", "--dir", "/tmp", "--remount-ro", "/"]
-    return [*line, "--chdir", "/", plan.python, *FLAGS, f"/kedge/{CHILD}"]
+    line += ["--ro-bind", str(FOLDER), CODE, "--dir", WORK, "--remount-ro", "/"]
+    return [*line, "--chdir", "/", plan.python, *FLAGS, f"{CODE}/{CHILD}"]
 
 
 _chosen: dict[str, str] = {}  # the level asked for -> the one that works here
@@ -112,6 +119,7 @@ def choose(level: str, attempt: Callable[[str], str]) -> str:
         ConfigError: none works; the message says what to do.
     """
     if level == "audit":
+        _warn_of_audit()
         return level
     if level not in _chosen:
         problems = []
@@ -124,6 +132,15 @@ def choose(level: str, attempt: Callable[[str], str]) -> str:
         else:
             raise ConfigError(_refusal(problems))
     return _chosen[level]
+
+
+@functools.cache
+def _warn_of_audit() -> None:
+    logger.warning(
+        'sandbox="audit": model-written programs run as your user, held back by an audit hook of'
+        " Python alone; one that attacks the interpreter can read, write and delete your files,"
+        " start processes that stay, and reach the network"
+    )
 
 
 def _missing(level: str) -> str:

@@ -1,7 +1,7 @@
 """What the Linux kernel enforces on the processes of the sandbox: system calls through ctypes.
 
-``enter`` makes the namespaces where bubblewrap has not made them; ``leave`` and ``confine`` are the
-same at both levels.  This file is loaded by path, with the standard library alone.
+``enter`` makes the namespaces where bubblewrap has not made them; the rest is the same at both
+levels.  This file is loaded by path, with the standard library alone.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def hide_memory() -> None:
 # --- namespaces -----------------------------------------------------------------------------------
 
 
-def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str]) -> None:
+def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str], folder: str) -> None:
     """Go on in a process that has namespaces of its own, as an unknown user.
 
     Args:
         shown: files and folders of the new, read-only root.
         devices: device files of it.
         hidden: folders below those that appear empty.
+        folder: an empty one, to work in.
 
     Raises:
         OSError: the kernel does not allow it.
@@ -86,14 +87,22 @@ def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str]) -
     ):  # fmt: skip
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
-    _build_root(shown, devices, hidden)
+    _build_root(shown, devices, hidden, folder)
     exit_with_child()
     die_with_parent()
 
 
+def make_folder(folder: str, megabytes: int, files: int) -> None:
+    """Go to an empty folder that holds so much and so many, and is gone with the sandbox."""
+    options = f"size={megabytes}m,nr_inodes={files},mode=700"
+    _mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES | NO_EXEC, options)
+    os.chdir(folder)
+    call("sethostname", b"sandbox", 7)
+
+
 def leave() -> None:
     """Go on in a process that cannot see those that the sandbox has so far."""
-    call("unshare", NEW_PROCESSES | NEW_MOUNTS | NEW_IPC)
+    call("unshare", NEW_PROCESSES | NEW_IPC)
     exit_with_child()
 
 
@@ -108,7 +117,9 @@ def exit_with_child() -> None:
         os._exit(code if code >= 0 else 128 - code)
 
 
-def _build_root(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str]) -> None:
+def _build_root(
+    shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str], folder: str
+) -> None:
     _mount(None, "/", None, RECURSIVE | PRIVATE)
     _mount("tmpfs", ROOT, "tmpfs", NO_SETUID | NO_DEVICES, "size=1m,mode=755")
     for path in (*shown, *devices):
@@ -123,7 +134,7 @@ def _build_root(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[s
         _restrict(target, flags, AT_RECURSIVE)
     for path in hidden:
         _mount("tmpfs", ROOT + path, "tmpfs", READ_ONLY | NO_SETUID | NO_DEVICES, "size=4k")
-    os.makedirs(ROOT + "/tmp")
+    os.makedirs(ROOT + folder)
     _restrict(ROOT, READ_ONLY, 0)
     os.chdir(ROOT)
     call("pivot_root", b".", b".")
@@ -149,27 +160,22 @@ def _restrict(path: str, flags: int, how: int) -> None:
 # --- limits of a process --------------------------------------------------------------------------
 
 
-def confine(megabytes: int, files: int) -> None:
-    """Give this process an empty working folder, and take away everything that it does not need.
+def confine(folder: str) -> None:
+    """Take away from this process what it does not need, for good.
 
-    Afterwards it has no privileges, starts no process or program and opens no socket, for good.
+    Afterwards it has no privileges, starts no process or program, and opens no socket.
 
     Args:
-        megabytes: that fit in the folder.
-        files: that fit in the folder.
+        folder: where it may write.
 
     Raises:
         OSError: the kernel does not allow it.
     """
-    options = f"size={megabytes}m,nr_inodes={files},mode=700"
-    _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES | NO_EXEC, options)
-    os.chdir("/tmp")
-    call("sethostname", b"sandbox", 7)
     header = struct.pack("=Ii", CAPABILITIES_VERSION, 0)
     call("capset", header, bytes(24))  # effective, permitted and inheritable, two words each
     hide_memory()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _landlock()
+    _landlock(folder)
     seccomp.install(prctl, os.getpid())
 
 
@@ -180,7 +186,7 @@ TRUNCATE = 1 << 14
 FILES, PORTS, SCOPES = (13, 14, 15, 15, 16, 16), (0, 0, 0, 2, 2, 2), (0, 0, 0, 0, 0, 2)
 
 
-def _landlock() -> None:
+def _landlock(folder: str) -> None:
     """Repeat the rules about files by path, should a mount be other than it was meant to be."""
     version = _library.syscall(ctypes.c_long(SYS_LANDLOCK), None, ctypes.c_long(0), 1)
     if version < 1:
@@ -190,10 +196,10 @@ def _landlock() -> None:
     rules = struct.pack("=3Q", *handled)[: 8 * (1 + bool(handled[1]) + bool(handled[2]))]
     ruleset = call("syscall", SYS_LANDLOCK, rules, len(rules), 0)
     own = WRITE_FILE | READ_FILE | READ_DIR | REMOVE | MAKE_FILE | MAKE_LINK | TRUNCATE
-    for path, rights in (("/", READ_FILE | READ_DIR), ("/dev", WRITE_FILE), ("/tmp", own)):
-        folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", rights & handled[0], folder)
+    for path, rights in (("/", READ_FILE | READ_DIR), ("/dev", WRITE_FILE), (folder, own)):
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", rights & handled[0], opened)
         call("syscall", SYS_LANDLOCK + 1, ruleset, 1, rule, 0)
-        os.close(folder)
+        os.close(opened)
     call("syscall", SYS_LANDLOCK + 2, ruleset, 0)
     os.close(ruleset)
