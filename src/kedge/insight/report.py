@@ -40,6 +40,7 @@ def gather(
     rows = read_rows(place)
     if not rows:
         raise DataError(f"{log_file(place)} is empty: nothing was logged yet")
+    rows = [row for row in rows if "train_runtime" not in row]  # the summary at the end
     log = RunLog(folder.name, [row for row in rows if "objective/scores" in row])
     tables = {
         name: _tables(folder / name, most)
