@@ -18,6 +18,12 @@ _WHERE = {
     "RLOOConfig": "kedge.config.rloo",
     "GRPOTrainer": "kedge.trainers.grpo",
     "GRPOConfig": "kedge.config.grpo",
+    "ModelConfig": "kedge.trl_scripts",
+    "ScriptArguments": "kedge.trl_scripts",
+    "TrlParser": "kedge.trl_scripts",
+    "get_kbit_device_map": "kedge.trl_scripts",
+    "get_peft_config": "kedge.trl_scripts",
+    "get_quantization_config": "kedge.trl_scripts",
     "Algorithm": "kedge.algorithms",
     "grpo": "kedge.algorithms",
     "ppo": "kedge.algorithms",
@@ -32,13 +38,19 @@ __all__ = [
     "AsyncPPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "ModelConfig",
     "PPOConfig",
     "PPOTrainer",
     "PPOv2Config",
     "PPOv2Trainer",
     "RLOOConfig",
     "RLOOTrainer",
+    "ScriptArguments",
+    "TrlParser",
     "__version__",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
     "grpo",
     "ppo",
     "reinforce_pp",
@@ -56,6 +68,14 @@ if TYPE_CHECKING:
     from kedge.trainers.grpo import GRPOTrainer
     from kedge.trainers.ppo import PPOTrainer, PPOv2Trainer
     from kedge.trainers.rloo import RLOOTrainer
+    from kedge.trl_scripts import (
+        ModelConfig,
+        ScriptArguments,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
 
 
 def __getattr__(name: str) -> Any:

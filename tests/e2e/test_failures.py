@@ -194,8 +194,9 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
     assert saved(tmp_path) == [3]
 
 
-def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path) -> None:
+def test_a_reward_that_cannot_score_anything_is_asked_again(tmp_path: Path, monkeypatch) -> None:
     """None of the scores is a number: the responses are kept, the scores are not."""
+    monkeypatch.setattr("kedge.engine.updater.MOST_UNSCORED", 1)
     calls = itertools.count()
 
     def out(completions: list[str], **_: Any) -> list[Any]:

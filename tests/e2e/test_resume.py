@@ -29,7 +29,7 @@ from tests.unit.text_toys import neox_reward, word_tokenizer
 PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
 Outcome = tuple[dict[str, torch.Tensor], list[dict[str, Any]]]
 # Not numbers of the run: how fast it was.
-TIMED = ("eps", "tokens_per_second", "time/")
+TIMED = ("eps", "tokens_per_second", "time/", "train_runtime", "train_s", "step_time")
 
 
 class StopAt(TrainerCallback):

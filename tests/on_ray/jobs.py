@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from tests.e2e.small import rows, small
 
-TIMED = ("time/", "eps", "tokens_per_second")
+TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time")
 ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 2}
 
 

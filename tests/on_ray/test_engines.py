@@ -51,7 +51,7 @@ def llamas():
 def numbers(trainer):
     """What a run logged, without times."""
     trainer.train()
-    drop = ("time/", "eps", "tokens_per_second")
+    drop = ("time/", "eps", "tokens_per_second", "train_", "step_time")
     return [{k: v for k, v in row.items() if not k.startswith(drop)} for row in rows(trainer)]
 
 

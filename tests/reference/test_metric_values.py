@@ -61,8 +61,18 @@ def of_batch(b: Batch) -> dict[str, float]:
         "rollout/lag": 0.0,
         "log/reward_errors/fails_on_some": len(b.rollout) - len(b.rows),
     }
+    whole = [n for n, e in zip(lengths, ended, strict=True) if e]
+    for kind, number in (
+        ("mean", sum(whole) / len(whole)),
+        ("min", min(whole)),
+        ("max", max(whole)),
+    ):
+        found[f"completions/{kind}_terminated_length"] = number
+    sizes = [sum(len(tokens) for tokens in b.tokens(row)) for row in range(len(b.rollout))]
+    found["rollout/tokens"] = found["num_tokens"] = sum(sizes)
     for name, part in b.judgement.parts.items():
         found[f"rewards/{name}"] = mean([part[row : row + 1].double() for row in b.rows])
+        found[f"rewards/{name}/std"] = float(part[torch.tensor(b.rows)].double().std())
     return found
 
 
@@ -102,6 +112,7 @@ def of_tokens(b: Batch, models: list[tuple[Any, Any]]) -> dict[str, float]:
         blocked = (advantages > 0) & (ratio > 1 + CLIP) | (advantages < 0) & (ratio < 1 - CLIP)
         entropies = [-(every.exp() * every).sum(-1) for every, _ in pairs]
         steps.append({
+            "loss": surrogate.mean().item() + 0.1 * worse.item(),
             "loss/policy_avg": surrogate.mean().item(),
             "loss/value_avg": worse.item(),
             "policy/approxkl_avg": (0.5 * (new - old) ** 2).mean().item(),

@@ -188,3 +188,18 @@ def test_autocast_computes_products_in_low_precision_and_the_softmax_in_float32(
     want, _ = linear_logprob(hidden, Head(weight), targets)
     torch.testing.assert_close(logp, want, rtol=0.02, atol=0.05)
     assert not torch.equal(logp, want)
+
+
+def test_logits_of_bfloat16_states_are_not_rounded():
+    """Rounded to bfloat16, logits around 16 are 1/8 apart and log-probabilities off by 1e-2."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 32, generator=g).bfloat16()
+    weight = (3 * torch.randn(500, 32, generator=g)).bfloat16().float()
+    targets = torch.randint(500, (64,), generator=g)
+    found, entropy = linear_logprob(hidden, Head(weight), targets)
+    want, spread = linear_logprob(hidden.float(), Head(weight), targets)
+    assert found.dtype == torch.float32
+    assert (found - want).abs().max() < 1e-4
+    assert (entropy - spread).abs().max() < 1e-4
+    rounded = (hidden @ weight.bfloat16().T).float().log_softmax(1).gather(1, targets[:, None])
+    assert (rounded[:, 0] - want).abs().max() > 1e-2  # the same with rounded logits

@@ -244,11 +244,13 @@ def test_dropped_rows_take_no_part() -> None:
     assert torch.equal(runs[0].learner.logits, runs[1].learner.logits)
 
 
-def test_a_batch_without_any_score_is_an_error() -> None:
+def test_ten_batches_in_a_row_without_any_score_are_an_error() -> None:
     class Nobody:
         def score(self, rollout: Rollout) -> Judgement:
             rows = len(rollout)
             return Judgement(scores=torch.zeros(rows), valid=torch.zeros(rows, dtype=torch.bool))
 
-    with pytest.raises(RewardError, match="none of the 6 responses"):
-        engine(judge=Nobody()).run(1)
+    found = engine(judge=Nobody())
+    with pytest.raises(RewardError, match=r"none of the 6 responses .*nor of the 9 before it"):
+        found.run(10)
+    assert found.step == 9

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kedge.backends.hf.value_head import scalar_model
 from kedge.backends.rewards import RewardModel, TextCache
 from kedge.errors import ConfigError, RewardError
 
@@ -237,3 +238,23 @@ def test_real_reward_model(shared):
     good, bad = source.score(rollout_of(pairs, extra=4)).scores.tolist()
     assert good > bad + 1
     assert good == pytest.approx(by_hand(model, [*pairs[0][0], *pairs[0][1]]), abs=1e-4)
+
+
+@pytest.mark.parametrize("low_weights", [False, True])
+def test_scores_under_bfloat16_are_not_rounded_to_it(low_weights):
+    """Rounded, scores around 12 would be 1/16 apart, and different responses would tie."""
+    model = neox_reward()
+    with torch.no_grad():
+        model.score.weight.mul_(20)
+    if low_weights:
+        model.score.bfloat16()
+    scores = RewardModel(model, autocast=torch.bfloat16).score(rollout_of(PAIRS)).scores
+    assert scores.abs().max() > 4
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_values_under_bfloat16_are_not_rounded_to_it():
+    value = scalar_model(neox_reward())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = value(torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]]), torch.arange(8))
+    assert not torch.equal(found, found.bfloat16().float())

@@ -11,6 +11,7 @@ from typing import Literal
 
 from kedge.algorithms.base import Algorithm, Evidence
 from kedge.algorithms.parts import (
+    clipped_sides,
     dense_rewards,
     kl_of,
     policy_metrics,
@@ -121,6 +122,7 @@ def grpo(  # noqa: PLR0913
         metrics = policy_metrics(new, mb, share, log_ratio, ratio) | {
             "loss/policy_avg": policy,
             "policy/clipfrac_avg": (share * stuck).sum(),
+            **({} if loss_type == "cispo" else clipped_sides(ratio, x.advantages, clip, share)),
         }
         if beta:
             kl = ESTIMATORS[kl_estimator](new.logprobs, given(x.ref_logprobs, "reference"))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kedge.algorithms.base import Evidence
 from kedge.math.kl import per_token_kl
+from kedge.math.losses import Clip
 from kedge.math.masked import standardise
 from kedge.types import MicroBatch, PolicyOutput
 
@@ -52,4 +53,16 @@ def policy_metrics(
         "policy/approxkl_avg": (weight * 0.5 * log_ratio**2).sum(),
         "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
         "val/ratio": (weight * ratio).sum(),
+    }
+
+
+def clipped_sides(
+    ratio: Tensor, advantages: Tensor, clip: Clip, weight: Tensor
+) -> dict[str, Tensor]:
+    """How much was clipped below and above, with ``weight`` per token or response."""
+    low = (ratio < 1 - clip.low) & (advantages < 0)
+    high = (ratio > clip.top) & (advantages > 0)
+    return {
+        "clip_ratio/low_mean": (weight * low).sum(),
+        "clip_ratio/high_mean": (weight * high).sum(),
     }

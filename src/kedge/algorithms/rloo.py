@@ -11,7 +11,14 @@ from typing import Literal
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm, Evidence
-from kedge.algorithms.parts import Bounds, dense_rewards, kl_of, policy_metrics, shaped_scores
+from kedge.algorithms.parts import (
+    Bounds,
+    clipped_sides,
+    dense_rewards,
+    kl_of,
+    policy_metrics,
+    shaped_scores,
+)
 from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
 from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
 from kedge.math.masked import first_true, standardise, whiten
@@ -101,6 +108,7 @@ def rloo(
         stuck = policy_is_clipped(ratio, advantages, clip=clip)
         policy = (weight * per_action).sum()
         metrics = policy_metrics(new, mb, share, log_ratio, ratio)
+        metrics |= clipped_sides(ratio, advantages, clip, share)
         return Loss(
             parts={"policy": policy},
             metrics=metrics

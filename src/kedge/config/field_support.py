@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from kedge.config.removed import REMOVED
 from kedge.config.rollout import ROLLOUT_SUPPORT
-from kedge.config.support import Honoured, Moved, Refused, Support
+from kedge.config.support import Honoured, Ignored, Moved, Refused, Support
 
-_LOADER = Refused(
-    "prompts are tokenised once and held in memory, so there is no data loader with workers",
-    "leave it at its default",
-)
+_LOADER = Ignored("prompts are tokenized once and held in memory, without a data loader")
 _PREDICTIONS = Refused(
     "evaluation generates responses and scores them with the reward; there are no predictions or "
     "labels to gather",
@@ -18,10 +15,7 @@ _PREDICTIONS = Refused(
 _FULL_EVAL = Refused(
     "evaluation uses the weights as they train", "set bf16=True or fp16=True, which cover it too"
 )
-_LIGER = Refused(
-    "log-probabilities and entropy already come from a chunked kernel that never holds the logits",
-    "leave it unset, or patch the model before handing it over",
-)
+_LIGER = Ignored("log-probabilities already come from a kernel that never holds the logits")
 
 _BATCH = "plan: batch sizes and run length"
 _LEARNER = "learner: optimiser and schedule"
@@ -33,10 +27,7 @@ _CHECKPOINT = "checkpoints"
 _HUB = "hub: push of the model and its card"
 _TRACKER = "trackers"
 _DEVICE = "set-up of device and processes (TrainingArguments)"
-_DDP = Refused(
-    "gradients are summed once per optimiser step by Kedge, without DistributedDataParallel",
-    "leave it unset",
-)
+_DDP = Ignored("gradients are summed once per optimizer step, without DistributedDataParallel")
 _BEST = "checkpoints: which one is the best, by an evaluation metric"
 _SCRIPT = "command line and scripts"
 _PLAN_CHECK = "plan: filled in; a value given must be the one derived"
@@ -86,10 +77,7 @@ INHERITED: dict[str, Support] = {
     "torch_compile_mode": Honoured(_COMPILE),
     "use_liger_kernel": _LIGER,
     "liger_kernel_config": _LIGER,
-    "use_cache": Refused(
-        "training passes have nothing to reuse, and generation always has its cache",
-        "leave it False",
-    ),
+    "use_cache": Ignored("training passes have nothing to reuse, and sampling has its cache"),
     "neftune_noise_alpha": Refused(
         "noise in the embeddings would make the ratio of new to old probabilities meaningless",
         "leave it unset",
@@ -102,9 +90,7 @@ INHERITED: dict[str, Support] = {
     "logging_strategy": Honoured(_CADENCE),
     "logging_steps": Honoured(_CADENCE),
     "logging_first_step": Honoured(_CADENCE),
-    "logging_nan_inf_filter": Refused(
-        "a value that is not finite is never averaged away", "leave it at its default"
-    ),
+    "logging_nan_inf_filter": Ignored("a value that is not finite is logged as it is"),
     "log_on_each_node": Honoured("process: which processes use log_level"),
     "log_level": Honoured("process: verbosity of the processes that log"),
     "log_level_replica": Honoured("process: verbosity of the other processes"),
@@ -144,16 +130,11 @@ INHERITED: dict[str, Support] = {
     "hub_model_id": Honoured(_HUB),
     "hub_strategy": Honoured(_HUB),
     "hub_revision": Honoured(_HUB),
-    "hub_always_push": Refused(
-        "training waits for every push, so none is ever skipped", "leave it False"
-    ),
+    "hub_always_push": Ignored("training waits for every push, so none is skipped"),
     "load_best_model_at_end": Honoured(_BEST),
     "metric_for_best_model": Honoured(_BEST),
     "greater_is_better": Honoured(_BEST),
-    "ignore_data_skip": Refused(
-        "the prompts of an update follow from its number, so nothing has to be skipped to resume",
-        "leave it False",
-    ),
+    "ignore_data_skip": Ignored("prompts follow from the iteration, so a resume skips none"),
     "restore_callback_states_from_checkpoint": Honoured(_CHECKPOINT),
     "full_determinism": Honoured("process: deterministic kernels"),
     "seed": Honoured("every random draw"),
@@ -165,7 +146,7 @@ INHERITED: dict[str, Support] = {
     ),
     "dataloader_drop_last": _LOADER,
     "dataloader_num_workers": _LOADER,
-    "dataloader_pin_memory": Refused(_LOADER.reason, _LOADER.way_out, also=(False,)),
+    "dataloader_pin_memory": Ignored(_LOADER.reason, also=(False,)),
     "dataloader_persistent_workers": _LOADER,
     "dataloader_prefetch_factor": _LOADER,
     "dataloader_multiprocessing_context": _LOADER,

@@ -13,7 +13,7 @@ from kedge.config.field_support import FIELD_SUPPORT
 from kedge.config.newer import NEWER, NewerArguments, settle_newer
 from kedge.config.on_policy import KLEstimator, OnPolicyConfig, option
 from kedge.config.resolve import RunSettings, shared_parts
-from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
+from kedge.config.support import Honoured, Ignored, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
 from kedge.naming import named
 
@@ -45,7 +45,7 @@ GRPO_SUPPORT: dict[str, Support] = {
         ),
         Honoured(_GRPO),
     ),
-    "cast_lm_head_to_fp32": Refused("its weights are always float32", "leave it", also=(True,)),
+    "cast_lm_head_to_fp32": Ignored("logits of training are float32 in every run", also=(True,)),
     "multi_objective_aggregation": Refused(
         "rewards are weighed and summed before they are normalised", "leave it at its default"
     ),
@@ -144,7 +144,9 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     overlong_buffer: int = option(
         0, "Tokens before response_length over which the score falls by up to 1 (DAPO)."
     )
-    cast_lm_head_to_fp32: bool = _refused(False)
+    cast_lm_head_to_fp32: bool = option(
+        False, "Accepted: the logits of training are float32 in every run."
+    )
     sapo_temperature_neg: float = _refused(1.05)
     sapo_temperature_pos: float = _refused(1.0)
     vespo_k_pos: float = _refused(2.0)
@@ -245,6 +247,11 @@ class GRPOSettings(RunSettings):
     """Everything a GRPO run is told."""
 
     grpo: GRPOOptions
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """Weight of the KL in the loss, on top of the one in the reward."""
+        return self.grpo.beta
 
 
 def resolve_grpo(

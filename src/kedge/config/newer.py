@@ -10,12 +10,16 @@ from typing import Any
 
 from kedge.config.newer_vllm import NEWER_VLLM, settle_vllm
 from kedge.config.on_policy import option
-from kedge.config.support import Honoured, Moved, Refused, Support
+from kedge.config.support import Honoured, Ignored, Moved, Refused, Support
 from kedge.errors import ConfigError
 
 
 def _refused(default: Any) -> Any:
     return option(default, "Not supported.")
+
+
+def _ignored(default: Any) -> Any:
+    return option(default, "Accepted; no effect.")
 
 
 @dataclass
@@ -44,10 +48,10 @@ class NewerArguments:
     )
     trust_remote_code: bool = option(False, "Run code that comes with a model given by name.")
     router_aux_loss_coef: float | None = _refused(None)
-    pad_to_multiple_of: str | None = _refused("auto")
+    pad_to_multiple_of: int | str | None = _ignored("auto")
     generation_kwargs: str | None = _refused(None)
     repetition_penalty: float = _refused(1.0)
-    cache_implementation: str | None = _refused(None)
+    cache_implementation: str | None = _ignored(None)
     use_vllm: bool = option(False, "Sample with vLLM: vllm_mode says where.")
     vllm_mode: str = option("colocate", "colocate: in this process; server: one that runs.")
     vllm_model_impl: str = option("vllm", "model_impl of vllm_engine_args.")
@@ -57,30 +61,30 @@ class NewerArguments:
     vllm_server_host: str = option("0.0.0.0", "Its host, without a URL.")
     vllm_server_port: int = option(8000, "Its port, without a URL.")
     vllm_server_timeout: float = option(240.0, "Newer name of vllm_start_timeout.")
-    vllm_group_port: int = _refused(51216)
+    vllm_group_port: int = _ignored(51216)
     vllm_gpu_memory_utilization: float = option(0.3, "gpu_memory_utilization of vllm_engine_args.")
     vllm_max_model_length: int | None = option(None, "max_model_len of vllm_engine_args.")
     sync_ref_model: bool = _refused(False)
     ref_model_mixup_alpha: float = _refused(0.6)
     ref_model_sync_steps: int = _refused(512)
-    log_multimodal: bool = _refused(True)
-    num_completions_to_print: int | None = _refused(None)
-    log_unique_prompts: bool = _refused(False)
-    use_transformers_continuous_batching: bool = _refused(False)
-    transformers_continuous_batching_config: str | None = _refused(None)
-    use_transformers_paged: bool = _refused(False)
+    log_multimodal: bool = _ignored(True)
+    num_completions_to_print: int | None = option(
+        None, "Rows of each table of completions on screen. Unset: 5."
+    )
+    log_unique_prompts: bool = option(
+        False, "Tables of completions show one response to each prompt."
+    )
+    use_transformers_continuous_batching: bool = _ignored(False)
+    transformers_continuous_batching_config: str | None = _ignored(None)
+    use_transformers_paged: bool = _ignored(False)
 
 
 _SAMPLING = Refused(
     "it would sample from another distribution than the one that is trained", "leave it unset"
 )
 _MOVING = Refused("the reference does not move", "leave it at its default")
-_TABLES = Refused("tables of completions show the first rows of a batch", "leave it unset")
-_TORCH = Refused(
-    "it chooses how transformers samples, and the embedded engine or vLLM samples here",
-    "leave it unset",
-)
-_PACKING = Refused("rows are packed without padding", "leave it at its default")
+_TABLES = Honoured("tables of completions")
+_TORCH = Ignored("it chooses how transformers samples, and Kedge's engine or vLLM samples here")
 _SIZES = Refused("it is read together with the sizes of a batch", "set it when the config is made")
 
 NEWER: dict[str, Support] = {
@@ -97,7 +101,7 @@ NEWER: dict[str, Support] = {
     "router_aux_loss_coef": Refused(
         "mixtures of experts get no balancing loss", "leave it at its default"
     ),
-    "pad_to_multiple_of": _PACKING,
+    "pad_to_multiple_of": Ignored("rows are packed without padding"),
     "generation_kwargs": _SAMPLING,
     "repetition_penalty": _SAMPLING,
     "cache_implementation": _TORCH,
@@ -105,7 +109,8 @@ NEWER: dict[str, Support] = {
     "transformers_continuous_batching_config": _TORCH,
     "use_transformers_paged": _TORCH,
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _MOVING),
-    **dict.fromkeys(("log_multimodal", "num_completions_to_print", "log_unique_prompts"), _TABLES),
+    **dict.fromkeys(("num_completions_to_print", "log_unique_prompts"), _TABLES),
+    "log_multimodal": Ignored("prompts are text"),
     **NEWER_VLLM,
 }
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from kedge.config.support import Honoured, Refused, Support, default_of
+from kedge.config.support import Honoured, Ignored, Refused, Support, default_of
 from kedge.errors import ConfigError
 
 _READ = (
@@ -27,9 +27,7 @@ NEWER_VLLM: dict[str, Support] = {
     "vllm_structured_outputs_regex": Refused(
         "it would sample from another distribution than the one that is trained", "leave it unset"
     ),
-    "vllm_group_port": Refused(
-        "weights reach a server through files", "leave it at its default, or set vllm_sync_folder"
-    ),
+    "vllm_group_port": Ignored("weights reach a server through files (vllm_sync_folder)"),
 }
 
 

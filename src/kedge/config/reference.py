@@ -17,16 +17,17 @@ from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.removed import REMOVED
 from kedge.config.rloo import RLOOConfig
-from kedge.config.support import UNKNOWN, Honoured, Moved, Refused, default_of
+from kedge.config.support import UNKNOWN, Honoured, Ignored, Moved, Refused, default_of
 
 HEAD = """\
 # Options of {trainer}
 
 Every field of `kedge.{config}`, which is `transformers.TrainingArguments` with those of {name}.
-Each one acts, hands its value to another name, or is refused when it is set away from its default;
-none is read and forgotten.  On the command line a field `name` is `--name VALUE`; a yes-or-no field
-is `--name` and `--no_name`.  `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and
-`warmup_steps` count updates: one batch of responses each.
+Each one acts, hands its value to another name, or is refused when it is set away from its default.
+A few that cannot change what is trained are accepted without effect, with a warning.  On the
+command line a field `name` is `--name VALUE`; a yes-or-no field is `--name` and `--no_name`.
+`max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count updates: one batch
+of responses each.
 
 This page is made by `python -m kedge.config.reference docs/reference`,
 here with transformers {version}.
@@ -62,12 +63,15 @@ def options_page(config: type[OnPolicyConfig]) -> str:
     acting: dict[str, list[str]] = {title: [] for title in SECTIONS}
     refused: list[str] = []
     older: list[str] = []
+    ignored: list[str] = []
     for field in sorted(fields(config), key=lambda f: f.name in inherited):
         support = config.SUPPORT.get(field.name, UNKNOWN)
         if isinstance(support, Honoured):
             acting[_section(support.where)].append(_honoured(field, support))
         elif isinstance(support, Moved):
             older.append(f"| `{field.name}` | `{support.to}` |")
+        elif isinstance(support, Ignored):
+            ignored.append(f"| `{field.name}` | {support.reason} |")
         elif field.name not in REMOVED:
             refused.append(f"| `{field.name}` | {support.reason} | {support.way_out} |")
     gone = [_gone(name, each) for name, each in REMOVED.items() if isinstance(each, Refused)]
@@ -85,6 +89,7 @@ def options_page(config: type[OnPolicyConfig]) -> str:
                 for line in _table(title, "| field | default | meaning | acts in |", rows)
             ),
             *_table("Fields that are refused", "| field | why | instead |", refused),
+            *_table("Fields without effect", "| field | why |", ignored),
             *_table("Other names", "| field | acts as |", older),
             *_table("Older fields that are refused", "| field | why | instead |", gone),
         ]

@@ -164,6 +164,11 @@ class RunSettings:
     save_rollouts: str | None
     replay_rollouts: str | None
 
+    @property
+    def loss_kl_coef(self) -> float:
+        """Weight of the KL in the loss, on top of the one in the reward."""
+        return 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOSettings(RunSettings):

@@ -7,6 +7,7 @@ default, with the reason and the way out.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from kedge.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def _same(value: Any) -> Any:
@@ -44,6 +47,17 @@ class Refused:
     also: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Nothing reads the field, and nothing that is trained depends on it: one warning.
+
+    ``also`` lists values that need no warning.
+    """
+
+    reason: str
+    also: tuple[Any, ...] = ()
+
+
 _ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
 
 
@@ -62,7 +76,7 @@ def installed(package: str) -> bool:
     return _ELSEWHERE.get() or importlib.util.find_spec(package) is not None
 
 
-Support = Honoured | Moved | Refused
+Support = Honoured | Moved | Refused | Ignored
 
 UNKNOWN = Refused("this version of Kedge does not know what it asks for", "leave it at its default")
 
@@ -120,8 +134,17 @@ def apply_support(config: Any, table: Mapping[str, Support]) -> None:
             raise ConfigError(
                 f"{name}={value!r} is not supported: {support.reason}; {support.way_out}"
             )
+        if isinstance(support, Ignored) and value not in support.also:
+            _warn_once(config, name, f"{name}={value!r} has no effect: {support.reason}")
         if isinstance(support, Moved):
             _hand_over(config, name, support, default, defaults[support.to])
+
+
+def _warn_once(config: Any, name: str, text: str) -> None:
+    warned = config.__dict__.setdefault("_warned_of", set())
+    if name not in warned:
+        warned.add(name)
+        logger.warning("%s", text)
 
 
 def _hand_over(config: Any, name: str, move: Moved, default: Any, target_default: Any) -> None:

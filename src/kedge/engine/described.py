@@ -38,7 +38,10 @@ def _describe(tally: Tally, e: Evidence, credit: Credit, kl_coef: float) -> None
     if e.judgement.baseline is not None:
         tally.mean("objective/greedy_scores", e.judgement.baseline, valid)
     for name, part in e.judgement.parts.items():
-        tally.mean(f"rewards/{name}", part, valid & ~part.isnan())
+        keep = valid & ~part.isnan()
+        tally.mean(f"rewards/{name}", part, keep)
+        tally.mean(f"_squared/{name}", part.double() ** 2, keep)
+        tally.sum(f"_count/{name}", keep)
     tally.mean("objective/entropy", -(note.logprobs * mask).sum(1), valid)
     if credit.kl is not None:
         kl = (credit.kl * mask).sum(1)
@@ -63,6 +66,8 @@ def _describe(tally: Tally, e: Evidence, credit: Credit, kl_coef: float) -> None
     tally.mean("objective/uniform_groups", spread == 0, valid & (group_count(group, valid) > 1))
     tally.sum("val/num_eos_tokens", e.rollout.finished & valid)
     tally.sum("rollout/dropped_rows", ~valid)
+    tally.sum("rollout/tokens", e.rollout.prompts.mask)
+    tally.sum("rollout/tokens", e.rollout.present)
     tally.mean("completions/truncated_ratio", ~e.rollout.finished, valid)
 
 
@@ -71,6 +76,11 @@ def _derive(metrics: dict[str, float]) -> None:
     score = metrics["objective/scores"]
     metrics["objective/rlhf_reward"] = score + metrics.get("objective/non_score_reward", 0.0)
     metrics["objective/scores_std"] = max(metrics.pop("_scores_squared") - score**2, 0.0) ** 0.5
+    for name in [n.removeprefix("_count/") for n in metrics if n.startswith("_count/")]:
+        count, squared = metrics.pop(f"_count/{name}"), metrics.pop(f"_squared/{name}", 0.0)
+        if count > 1:
+            variance = squared - metrics[f"rewards/{name}"] ** 2
+            metrics[f"rewards/{name}/std"] = (max(variance, 0.0) * count / (count - 1)) ** 0.5
     if "_return_squared" in metrics:
         spread = metrics.pop("_return_squared") - metrics["val/return_mean"] ** 2
         left = metrics.pop("_error_squared") - metrics.pop("_error") ** 2
@@ -79,19 +89,26 @@ def _derive(metrics: dict[str, float]) -> None:
 
 
 def _lengths(rollout: Rollout, valid: Tensor, total: Total) -> dict[str, float]:
-    """Mean, shortest and longest response over all ranks, from one histogram."""
-    lengths = rollout.present.sum(1)[valid]
-    widest = _bound(rollout.ids.shape[1], total)
-    histogram = total(torch.bincount(lengths.cpu(), minlength=widest + 1).double())
-    seen = histogram.nonzero().squeeze(1)
-    if not len(seen):
-        return {}
-    mean = (histogram * torch.arange(widest + 1)).sum() / histogram.sum()
-    return {
-        "completions/mean_length": float(mean),
-        "completions/min_length": float(seen[0]),
-        "completions/max_length": float(seen[-1]),
-    }
+    """Mean, shortest and longest response over all ranks, from histograms.
+
+    Of all responses, and of those that ended by themselves.
+    """
+    lengths = rollout.present.sum(1)
+    size = _bound(rollout.ids.shape[1], total) + 1
+    kinds = [
+        torch.bincount(lengths[keep].cpu(), minlength=size)
+        for keep in (valid, valid & rollout.finished)
+    ]
+    both = total(torch.stack(kinds).double())
+    found: dict[str, float] = {}
+    for kind, histogram in zip(("length", "terminated_length"), both, strict=True):
+        seen = histogram.nonzero().squeeze(1)
+        if len(seen):
+            mean = (histogram * torch.arange(size)).sum() / histogram.sum()
+            found[f"completions/mean_{kind}"] = float(mean)
+            found[f"completions/min_{kind}"] = float(seen[0])
+            found[f"completions/max_{kind}"] = float(seen[-1])
+    return found
 
 
 def _bound(x: int, total: Total) -> int:

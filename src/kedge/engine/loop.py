@@ -147,7 +147,7 @@ class Engine(Updater):
             failure = error  # raised where no rank waits for another: all come to the vote
         rows = 0.0 if sample is None else float(sample[1].valid.sum())
         failed, scored = self.learner.total(torch.tensor([float(sample is None), rows])).tolist()
-        self._united = bool(failed) or not scored  # without any score all ranks refuse to train
+        self._united = bool(failed) or not scored  # without any score all ranks may refuse to go on
         if failure is not None:
             raise failure
         if sample is None or failed:

@@ -12,6 +12,7 @@ NAMES: dict[str, str] = {
     "epoch": "passes over the training prompts",
     "eps": "episodes per second since the start of this process",
     "num_input_tokens_seen": "prompt and response tokens since the start of the run",
+    "num_tokens": "prompt and response tokens sampled since the start of the run, no padding",
     "memory/peak_cpu": "MiB; the most that process 0 has held since its start",
     "memory/peak_gpu": "MiB; the most that tensors of process 0 have taken on its GPU",
     "tokens_per_second": "response tokens sampled and trained per second of this update",
@@ -38,7 +39,13 @@ NAMES: dict[str, str] = {
     "policy/policykl_avg": "nats per token; mean of old minus new log-probability, the k1 estimate "
     "of the KL from the same policy as policy/approxkl_avg",
     "policy/clipfrac_avg": "share of tokens (RLOO: responses) that the clip left without gradient",
+    "clip_ratio/low_mean": "share of tokens (RLOO: responses) clipped below: the ratio fell under "
+    "1 - epsilon and the advantage is negative; GRPO and RLOO",
+    "clip_ratio/high_mean": "the same above: the ratio exceeds 1 + epsilon_high and the advantage "
+    "is positive",
     "policy/entropy_avg": "nats per token; entropy of the policy's distribution during the update",
+    "loss": "what the optimizer minimized: the sum of all losses at their coefficients, mean over "
+    "optimizer steps",
     "loss/policy_avg": "policy loss, mean over optimiser steps",
     "loss/kl_avg": "KL in the loss before beta, by its estimator, mean over optimiser steps",
     "loss/value_avg": "value loss before vf_coef, mean over optimiser steps",
@@ -53,7 +60,11 @@ NAMES: dict[str, str] = {
     "completions/mean_length": "tokens per response, stop token included",
     "completions/min_length": "tokens of the shortest response",
     "completions/max_length": "tokens of the longest response",
+    "completions/mean_terminated_length": "the same of responses that ended by themselves",
+    "completions/min_terminated_length": "the same of responses that ended by themselves",
+    "completions/max_terminated_length": "the same of responses that ended by themselves",
     "completions/truncated_ratio": "share of responses cut off by the length limit",
+    "rollout/tokens": "prompt and response tokens of the batch, no padding",
     "rollout/lag": "updates between sampling and training, mean over responses",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
@@ -62,6 +73,8 @@ NAMES: dict[str, str] = {
     "rollout/correction_bounded": "share of tokens whose weight was truncated or masked",
     "rollout/logprob_gap": "nats per token; |log-probability of the sampler - of the learner|",
     "rollout/stale_gap": "the same for responses of older weights: how far the policy has moved",
+    "eval_loss": "minus the mean score, plus the KL at the coefficient that training has: lower is "
+    "better (TRL logs the surrogate loss, which is the same for good and bad policies)",
     "eval_accuracy": "share of the evaluation's responses that score eval_success_score or more",
     "eval_win_rate": "share of the evaluation's responses that score more than the starting "
     "policy's to the same prompt, ties count half",
@@ -70,6 +83,30 @@ NAMES: dict[str, str] = {
     "time/annotate": "seconds spent on log-probabilities, reference and values before the update",
     "time/update": "seconds spent on the optimiser steps",
     "time/step": "seconds of the whole update",
+    "train_loss": "last row: mean of loss over all updates of the run",
+    "train_runtime": "last row: seconds of train()",
+    "train_samples_per_second": "last row: responses trained on per second",
+    "train_steps_per_second": "last row: updates per second",
+}
+# TRL's names in GRPO and RLOO, logged by those trainers beside the others: name there, name here.
+TRL_NAMES: dict[str, str] = {
+    "reward": "objective/scores",
+    "reward_std": "objective/scores_std",
+    "frac_reward_zero_std": "objective/uniform_groups",
+    "kl": "loss/kl_avg",
+    "entropy": "policy/entropy_avg",
+    "clip_ratio/region_mean": "policy/clipfrac_avg",
+    "completions/clipped_ratio": "completions/truncated_ratio",
+    "sampling/importance_sampling_ratio/mean": "rollout/correction_weight",
+    "sampling/sampling_logp_difference/mean": "rollout/logprob_gap",
+    "learning_rate": "lr",
+    "step_time": "time/step",
+}
+TRL_NOTES: dict[str, str] = {
+    "reward_std": "objective/scores_std, with n - 1 in place of n",
+    "kl": "loss/kl_avg; RLOO: objective/kl per token",
+    "rewards/<function>/mean": "rewards/<function>",
+    "<name>": "log/<name>: what a reward function gave to log_metric",
 }
 # What open-instruct's asynchronous PPO calls them; logged by AsyncPPOTrainer beside the others.
 SEED_NAMES: dict[str, str] = {
@@ -98,9 +135,13 @@ OF_RULE = {
         *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
         *("val/explained_variance", "val/value_mean", "val/return_mean"),
     ),
-    "rloo": ("objective/uniform_groups", "rollout/untrained_rows"),
+    "rloo": (
+        *("clip_ratio/low_mean", "clip_ratio/high_mean"),
+        *("objective/uniform_groups", "rollout/untrained_rows"),
+    ),
     "reinforce_pp": ("loss/kl_avg", "objective/uniform_groups"),
     "grpo": (
+        *("clip_ratio/low_mean", "clip_ratio/high_mean"),
         *("loss/kl_avg", "objective/uniform_groups"),
         *("rollout/untrained_rows", "rollout/resampled_groups"),
     ),
@@ -111,7 +152,8 @@ SEED_PREFIXES: dict[str, str] = {
     "objective/<verifier>_correct_rate": "share of them that it scored above 0",
 }
 PREFIXES: dict[str, str] = {
-    "rewards/": "mean of one reward source over the responses it applies to",
+    "rewards/": "mean of one reward source over the responses it applies to; .../std: standard "
+    "deviation over them",
     "eval_pass@": "share of evaluation prompts that at least one of so many responses solves, "
     "without bias (arXiv:2107.03374)",
     "eval_": "the same metric on the evaluation prompts",

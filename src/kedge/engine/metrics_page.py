@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kedge.engine.metrics import NAMES, PREFIXES, SEED_NAMES, SEED_PREFIXES
+from kedge.engine.metrics import NAMES, PREFIXES, SEED_NAMES, SEED_PREFIXES, TRL_NAMES, TRL_NOTES
 
 HEAD = """# Metrics
 
@@ -29,12 +29,24 @@ SEED_HEAD = """
 """
 
 
+TRL_HEAD = """
+## Under TRL's names
+
+`GRPOTrainer` and `RLOOTrainer` log these, too, in training and with `eval_` in evaluations. Not
+logged: `clip_ratio/low_min` and `clip_ratio/high_max`, extremes over micro-batches, which are cut
+to fit memory here; and `total_flos`, since the operations of sampling and scoring are not counted.
+
+| TRL | here |
+|---|---|
+"""
+
+
 def page() -> str:
     """The page as Markdown."""
-    rows = [f"| `{name}` | {_cell(text)} |" for name, text in NAMES.items()]
-    rows += [f"| `{prefix}...` | {_cell(text)} |" for prefix, text in PREFIXES.items()]
-    seed = [f"| `{name}` | {_cell(text)} |" for name, text in (SEED_NAMES | SEED_PREFIXES).items()]
-    return HEAD + "\n".join(rows) + "\n" + SEED_HEAD + "\n".join(seed) + "\n"
+    parts = [NAMES | {f"{prefix}...": text for prefix, text in PREFIXES.items()}]
+    parts += [SEED_NAMES | SEED_PREFIXES, TRL_NAMES | TRL_NOTES]
+    tables = ["".join(f"| `{n}` | {_cell(x)} |\n" for n, x in part.items()) for part in parts]
+    return "".join(h + t for h, t in zip((HEAD, SEED_HEAD, TRL_HEAD), tables, strict=True))
 
 
 def _cell(text: str) -> str:

@@ -64,6 +64,8 @@ def preflight(
     Raises:
         PreflightError: a check failed; the message holds its number and the likely cause.
     """
+    if not float(learner.total(judgement.valid.sum())):
+        return ["no response of the first batch has a score, so nothing was checked"]
     _rewards_are_finite(judgement)
     _stop_token_is_trained(rollout)
     note = _annotate(learner, algorithm, replace(rollout, behavior_logprobs=None))

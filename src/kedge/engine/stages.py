@@ -105,11 +105,6 @@ def make_experience(
     it is the learner for all rows, and advantages are weighed by learner against sampler, bounded:
     decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
     """
-    if not float(learner.total(judgement.valid.sum())):
-        raise RewardError(
-            f"none of the {len(rollout)} responses of this batch could be scored; see the log for"
-            ' the first failure, or use on_reward_error="raise" to stop at it'
-        )
     _check_scores(judgement)
     rollout = replace(rollout, mask=rollout.mask & judgement.valid[:, None])
     note = learner.annotate(

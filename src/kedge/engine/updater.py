@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +18,13 @@ from kedge.engine.plan import BatchPlan
 from kedge.engine.resample import REPLACED
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import make_experience, optimise
+from kedge.errors import RewardError
 from kedge.math.offpolicy import Correction
 from kedge.protocols import KLController, Learner
-from kedge.types import Judgement, Rollout
+from kedge.types import Experience, Judgement, Rollout
+
+logger = logging.getLogger(__name__)
+MOST_UNSCORED = 10  # batches in a row without any score; then the reward is taken to be broken
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +43,7 @@ class Updater:
     clock: Callable[[], float] = time.perf_counter
     step: int = 0  # updates finished
     whole: bool = field(default=True, init=False)  # the state is that after ``step`` updates
+    _unscored: int = field(default=0, init=False)  # batches in a row without any score
     _moves: int = field(default=0, init=False)  # updates in which the policy trained
 
     def train_on(
@@ -50,25 +56,17 @@ class Updater:
     ) -> dict[str, float]:
         """One update from samples, whoever drew them: everything after sampling."""
         self.hooks.on_sample(self.step, rollout, judgement)
-        start = self.clock()
-        experience, metrics = make_experience(
-            rollout, judgement, self.learner, self.algorithm, self.kl.value, self.correction
-        )
-        self.hooks.on_experience(self.step, experience)
-        ready = self.clock()
-        metrics |= optimise(
-            experience,
-            self.learner,
-            self.algorithm,
-            epochs=self.plan.epochs,
-            minibatches=self.plan.minibatches,
-            micro_rows=self.plan.micro_rows,
-            seed=seed_for(self.seed, "shuffle", self.step),
-            only_value=self.step < self.value_warmup_steps,
-            brakes=self.brakes,
-            before_step=self._touched,
-            after_step=self.hooks.on_optimizer_step,
-        )
+        start = ready = self.clock()
+        if float(self.learner.total(judgement.valid.sum())):
+            self._unscored = 0
+            experience, metrics = make_experience(
+                rollout, judgement, self.learner, self.algorithm, self.kl.value, self.correction
+            )
+            self.hooks.on_experience(self.step, experience)
+            ready = self.clock()
+            metrics |= self._optimise(experience)
+        else:
+            metrics = self._without_scores(len(rollout))
         self.learner.end_batch()
         self.kl.update(metrics.get("objective/kl", 0.0), self.plan.batch_size)
         self.step += 1
@@ -91,6 +89,37 @@ class Updater:
         check_known(metrics)
         self.whole = True
         return metrics
+
+    def _optimise(self, experience: Experience) -> dict[str, float]:
+        return optimise(
+            experience,
+            self.learner,
+            self.algorithm,
+            epochs=self.plan.epochs,
+            minibatches=self.plan.minibatches,
+            micro_rows=self.plan.micro_rows,
+            seed=seed_for(self.seed, "shuffle", self.step),
+            only_value=self.step < self.value_warmup_steps,
+            brakes=self.brakes,
+            before_step=self._touched,
+            after_step=self.hooks.on_optimizer_step,
+        )
+
+    def _without_scores(self, rows: int) -> dict[str, float]:
+        """Metrics of a batch that teaches nothing, since no reward applies to any response.
+
+        Raises:
+            RewardError: it is one of many in a row.
+        """
+        self._unscored += 1
+        what = f"none of the {rows} responses of this batch could be scored"
+        if self._unscored >= MOST_UNSCORED:
+            raise RewardError(
+                f"{what}, nor of the {MOST_UNSCORED - 1} before it; see the log for the first"
+                ' failure, or use on_reward_error="raise" to stop at it'
+            )
+        logger.warning("%s: nothing is learned from it", what)
+        return {"rollout/dropped_rows": float(self.plan.batch_size), "val/num_eos_tokens": 0.0}
 
     def _touched(self) -> None:
         """From here on weights differ from those that ``step`` names."""

@@ -50,6 +50,7 @@ def gather(
     if not rows:
         skipped.warn()
         raise DataError(f"{log_file(place)} holds no row that can be read: nothing was logged yet")
+    rows = [row for row in rows if "train_runtime" not in row]  # the summary at the end
     training = [row for row in rows if "objective/scores" in row]
     log = RunLog(folder.name, training, fixed_length(folder))
     tables = {

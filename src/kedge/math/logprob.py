@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kedge.math.gradient import gathered
-from kedge.math.product import add_outer, add_product, product
+from kedge.math.product import add_outer, add_product, float32_product
 
 _NEVER = -1e30  # logit of a token that cannot be drawn; finite, so that no inf - inf arises
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 stays in cache
@@ -60,9 +60,9 @@ class _Tiles:
     def __init__(self, hidden: Tensor, head: Head, draw: Draw, tile: int) -> None:
         self.hidden, self.head, self.draw = hidden, head, draw
         self.width = min(head.weight.shape[0], max(_MIN_COLUMNS, tile // max(len(hidden), 1)))
-        self.buffer = hidden.new_empty(len(hidden) * self.width)
-        self.index = torch.arange(len(hidden), device=hidden.device)
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        self.buffer = hidden.new_empty(len(hidden) * self.width, dtype=self.exact)
+        self.index = torch.arange(len(hidden), device=hidden.device)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """The vocabulary, cut into [low, high)."""
@@ -78,7 +78,7 @@ class _Tiles:
         out = self.buffer[: len(self.hidden) * (high - low)].view(len(self.hidden), high - low)
         w = self.weight(low, high)
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
-        z = product(self.hidden, w, bias, room=out).to(self.exact)
+        z = float32_product(self.hidden, w, bias, room=out)
         derivative = None
         if head.softcap is not None:
             z.mul_(head.scale / head.softcap).tanh_()
@@ -270,8 +270,9 @@ def linear_logprob(
         z = softcap(scale (h W^T + b)) / temperature    log p = z_t - log sum_j e^{z_j}
         entropy = -sum_j p_j log p_j                    over the tokens that can be drawn
 
-    Matrix products run in the dtype of ``hidden`` (under autocast, in that of autocast), the
-    softmax in float32 (float64 for float64).  A target that cannot be drawn gets about -1e30.
+    Matrix products take operands in the dtype of ``hidden`` (under autocast, in that of autocast);
+    logits and softmax are float32 (float64 for float64).  A target that cannot be drawn gets about
+    -1e30.
 
     Args:
         hidden: float [N, H].

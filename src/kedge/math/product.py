@@ -60,6 +60,37 @@ def product(
     return torch.addmm(bias, x, w.T, out=room)
 
 
+def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, room: Tensor) -> Tensor:
+    """The product x w^T + bias in the dtype of ``room``, which nothing narrower has rounded.
+
+    Of bfloat16 or float16 matrices the sums are kept as the float32 that they are added up in.
+
+    Args:
+        x: float [m, k].
+        w: float [n, k], of the dtype of ``x``.
+        bias: float [n].
+        room: float [m, n], float32 or the dtype of ``x``; memory that the result may take.
+    """
+    if x.dtype == room.dtype:
+        return product(x, w, bias, room=room)
+    if x.device.type == "cuda" and _keeps_sums(x.device):
+        found: Tensor = torch.mm(x, w.T, out_dtype=room.dtype)
+        return found if bias is None else found.add_(bias)
+    wide = None if bias is None else bias.to(room.dtype)
+    return product(x.to(room.dtype), w.to(room.dtype), wide, room=room)
+
+
+@cache
+def _keeps_sums(device: torch.device) -> bool:
+    """Whether ``torch.mm`` gives out the float32 sums of bfloat16 products here."""
+    x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        found: Tensor = torch.mm(x, x, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):  # torch before 2.8, or another backend
+        return False
+    return found.dtype == torch.float32
+
+
 def _dense(w: Tensor) -> bool:
     (n, k), (row, column) = w.shape, w.stride()
     return (column == 1 and row >= k) or (row == 1 and column >= n)

@@ -10,9 +10,15 @@ from kedge.rewards.base import Verifier, text_of
 from kedge.rewards.by_column import ByColumn
 from kedge.rewards.compose import VERIFIERS, RewardMix, by_column, reward_mix
 from kedge.rewards.constraints import ConstraintVerifier, ifeval
-from kedge.rewards.formats import format_reward, r1_style_format, tag_count_reward, think_answer
+from kedge.rewards.formats import (
+    format_reward,
+    r1_style_format,
+    tag_count_reward,
+    think_answer,
+    think_format_reward,
+)
 from kedge.rewards.length import length_at_most, length_close_to, soft_overlong_punishment
-from kedge.rewards.mathematics import math, math_verifier
+from kedge.rewards.mathematics import accuracy_reward, math, math_verifier
 from kedge.rewards.programs import code, code_verifier
 from kedge.rewards.regex import regex_match, regex_reward
 from kedge.rewards.remote import RemoteReward
@@ -28,6 +34,7 @@ __all__ = [
     "RewardMix",
     "Sandbox",
     "Verifier",
+    "accuracy_reward",
     "by_column",
     "code",
     "code_verifier",
@@ -51,4 +58,5 @@ __all__ = [
     "tag_count_reward",
     "text_of",
     "think_answer",
+    "think_format_reward",
 ]

@@ -79,5 +79,12 @@ def _share(text: str, _: Any, *, tags: tuple[str, ...]) -> float:
     return sum(text.count(tag) == 1 for tag in tags) / len(tags)
 
 
+def _thinks_first(text: str, _: Any) -> float:
+    """1 where the text begins with ``<think>``, the only one, and closes it."""
+    rest = text.removeprefix("<think>")
+    return float(rest != text and "<think>" not in rest and "</think>" in rest)
+
+
 think_answer = format_reward()
+think_format_reward = Verifier(_thinks_first, name="think_format_reward", column=None)
 r1_style_format = format_reward(strict=False, name="r1_style_format")

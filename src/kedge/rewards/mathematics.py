@@ -221,3 +221,4 @@ def _prepare() -> None:
 
 same_formula.prepare = _prepare  # type: ignore[attr-defined]
 math = math_verifier()
+accuracy_reward = math_verifier(column="solution", name="accuracy_reward")

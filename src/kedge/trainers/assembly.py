@@ -171,7 +171,8 @@ def models_of(given: Given, settings: RunSettings, algorithm: Algorithm, tokeniz
     value = None
     if algorithm.needs_values:
         reward = first_reward(given.reward_model, given.reward_processing_class, tokenizer)
-        value = value_of(given.value_model, reward, policy, settings.value)
+        low = settings.learner.allow_low_precision_weights
+        value = value_of(given.value_model, reward, policy, settings.value, allow_low=low)
     return Models(policy=policy, reference=reference, fresh_reference=fresh, value=value)
 
 

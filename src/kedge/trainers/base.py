@@ -42,6 +42,8 @@ class TrainerShell:
         self.processing_class = given.processing_class
         self.train_dataset, self.eval_dataset = given.train_dataset, given.eval_dataset
         self.accelerator = run.learner.accelerator
+        own = given.reward_processing_class
+        self.reward_processing_classes = list(own) if isinstance(own, list | tuple) else [own]
         self.callbacks = run.callbacks
         self._made_of = provenance(
             algorithm_name, self.model, given.train_dataset, given.reward_model, given.reward_funcs
@@ -183,6 +185,11 @@ class TrainerShell:
         """The value model, or the value head on the policy."""
         value = self._run.learner.value
         return getattr(value, "model", value)
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """TRL's name: whether mixtures of experts get a balancing loss.  They get none."""
+        return False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kedge.config.newer import NewerArguments
 from kedge.config.resolve import RunSettings
 from kedge.engine.evaluate import Evaluation, evaluate
 from kedge.engine.hooks import StepReport
@@ -21,6 +23,13 @@ TEMPERATURE = 0.01  # arXiv:2403.17031 samples evaluations nearly greedily
 TABLE_ROWS = 5  # of a table drawn from the training batch
 
 
+def printed_rows(config: Any) -> int:
+    """Rows of a table of completions that are shown on screen."""
+    if not isinstance(config, NewerArguments):
+        return TABLE_ROWS
+    return config.num_completions_to_print or TABLE_ROWS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
     """Evaluation prompts of one name."""
@@ -31,7 +40,7 @@ class EvalSet:
     rows: int  # responses in all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluator:
     """Scores evaluation prompts and shows what the model says.
 
@@ -43,6 +52,7 @@ class Evaluator:
         sets: evaluation prompts, in order.
         reference: whether there is a reference to measure the KL to.
         start: what the starting policy scored; None if nothing is compared with it.
+        more: adds metrics to those of an evaluation.
     """
 
     engine: Engine
@@ -52,6 +62,7 @@ class Evaluator:
     sets: list[EvalSet]
     reference: bool
     start: Start | None = None
+    more: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=lambda _: {})
 
     def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
         """Score the evaluation prompts, log the metrics and show some completions."""
@@ -60,10 +71,18 @@ class Evaluator:
             found = self._evaluate(each, each.batches)
             rows = self._table(each, found)
             said = found.metrics | self._verdicts(each, found, rows)
+            said |= self._loss(found.metrics) | dict(self.more(said))
             metrics |= {f"{each.prefix}{name}": x for name, x in said.items()}
             self._show(rows, f"{each.prefix}completions")
         self.callbacks.evaluated(metrics)
         return metrics
+
+    def _loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Minus what training maximizes: lower is better, as for any ``eval_loss``."""
+        if "objective/scores" not in metrics:
+            return {}
+        coef = self.engine.kl.value + self.settings.loss_kl_coef
+        return {"loss": coef * metrics.get("objective/kl", 0.0) - metrics["objective/scores"]}
 
     def _verdicts(
         self, each: EvalSet, found: Evaluation, rows: list[dict[str, object]]
@@ -98,7 +117,9 @@ class Evaluator:
             self.generate_completions(sampling=True)
         else:
             sample = (report.rollout, report.judgement)
-            self._show(completion_rows([sample], self.tokenizer, limit=TABLE_ROWS), "completions")
+            most = max(TABLE_ROWS, printed_rows(self.callbacks.args))
+            rows = completion_rows([sample], self.tokenizer, limit=None if self._unique() else most)
+            self._show(rows, "completions", most=most)
 
     def _training_prompts(self) -> EvalSet:
         engine = self.engine
@@ -137,6 +158,16 @@ class Evaluator:
         # The last batch is filled up with prompts from the start, once more.
         return completion_rows(found.samples, self.tokenizer, limit=each.rows)
 
-    def _show(self, rows: list[dict[str, object]], name: str) -> None:
+    def _unique(self) -> bool:
+        config = self.callbacks.args
+        return isinstance(config, NewerArguments) and config.log_unique_prompts
+
+    def _show(self, rows: list[dict[str, object]], name: str, *, most: int | None = None) -> None:
+        if self._unique():
+            first: dict[object, dict[str, object]] = {}
+            for row in rows:
+                first.setdefault(row["query"], row)
+            rows = list(first.values())
+        rows = rows[:most]
         if rows and self.callbacks.state.is_world_process_zero:
             self.callbacks.tracker.table(name, rows, step=self.engine.step)

@@ -22,6 +22,7 @@ from kedge.trainers.loading import end_tokens, init_kwargs
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import own_or, text_tokenizer
 from kedge.trainers.rules import check_unread
+from kedge.trainers.trl_names import log_trl_names
 
 
 @named("argument", config=GRPOConfig)
@@ -114,6 +115,7 @@ class GRPOTrainer(TrainerShell):
             reference=held,
         )
         run = assemble(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        log_trl_names(run)
         super().__init__(run, given, "GRPO" if algorithm is None else algorithm.name)
 
 

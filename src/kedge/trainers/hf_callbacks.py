@@ -31,7 +31,7 @@ STATE_FILE = "trainer_state.json"
 LATEST = (
     *("episode", "epoch", "lr", "lr/value", "eps", "objective/kl_coef"),
     "skipped_steps",
-    *("num_input_tokens_seen", "memory/peak_cpu", "memory/peak_gpu"),
+    *("num_input_tokens_seen", "num_tokens", "learning_rate", "memory/peak_cpu", "memory/peak_gpu"),
 )
 
 
@@ -40,6 +40,8 @@ class RunState(TrainerState):
     """``TrainerState`` with what an on-policy run has besides."""
 
     episode: int = 0  # responses trained on
+    num_tokens: int = 0  # of prompts and responses
+    loss_sum: float = 0.0  # of the updates finished
     pending: list[dict[str, float]] = field(default_factory=list)  # updates since the last log
 
 
@@ -250,9 +252,9 @@ def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:
         values = [row[name] for row in rows if name in row]
         if name in LATEST:
             merged[name] = values[-1]
-        elif name.endswith("/min_length"):
+        elif name.endswith(("/min_length", "/min_terminated_length")):
             merged[name] = min(values)
-        elif name.endswith("/max_length"):
+        elif name.endswith(("/max_length", "/max_terminated_length")):
             merged[name] = max(values)
         else:
             merged[name] = math.fsum(values) / len(values)

@@ -95,6 +95,7 @@ class TrainerHooks:
         state.global_step = report.step
         state.epoch = report.step / self.steps_per_epoch
         state.episode = int(report.metrics.get("episode", state.episode))
+        state.loss_sum += report.metrics.get("loss", 0.0)
         metrics = {**report.metrics, **self._measure(report)}
         state.pending.append(metrics)
         if self._screen is not None:
@@ -111,6 +112,9 @@ class TrainerHooks:
         state, args = self.callbacks.state, self.callbacks.args
         elapsed = max(self._clock() - self._begin, 1e-9)
         found: dict[str, float] = {"eps": (state.episode - self._first) / elapsed}
+        if "rollout/tokens" in report.metrics:
+            state.num_tokens += round(report.metrics["rollout/tokens"])
+            found["num_tokens"] = state.num_tokens
         include = str(args.include_num_input_tokens_seen)
         if include != "no":
             own = tokens_in(report.rollout, include)

@@ -43,3 +43,21 @@ def peak_memory(device: Any = None) -> dict[str, float]:
     if torch.cuda.is_available():
         found["memory/peak_gpu"] = torch.cuda.max_memory_allocated(device) / 2**20
     return found
+
+
+def summary(seconds: float, updates: int, *, rows: int, loss: float) -> dict[str, float]:
+    """The last row of a run, in the names of transformers.
+
+    Args:
+        seconds: that this call of ``train`` took.
+        updates: that it finished.
+        rows: responses of each.
+        loss: mean over all updates of the run.
+    """
+    spent = max(seconds, 1e-9)
+    return {
+        "train_runtime": seconds,
+        "train_samples_per_second": updates * rows / spent,
+        "train_steps_per_second": updates / spent,
+        "train_loss": loss,
+    }

@@ -30,6 +30,8 @@ from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+LOW = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
@@ -106,6 +108,8 @@ def value_of(
     reward: FirstReward,
     policy: nn.Module,
     options: ValueOptions,
+    *,
+    allow_low: bool = False,
 ) -> ScalarModel | ScalarHead:
     """The value model: given, from the reward model's weights, or a head on the policy.
 
@@ -116,7 +120,8 @@ def value_of(
         ConfigError: ``value_source="reward"`` without a reward model to start from.
     """
     if value_model is not None:
-        return load_value(value_model)
+        value = load_value(value_model)
+        return value if allow_low else in_float32(value)
     if options.source == "policy" or (options.source == "auto" and reward.model is None):
         return value_from_trunk(causal_parts(policy))
     try:
@@ -126,6 +131,20 @@ def value_of(
             raise
         logger.warning("the value is a head on the policy, not the reward model's: %s", problem)
         return value_from_trunk(causal_parts(policy))
+
+
+def in_float32(value: ScalarModel) -> ScalarModel:
+    """The value model with trainable weights in float32, which is said once if it changes any."""
+    low = [p for p in value.parameters() if p.requires_grad and p.dtype in LOW]
+    if low:
+        logger.warning(
+            "value_model has weights in %s; it is trained in float32, since steps of a learning"
+            " rate like 1e-6 are lost in rounding",
+            str(low[0].dtype).removeprefix("torch."),
+        )
+    for p in low:
+        p.data = p.data.float()
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

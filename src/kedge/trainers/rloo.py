@@ -22,6 +22,7 @@ from kedge.trainers.loading import end_tokens, init_kwargs
 from kedge.trainers.process import settle_process
 from kedge.trainers.prompts import own_or, text_tokenizer
 from kedge.trainers.rules import check_unread
+from kedge.trainers.trl_names import log_trl_names
 
 # TRL up to 0.21: TRL 0.22 and later.
 _PAIRS = {
@@ -145,6 +146,7 @@ class RLOOTrainer(TrainerShell):
         held = given.ref_model is not None or settings.kl.coef > 0
         rule = algorithm or rloo(**asdict(settings.rloo), reference=held)
         run = assemble(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        log_trl_names(run)
         super().__init__(run, given, "RLOO" if algorithm is None else algorithm.name)
 
 

@@ -25,10 +25,11 @@ from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.engine.recording import pack
 from kedge.errors import ConfigError
 from kedge.trainers.beside import Beside
-from kedge.trainers.evaluation import Evaluator
+from kedge.trainers.evaluation import Evaluator, printed_rows
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.hooks import TrainerHooks
 from kedge.trainers.linking import link
+from kedge.trainers.measures import summary
 from kedge.trainers.resuming import resume_run
 from kedge.trainers.saving import earlier_run, numbers_of, recorder_of, write_models
 from kedge.trainers.services import trackers_of
@@ -101,11 +102,15 @@ class Run:
         )
         if resumed is None:
             hooks.evaluate_at_start(always=self.evaluator.start is not None)
-        begin, before = time.perf_counter(), self.callbacks.state.episode
+        begin, before = time.perf_counter(), engine.step
         try:
             engine.run(plan.updates)
             hooks.end_pass()
-            seconds = time.perf_counter() - begin
+            seconds, updates = time.perf_counter() - begin, engine.step - before
+            loss = self.callbacks.state.loss_sum / max(engine.step, 1)
+            done = summary(seconds, updates, rows=plan.batch_size, loss=loss)
+            if updates:
+                self.callbacks.log(done)
             self._load_best()
             self.callbacks.fire("on_train_end")
         finally:
@@ -113,24 +118,16 @@ class Run:
         if screen is not None and self.args.output_dir:
             root = shlex.quote(str(self.root()))
             screen.note(f"the run is in {root}; `kedge report {root}` makes a page of it")
-        return self._output(seconds, before)
+        return self._output(done)
 
-    def _output(self, seconds: float, before: int) -> TrainOutput:
+    def _output(self, done: dict[str, float]) -> TrainOutput:
         state = self.callbacks.state
         if self.args.output_dir and state.is_world_process_zero:
             file = self.root() / "curves.png"
             with self.beside.writing("curves", file):
                 draw_curves(state.log_history, file)
-        losses = [row["loss/policy_avg"] for row in state.log_history if "loss/policy_avg" in row]
-        loss = sum(losses) / len(losses) if losses else 0.0
-        metrics = {
-            "train_runtime": seconds,
-            "train_samples_per_second": (state.episode - before) / max(seconds, 1e-9),
-            "train_loss": loss,
-            "episode": state.episode,
-            "epoch": state.epoch or 0.0,
-        }
-        return TrainOutput(self.engine.step, loss, metrics)
+        metrics = done | {"episode": state.episode, "epoch": state.epoch or 0.0}
+        return TrainOutput(self.engine.step, done["train_loss"], metrics)
 
     # -- along the way --------------------------------------------------------------------------
 
@@ -187,8 +184,8 @@ class Run:
         if not self.callbacks.state.is_world_process_zero:
             return None
         bar, tables = not self.args.disable_tqdm, self.args.num_sample_generations > 0
-        updates, done = self.engine.plan.updates, self.engine.step
-        screen = Screen(updates, start=done, bar=bar, tables=tables)
+        updates, done, most = self.engine.plan.updates, self.engine.step, printed_rows(self.args)
+        screen = Screen(updates, start=done, bar=bar, tables=tables, max_rows=most)
         self.callbacks.tracker = trackers_of(self.callbacks, self.args, screen, self.beside)
         return screen
 

@@ -248,7 +248,7 @@ class HFLearner:
                 output = self._output(part.rows, only_value)
                 found = loss(output, part)
                 self.scaler.scale(found.total).backward()
-                for name, x in found.metrics.items():
+                for name, x in {"loss": found.total, **found.metrics}.items():
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
         total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
         metrics = dict(zip(sums, total.tolist(), strict=True))

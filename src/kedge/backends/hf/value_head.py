@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from kedge.backends.hf.load import check_folder, load_whole
 from kedge.backends.hf.model import CausalParts, backbone_of, expect_no_mask, trunk
-from kedge.backends.rewards.heads import SHIFT
+from kedge.backends.rewards.heads import SHIFT, in_full
 from kedge.errors import ConfigError
 
 HEAD_FILE = "value_head.safetensors"
@@ -78,8 +78,8 @@ class ScalarModel(nn.Module):
 
     def forward(self, ids: Tensor, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
-        hidden = trunk(self.backbone, ids)
-        return self.head(hidden.flatten(0, 1)[states]).float().sum(1) + self.shift  # one column
+        hidden = trunk(self.backbone, ids).flatten(0, 1)[states]
+        return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:

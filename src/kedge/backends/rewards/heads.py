@@ -29,6 +29,21 @@ def head_of(model: nn.Module) -> Head:
     return _Whole(model)
 
 
+def in_full(head: nn.Module, hidden: Tensor) -> Tensor:
+    """What a head makes of hidden states, in float32 whatever autocast says.
+
+    Rounded to bfloat16, values of 8 to 16 are 1/16 apart: differences between neighboring states
+    and between responses would be lost.
+    """
+    dtype = next((p.dtype for p in head.parameters()), hidden.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if type(head) is nn.Linear and dtype in (torch.bfloat16, torch.float16):
+            bias = None if head.bias is None else head.bias.float()
+            return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        found: Tensor = head(hidden.to(dtype))
+    return found
+
+
 class _LastToken:
     def __init__(self, backbone: nn.Module, score: nn.Module) -> None:
         self._backbone, self._score = backbone, score
@@ -41,7 +56,7 @@ class _LastToken:
         out = self._backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **self._options)
         hidden = _hidden(out)
         last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return self._score(last[:, None])[:, 0]
+        return in_full(self._score, last[:, None])[:, 0]
 
 
 class _Whole:
