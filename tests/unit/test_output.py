@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from kedge import PPOConfig, output
+from kedge.cli import generate
 from kedge.cli.main import main
 from kedge.errors import ConfigError
 from kedge.output import LOCK, RunLock, check_file, check_folder
@@ -107,6 +108,18 @@ def test_commands_find_it_before_they_load_anything(
     ):
         assert main(words) == 2
         assert f"{option}=" in capsys.readouterr().err, words
+
+
+def test_generated_answers_are_no_formulas_in_a_spreadsheet(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": "=1+1", "=x": -2.5}, {"prompt": "+", "completion": "a"}]
+    generate.write(tmp_path / "x.csv", rows)
+    assert (tmp_path / "x.csv").read_text().splitlines() == [
+        "prompt,completion,'=x",
+        "p,'=1+1,-2.5",
+        "'+,a,",
+    ]
+    generate.write(tmp_path / "x.jsonl", rows)
+    assert [json.loads(x) for x in (tmp_path / "x.jsonl").read_text().splitlines()] == rows
 
 
 # -- the lock ---------------------------------------------------------------------------------
