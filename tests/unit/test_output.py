@@ -262,4 +262,4 @@ def test_no_run_starts_resumes_or_tidies_a_folder_in_use(
     for resume in (None, True):
         with pytest.raises(ConfigError, match="in use by another run"):
             shell.train(resume_from_checkpoint=resume)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, saving.name]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, saving.name}
