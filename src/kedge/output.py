@@ -26,7 +26,7 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".kedge.lock"
+LOCK = "_kedge.lock"  # uploads to the hub leave out "_*"
 _NO_LOCKS = {
     errno.ENOLCK,
     errno.ENOSYS,
@@ -86,7 +86,7 @@ def check_file(option: str, file: str | Path) -> None:
 class RunLock:
     """Keeps other runs out of an output folder, as a context manager.
 
-    The lock is ``flock`` on ``FOLDER/.kedge.lock``, which the kernel releases when the process
+    The lock is ``flock`` on ``FOLDER/_kedge.lock``, which the kernel releases when the process
     ends, however it ends; the file says which process that is.  Where the file system has no locks,
     a live process of this host that the file names keeps others out.  A thread that holds the lock
     may take it again.

@@ -12,13 +12,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kedge import PPOConfig, output
+from kedge.cli import generate
 from kedge.cli.main import main
 from kedge.errors import ConfigError
 from kedge.output import LOCK, RunLock, check_file, check_folder
+from kedge.trainers.base import TrainerShell
+from kedge.trainers.claim import claimed
 
 HOLD = "import sys, time; from kedge.output import RunLock; lock = RunLock(sys.argv[1]);"
 HOLD += "lock.__enter__(); print('held', flush=True); sys.stdin.read()"
@@ -104,6 +108,18 @@ def test_commands_find_it_before_they_load_anything(
     ):
         assert main(words) == 2
         assert f"{option}=" in capsys.readouterr().err, words
+
+
+def test_generated_answers_are_no_formulas_in_a_spreadsheet(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": "=1+1", "=x": -2.5}, {"prompt": "+", "completion": "a"}]
+    generate.write(tmp_path / "x.csv", rows)
+    assert (tmp_path / "x.csv").read_text().splitlines() == [
+        "prompt,completion,'=x",
+        "p,'=1+1,-2.5",
+        "'+,a,",
+    ]
+    generate.write(tmp_path / "x.jsonl", rows)
+    assert [json.loads(x) for x in (tmp_path / "x.jsonl").read_text().splitlines()] == rows
 
 
 # -- the lock ---------------------------------------------------------------------------------
@@ -199,3 +215,51 @@ def test_without_locks_of_the_file_system_a_live_process_counts(
     other.wait()
     with RunLock(tmp_path / "run"):
         pass
+
+
+def claim(folder: Path, *, rank: int = 0, ranks: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(output_dir=str(folder), process_index=rank, world_size=ranks)
+
+
+def test_the_first_rank_holds_the_lock_and_all_hear_of_it(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    def broadcast(sent: list[str | None]) -> list[str | None]:
+        told[:] = told or sent  # the first rank calls first
+        return told
+
+    monkeypatch.setattr("kedge.trainers.claim.broadcast_object_list", broadcast)
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match=f"process {other.pid}"):
+            claimed(claim(tmp_path / "run", rank=rank, ranks=2)).__enter__()
+    told.clear()
+    with (
+        claimed(claim(tmp_path / "free", ranks=2)),
+        claimed(claim(tmp_path / "free", rank=1, ranks=2)),
+    ):
+        assert (tmp_path / "free" / LOCK).is_file()
+    assert list((tmp_path / "free").iterdir()) == []
+
+
+def test_no_run_starts_resumes_or_tidies_a_folder_in_use(
+    tmp_path: Path, other: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any weight is loaded; the folders of a save in progress stay."""
+    saving = tmp_path / "run" / ".saving-checkpoint-3"
+    saving.mkdir()
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    words = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(prompts)]
+    words += ["--use_cpu", "True", "--output_dir", str(tmp_path / "run")]
+    for more in ([], ["--resume_from_checkpoint", "True"], ["--overwrite_output_dir", "True"]):
+        assert main(["ppo", *words, *more]) == 2
+        assert f"in use by another run: process {other.pid}" in capsys.readouterr().err
+    shell = TrainerShell.__new__(TrainerShell)
+    shell.args = PPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, max_steps=1)
+    shell._run = SimpleNamespace(engine=SimpleNamespace(step=0, plan=SimpleNamespace(updates=1)))
+    for resume in (None, True):
+        with pytest.raises(ConfigError, match="in use by another run"):
+            shell.train(resume_from_checkpoint=resume)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, saving.name}

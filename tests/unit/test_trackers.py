@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
 from kedge.backends.trackers.links import note, run_links
+from kedge.trainers.start import Start
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +107,14 @@ def test_a_new_run_in_an_old_folder_keeps_the_old_rows_aside(tmp_path):
     names = ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert [lines(tmp_path / name)[0]["n"] for name in names] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"scores": ["x"]}', "\xff"])
+def test_damaged_answers_of_the_start_cost_the_win_rate_alone(tmp_path, text, caplog):
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "eval.json").write_bytes(text.encode("latin-1"))
+    assert Start(tmp_path, main=True).scores("eval_", 3) is None
+    assert "eval.json is damaged" in caplog.text
 
 
 # ------------------------------------------------------------------------------- screen
