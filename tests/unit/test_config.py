@@ -12,11 +12,12 @@ from transformers import HfArgumentParser, TrainingArguments
 
 import kedge
 from kedge.config.cadence import cadence, warmup_updates
+from kedge.config.declare import default_of
 from kedge.config.field_support import FIELD_SUPPORT, INHERITED, OWN
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.removed import REMOVED, RemovedArguments
 from kedge.config.resolve import resolve, sampling_of
-from kedge.config.support import Honoured, Moved, Refused, default_of
+from kedge.config.support import Honoured, Moved, Refused
 from kedge.errors import ConfigError
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
@@ -216,8 +217,11 @@ BAD = [
     ({"gamma": -0.1}, "gamma=-0.1 must be"),
     ({"cliprange": 0}, "cliprange=0 must be a number above 0"),
     ({"cliprange_value": -1}, "cliprange_value=-1 must be"),
-    ({"temperature": 0}, "temperature=0 must be a number above 0"),
-    ({"temperature": "hot"}, "temperature='hot' must be a number"),
+    ({"temperature": 0}, "temperature=0 must be a number above 0 and at most 1000"),
+    (
+        {"temperature": "hot"},
+        "temperature='hot' must be a number above 0",
+    ),
     ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number of at least 1"),
     ({"num_ppo_epochs": 1.5}, "num_ppo_epochs=1.5 must be a whole number"),
     ({"num_ppo_epochs": True}, "num_ppo_epochs=True must be"),
@@ -237,7 +241,10 @@ BAD = [
     ({"stop_token": "pad"}, "stop_token='pad' must be one of 'eos', None"),
     ({"stop_token": "eos", "stop_token_id": 0}, "stop_token_id=0 are both set"),
     ({"stop_token": "eos", "stop_token_ids": [1]}, "stop_token_ids=[1] are both set"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids=[-1] must be token ids"),
+    (
+        {"stop_token_ids": [-1]},
+        "stop_token_ids=[-1] must be a list (each a whole number",
+    ),
     ({"stop_strings": "end"}, "stop_strings='end' must be a list"),
     ({"stop_strings": [""]}, "stop_strings=[''] must be"),
     ({"min_new_tokens": 9, "response_length": 8}, "min_new_tokens=9 is more than"),
@@ -249,17 +256,20 @@ BAD = [
     ({"on_reward_error": "score"}, "needs reward_error_score"),
     ({"reward_error_score": 0.0}, "is read with on_reward_error='score'"),
     ({"on_reward_error": "ignore"}, "on_reward_error='ignore' must be one of"),
-    ({"reward_weights": ["a"]}, "reward_weights=['a'] must be numbers"),
+    ({"reward_weights": ["a"]}, "reward_weights=['a'] must be a list (each a finite number"),
     ({"adaptive_kl": True, "kl_coef": 0.0}, "kl_coef=0 stays 0"),
     ({"ref_adapter_name": "a", "model_adapter_name": "a"}, "would move with the policy"),
-    ({"replay_rollouts": "/nowhere"}, "replay_rollouts='/nowhere' is no folder"),
+    ({"replay_rollouts": "/nowhere"}, "replay_rollouts='/nowhere' is not a folder"),
     ({"replay_rollouts": "/tmp", "save_rollouts": "x"}, "set one of them"),
     ({"replay_rollouts": "/tmp", "max_lag": 1}, "max_lag=1 has no meaning"),
     ({"optim": "galore_adamw"}, "optim='galore_adamw' is not supported"),
     ({"optim": "no_such"}, "no_such"),
     ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not supported"),
     ({"lr_scheduler_type": "nonsense"}, "nonsense"),
-    ({"accelerator_config": {"split_batches": True}}, "accelerator_config sets split_batches"),
+    (
+        {"accelerator_config": {"split_batches": True}},
+        "sets split_batches, which steer a data",
+    ),
     ({"output_dir": __file__}, "is a file; name a folder"),
     ({"load_best_model_at_end": True}, "load_best_model_at_end"),
     ({"world_size": 7}, "world_size=7 but 1 processes are running"),

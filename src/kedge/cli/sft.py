@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kedge.cli.arguments import ModelArguments, ModelArgumentsBeside, Parser, read
 from kedge.cli.data import Splits
 from kedge.cli.ppo import load_policy, load_tokenizer, lora
-from kedge.config.support import option
+from kedge.config.declare import check_fields, option
 from kedge.errors import ConfigError
 
 
@@ -21,6 +21,9 @@ class BeforeArguments:
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def parser_of(kind: Literal["sft", "reward"], script: Any) -> Parser:

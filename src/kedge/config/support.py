@@ -10,9 +10,11 @@ import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
+from kedge.config.declare import default_of
+from kedge.config.values import Range, shown
 from kedge.errors import ConfigError
 
 
@@ -22,9 +24,18 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """The field does what it says; ``where`` names the part that reads it."""
+    """The field does what it says.
+
+    Args:
+        where: the part that reads it.
+        limits: bounds of a number, for a field of transformers.
+        accepts: type of the values that Python code may give, where the annotation says less.
+    """
 
     where: str
+    limits: Range | None = None
+    accepts: Any = None
+    typed: ClassVar[bool] = True  # its values are checked against the annotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +44,24 @@ class Moved:
 
     to: str
     convert: Callable[[Any], Any] = _same
+    typed: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing would read the field; ``also`` lists values that mean the default."""
+    """Nothing would read the field.
+
+    Args:
+        reason: why nothing reads it.
+        way_out: what to do instead.
+        also: values that mean the default.
+        typed: it is read and reset while the config is made, so its type is checked first.
+    """
 
     reason: str
     way_out: str
     also: tuple[Any, ...] = ()
+    typed: bool = False
 
 
 _ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
@@ -65,16 +85,6 @@ def installed(package: str) -> bool:
 Support = Honoured | Moved | Refused
 
 UNKNOWN = Refused("this version of Kedge does not know what it asks for", "leave it at its default")
-
-
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with the help text that the command line and the docs show."""
-    return field(default=default, metadata={"help": text})
-
-
-def default_of(field: Field[Any]) -> Any:
-    """The value that a dataclass field has when it is not given."""
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def refuse_unread(config: Any, readers: Collection[str], rule: str) -> None:
@@ -114,21 +124,33 @@ def apply_support(config: Any, table: Mapping[str, Support]) -> None:
     defaults = {f.name: default_of(f) for f in fields(config)}
     for name, default in defaults.items():
         value, support = getattr(config, name), table.get(name, UNKNOWN)
-        if value == default:
+        if _equal(value, default):
             continue
-        if isinstance(support, Refused) and value not in support.also:
+        if isinstance(support, Refused) and not any(_equal(value, each) for each in support.also):
             raise ConfigError(
-                f"{name}={value!r} is not supported: {support.reason}; {support.way_out}"
+                f"{name}={shown(value)} is not supported: {support.reason}; {support.way_out}"
             )
         if isinstance(support, Moved):
             _hand_over(config, name, support, default, defaults[support.to])
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Equality in which True is not 1, and which no odd value can make raise."""
+    if value is other:
+        return True
+    if isinstance(value, bool) != isinstance(other, bool):
+        return False
+    try:
+        return bool(value == other)
+    except Exception:  # whatever an unknown object's __eq__ raises
+        return False
 
 
 def _hand_over(config: Any, name: str, move: Moved, default: Any, target_default: Any) -> None:
     value, target = getattr(config, name), getattr(config, move.to)
     if target not in (target_default, move.convert(value)):
         raise ConfigError(
-            f"{name}={value!r} is another name of {move.to}, which is set to {target!r}; "
+            f"{name}={shown(value)} is another name of {move.to}, which is set to {shown(target)}; "
             f"set {move.to} alone"
         )
     setattr(config, move.to, move.convert(value))

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kedge.backends.trackers import write_whole
-from kedge.config.support import Refused, default_of
+from kedge.config.declare import default_of
+from kedge.config.support import Refused
 from kedge.trainers.model_card import versions
 from kedge.trainers.publishing import Provenance
 
