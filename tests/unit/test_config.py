@@ -238,7 +238,7 @@ BAD = [
     ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be"),
     ({"seed": -1}, "seed=-1 must be"),
     ({"kl_estimator": "k4"}, "kl_estimator='k4' must be one of 'k1', 'k2', 'k3', 'abs', 'full'"),
-    ({"stop_token": "pad"}, "stop_token='pad' must be one of 'eos', None"),
+    ({"stop_token": "pad"}, "stop_token='pad' must be 'eos' or None"),
     ({"stop_token": "eos", "stop_token_id": 0}, "stop_token_id=0 are both set"),
     ({"stop_token": "eos", "stop_token_ids": [1]}, "stop_token_ids=[1] are both set"),
     (

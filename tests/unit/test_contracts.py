@@ -77,6 +77,16 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
         PreflightError,
         "loss of mine is .* for 4 rows and .* in two parts.*without a mean",
     ),
+    "a loss that overflows": (
+        {"algorithm": rule(loss=lambda new, mb: Loss(parts={"policy": new.logprobs.sum() / 0}))},
+        PreflightError,
+        "the loss of mine is -inf for 4 rows .* or divides by zero",
+    ),
+    "scores whose squares overflow": (
+        {"reward_model": None, "reward_funcs": lambda completions: [1e38] * len(completions)},
+        PreflightError,
+        r"the score of row 0 is 1e\+38, .*scale the rewards down",
+    ),
     "a source that gives a list": (
         {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
         RewardError,

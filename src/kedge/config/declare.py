@@ -126,7 +126,7 @@ def _declared(cls: type) -> tuple[_Declared, ...]:
     found = []
     for f in fields(cls):
         said = None if support is None else support.get(f.name)
-        if support is not None and not getattr(said, "typed", False):
+        if support is not None and not getattr(said, "typed", said is not None):
             continue  # it is refused, whatever it is set to
         limits, accepts = _stated(cls, f.name)
         default = default_of(f)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from kedge.config.declare import default_of
 from kedge.config.values import Range, shown
@@ -35,7 +35,6 @@ class Honoured:
     where: str
     limits: Range | None = None
     accepts: Any = None
-    typed: ClassVar[bool] = True  # its values are checked against the annotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class Moved:
 
     to: str
     convert: Callable[[Any], Any] = _same
-    typed: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

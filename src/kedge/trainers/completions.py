@@ -29,7 +29,7 @@ def completion_rows(
                 {
                     "query": tokenizer.decode(prompts.ids[i][prompts.mask[i]]),
                     "model response": tokenizer.decode(rollout.ids[i][rollout.present[i]]),
-                    "score": float(judgement.scores[i]),
+                    "score": float(judgement.scores[i]) if judgement.valid[i] else None,
                     **_by_source(judgement, i),
                     **{name: shown(values[i]) for name, values in judgement.extras.items()},
                 }

@@ -132,7 +132,9 @@ class Screen:
 
     def _cell(self, value: object) -> Text:
         """Plain text: what a model wrote is neither markup nor a control sequence."""
-        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        text = (
+            f"{value:.6g}" if isinstance(value, float) else "n/a" if value is None else str(value)
+        )
         text = "".join(c if c.isprintable() or c in "\n\t" else _UNPRINTABLE for c in text)
         if len(text) > self.max_chars:
             text = text[: self.max_chars - 1] + "…"
