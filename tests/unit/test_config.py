@@ -18,6 +18,7 @@ from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.removed import REMOVED, RemovedArguments
 from kedge.config.resolve import resolve, sampling_of
 from kedge.config.support import Honoured, Moved, Refused
+from kedge.config.values import shown
 from kedge.errors import ConfigError
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
@@ -264,6 +265,20 @@ BAD = [
     ({"replay_rollouts": "/tmp", "max_lag": 1}, "max_lag=1 has no meaning"),
     ({"optim": "galore_adamw"}, "optim='galore_adamw' is not supported"),
     ({"optim": "no_such"}, "no_such"),
+    ({"optim": "adafacto"}, "the nearest is 'adafactor'"),
+    ({"optim_args": "x"}, "optim_args='x' must be name=value pairs"),
+    ({"gradient_checkpointing_kwargs": {"a": 1}}, "sets 'a', which torch.utils.checkpoint does"),
+    ({"gradient_checkpointing_kwargs": '{"a": 1}'}, "sets 'a', which torch.utils.checkpoint does"),
+    ({"fsdp_config": "x"}, "the name of a JSON file or None; there is no such file"),
+    ({"deepspeed": "x"}, "deepspeed='x' must be"),
+    ({"torch_compile_mode": "x"}, "torch_compile_mode='x' must be one of 'default', 'lite'"),
+    ({"log_level": "loud"}, "log_level='loud' must be one of 'detail', 'debug'"),
+    ({"warmup_steps": math.inf}, "warmup_steps=inf must be a number of at least 0"),
+    ({"save_rollouts": "a\0b"}, r"save_rollouts='a\x00b' must be a text"),
+    ({"save_rollouts": "a\0b"}, "without NUL characters"),
+    ({"stop_strings": ["\ud800"]}, "it holds lone surrogates"),
+    ({"total_episodes": 10**5000}, "total_episodes=a number of about 5001 digits must be"),
+    ({"eval_delay": "x"}, "eval_delay='x' must be a number of at least 0, without quotes"),
     ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not supported"),
     ({"lr_scheduler_type": "nonsense"}, "nonsense"),
     (
@@ -279,7 +294,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(o) for o, _ in BAD])
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[shown(o)[:60] for o, _ in BAD])
 def test_a_bad_value_is_one_clear_error(tmp_path, options, message):
     with pytest.raises(ConfigError) as error:
         PPOConfig(**{"output_dir": str(tmp_path / "out"), **options})
