@@ -116,6 +116,8 @@ def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Op
             f"optim={str(args.optim)!r} needs more than parameter groups and is not supported; "
             "pass optimizers=(optimizer, scheduler)"
         )
+    if "betas" in options:
+        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses the integer 0
     try:
         return made(groups, **options)
     except (TypeError, ValueError) as error:
