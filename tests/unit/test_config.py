@@ -218,10 +218,10 @@ BAD = [
     ({"gamma": -0.1}, "gamma=-0.1 must be"),
     ({"cliprange": 0}, "cliprange=0 must be a number above 0"),
     ({"cliprange_value": -1}, "cliprange_value=-1 must be"),
-    ({"temperature": 0}, "temperature=0 must be a number above 0 and at most 1000"),
+    ({"temperature": 0}, "temperature=0 must be a number of at least 1e-06 and at most 1000"),
     (
         {"temperature": "hot"},
-        "temperature='hot' must be a number above 0",
+        "temperature='hot' must be a number",
     ),
     ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number of at least 1"),
     ({"num_ppo_epochs": 1.5}, "num_ppo_epochs=1.5 must be a whole number"),

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from kedge import classic
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.reward import RewardArguments
 from kedge.config.async_ppo import AsyncPPOConfig
@@ -75,7 +76,9 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "script": (ScriptArguments, {}),
     "model": (ModelArguments, {}),
     "reward": (RewardArguments, {}),
+    "classic": (classic.PPOConfig, {"exp_name": "x"}),
 }
+UNCHECKED = pytest.mark.xfail(reason="the classic config does not declare its ranges yet")
 
 
 def meaningful(hint: Any, value: Any, name: str) -> bool:
@@ -136,7 +139,9 @@ def _unclear(message: str, cls: type, name: str, value: Any) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=UNCHECKED if n == "classic" else ()) for n in CONFIGS]
+)
 def test_each_odd_value_is_meaningful_or_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,15 +211,16 @@ def test_values_of_other_types_that_mean_the_same_are_converted(tmp_path: Path) 
         seed=np.int64(3),
         learning_rate=np.float32(0.5),
         stop_token_ids=(1, 2),
+        kl_coef=2**64,
     )
     assert (made.output_dir, made.stop_token_ids) == (str(tmp_path), [1, 2])
-    numbers = (made.total_episodes, made.seed, made.learning_rate)
-    assert numbers == (10_000, 3, 0.5)
-    assert [type(x) for x in numbers] == [int, int, float]
+    numbers = (made.total_episodes, made.seed, made.learning_rate, made.kl_coef)
+    assert numbers == (10_000, 3, 0.5, 2**64)
+    assert [type(x) for x in numbers] == [int, int, float, float]
 
 
 def test_a_field_keeps_its_range_where_a_subclass_changes_its_default(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="temperature=0 must be a number above 0"):
+    with pytest.raises(ConfigError, match="temperature=0 must be a number of at least 1e-06"):
         RLOOConfig(output_dir=str(tmp_path), temperature=0)
     with pytest.raises(ConfigError, match="epsilon=-1 must be a number above 0"):
         RLOOConfig(output_dir=str(tmp_path), epsilon=-1)

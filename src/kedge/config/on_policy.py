@@ -125,7 +125,7 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     response_length: int = option(53, "Most tokens of a response.", ge=1)
     min_new_tokens: int = option(0, "Stop tokens are banned before this many.", ge=0)
     temperature: float = option(
-        0.7, "Logits are divided by it, in sampling and in training.", gt=0, le=1000
+        0.7, "Logits are divided by it, in sampling and in training.", ge=1e-6, le=1000
     )
     top_k: int = option(0, "Sample among the k most likely tokens; 0 is off.", ge=0)
     top_p: float = option(

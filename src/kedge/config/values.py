@@ -204,8 +204,10 @@ def _numbers(cls: type, limits: Range) -> Kind:
             raise Mismatch("; this is too large")
         if not limits.holds(number) or (whole and (abs(number) == math.inf or number % 1)):
             raise Mismatch
-        if type(number) is int or (type(number) is float and not whole):
+        if type(number) is (int if whole else float):
             return number
+        if type(number) is int and abs(number) <= MOST:
+            return number  # torch takes larger integers for int64, and fails
         return cls(number)
 
     name = "a whole number" if whole else "a number" if bounded else "a finite number"
