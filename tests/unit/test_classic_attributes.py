@@ -87,6 +87,19 @@ def test_a_reference_that_is_assigned_is_the_reference() -> None:
             found.ref_model = model
 
 
+def test_options_that_are_changed_between_steps_act() -> None:
+    new = {"ppo_epochs": 1, "gamma": 0.5, "batch_size": 4, "max_grad_norm": 1e-3, "cliprange": 0.1}
+    changed, fresh = (trainer(gpt2(), sgd=1.0, **o, mini_batch_size=2) for o in ({}, new))
+    for name, value in new.items():
+        setattr(changed.config, name, value)
+    for found in (changed, fresh):
+        found.step(*samples(size=4))
+    assert all(map(torch.equal, changed.model_params, fresh.model_params))
+    changed.config.gamma = 5
+    with pytest.raises(ConfigError, match="gamma=5 must be"):
+        changed.step(*samples(size=4))
+
+
 def test_names_of_trl(made: PPOTrainer) -> None:
     assert made.processing_class is made.tokenizer
     assert made.model.lm_head_namings == ("lm_head", "embed_out")

@@ -191,13 +191,22 @@ class PPOConfig:
         for name in _JSON_FIELDS:
             setattr(self, name, _parsed(name, getattr(self, name)))
         self._check_kinds()
-        self._check_values()
         if self.forward_batch_size is not None:
             _deprecated("forward_batch_size", "mini_batch_size")
             self.mini_batch_size = self.forward_batch_size
         if self.optimize_cuda_cache is not None:
             _deprecated("optimize_cuda_cache", "optimize_device_cache")
             self.optimize_device_cache = self.optimize_cuda_cache
+        self.check()
+
+    def check(self) -> None:
+        """Check all values, and derive the sizes; the trainer does so at each step.
+
+        Raises:
+            ConfigError: a value that cannot work, or sizes that do not divide.
+        """
+        self._check_kinds()
+        self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
             raise ConfigError(
