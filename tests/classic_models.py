@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -92,9 +93,11 @@ def trainer(
     peft_config: Any = None,
     num_shared_layers: int | None = None,
     dataset: Any = None,
+    kind: Any = None,
+    collator: Any = None,
     **options: Any,
 ) -> Any:
-    """A classic trainer of a tiny model, 8 samples a step."""
+    """A classic trainer of a tiny model, 8 samples a step; ``kind`` is a subclass of it."""
     import torch
 
     from kedge.classic import (
@@ -105,8 +108,8 @@ def trainer(
     )
 
     encodes = base.config.is_encoder_decoder
-    kind = AutoModelForSeq2SeqLMWithValueHead if encodes else AutoModelForCausalLMWithValueHead
-    model = kind.from_pretrained(base, peft_config=peft_config)
+    head = AutoModelForSeq2SeqLMWithValueHead if encodes else AutoModelForCausalLMWithValueHead
+    model = head.from_pretrained(base, peft_config=peft_config)
     optimizer = None if sgd is None else torch.optim.SGD(model.parameters(), lr=sgd)
     scheduler = None
     if decay is not None:
@@ -115,13 +118,16 @@ def trainer(
     sizes = {"batch_size": 8, "mini_batch_size": 4, "gradient_accumulation_steps": 2}
     if "mini_batch_size" in options:
         sizes.pop("gradient_accumulation_steps")
-    return PPOTrainer(
-        PPOConfig(**{**sizes, "learning_rate": 1e-3, **options}),
-        model,
-        None if reference is None else reference(model),
-        letters(28),
-        dataset,
-        optimizer,
-        num_shared_layers=num_shared_layers,
-        lr_scheduler=scheduler,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no dataset was given")
+        return (kind or PPOTrainer)(
+            PPOConfig(**{**sizes, "learning_rate": 1e-3, **options}),
+            model,
+            None if reference is None else reference(model),
+            letters(28),
+            dataset,
+            optimizer,
+            num_shared_layers=num_shared_layers,
+            lr_scheduler=scheduler,
+            training_data_collator=collator,
+        )

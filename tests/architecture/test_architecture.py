@@ -25,7 +25,7 @@ KEDGE_RULES = {
     "backends": {"types", "math", "protocols", "config", "backends", "errors"},
     "classic": {
         *("types", "math", "protocols", "algorithms", "engine", "backends", "errors", "classic"),
-        "naming",
+        *("naming", "config"),
     },
     "testing": {"types", "errors"},
     "rewards": {"rewards", "errors"},

@@ -48,13 +48,14 @@ def prepare(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the KL to the reference")
+@pytest.mark.filterwarnings("ignore:no dataset was given")
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     for example in EXAMPLES:
         exec(example, names)
     assert Path("my_ppo_model/value_head.safetensors").exists()

@@ -14,6 +14,8 @@ from kedge.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrain
 from kedge.classic.statistics import KEYS
 from tests.classic_models import letters
 
+pytestmark = pytest.mark.filterwarnings("ignore:no dataset was given")
+
 # The key part of this bias has no gradient; Adam turns its rounding noise into steps.
 NOISE = "attn.c_attn.bias"
 PER_TOKEN = {"objective/logprobs", "objective/ref_logprobs"}

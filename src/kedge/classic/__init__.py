@@ -14,6 +14,7 @@ _WHERE = {
     "AutoModelForCausalLMWithValueHead": "models",
     "AutoModelForSeq2SeqLMWithValueHead": "models",
     "PreTrainedModelWrapper": "models",
+    "unwrap_model_for_generation": "models",
     "ValueHead": "value_head",
     "create_reference_model": "reference",
     "set_seed": "core",
@@ -39,6 +40,7 @@ __all__ = [
     "create_reference_model",
     "respond_to_batch",
     "set_seed",
+    "unwrap_model_for_generation",
 ]
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
         AutoModelForCausalLMWithValueHead,
         AutoModelForSeq2SeqLMWithValueHead,
         PreTrainedModelWrapper,
+        unwrap_model_for_generation,
     )
     from kedge.classic.reference import create_reference_model
     from kedge.classic.scores import RunningMoments

@@ -45,7 +45,7 @@ class Given:
 
 
 def check(given: Given) -> None:
-    """Refuse what cannot work before anything is made.
+    """Refuse what cannot work before anything is built.
 
     Raises:
         ConfigError: names the argument and what it must be.
@@ -108,11 +108,17 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """Device, precision, processes and trackers; also fills in the sizes over all processes."""
     options = config.options("accelerator_kwargs")
     options.setdefault("cpu", not torch.accelerator.is_available())
-    accelerator = Accelerator(
-        log_with=config.log_with,
-        project_config=ProjectConfiguration(**config.options("project_kwargs")),
-        **options,
-    )
+    try:
+        accelerator = Accelerator(
+            log_with=config.log_with,
+            project_config=ProjectConfiguration(**config.options("project_kwargs")),
+            **options,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"accelerator_kwargs={config.options('accelerator_kwargs')!r} or project_kwargs="
+            f"{config.options('project_kwargs')!r} is not what accelerate takes: {error}"
+        ) from error
     if shards_asked(accelerator) != "none":
         raise ConfigError(
             "the launcher asks for FSDP or DeepSpeed, but kedge.classic keeps whole models on each "

@@ -6,11 +6,15 @@ import json
 import math
 import sys
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
+import numpy as np
+from accelerate.utils import LoggerType
+
+from kedge.config.checks import FINITE, Range
 from kedge.errors import ConfigError
 from kedge.naming import named
 
@@ -21,7 +25,42 @@ _JSON_FIELDS = (
     "project_kwargs",
     "push_to_hub_if_best_kwargs",
 )
-TRACKERS = ("wandb", "tensorboard", "trackio")
+TRACKERS = tuple(str(x) for x in LoggerType)  # "all": those that are installed
+
+_COUNT = Range(1, 2**62, whole=True)
+_COUNT_OR_NONE = Range(1, 2**62, whole=True, optional=True)
+_POSITIVE = Range(0, above=True)
+_POSITIVE_OR_NONE = Range(0, above=True, optional=True)
+_FACTOR = Range(0, FINITE)
+_UNIT = Range(0, 1)
+RANGES: dict[str, Range] = {
+    "seed": Range(0, 2**32 - 1, whole=True),
+    "steps": _COUNT,
+    "learning_rate": _FACTOR,
+    "init_kl_coef": _FACTOR,
+    "target": _POSITIVE,
+    "horizon": _POSITIVE,
+    "gamma": _UNIT,
+    "lam": _UNIT,
+    "cliprange": _POSITIVE,
+    "cliprange_value": _POSITIVE,
+    "vf_coef": _FACTOR,
+    "batch_size": _COUNT,
+    "forward_batch_size": _COUNT_OR_NONE,
+    "mini_batch_size": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "world_size": _COUNT_OR_NONE,
+    "ppo_epochs": _COUNT,
+    "max_grad_norm": _POSITIVE_OR_NONE,
+    "target_kl": _POSITIVE,
+    "compare_steps": _COUNT,
+    "ratio_threshold": _POSITIVE,
+    "score_clip": _POSITIVE_OR_NONE,
+    "backward_batch_size": _COUNT_OR_NONE,
+    "global_backward_batch_size": _COUNT_OR_NONE,
+    "global_batch_size": _COUNT_OR_NONE,
+    "dataset_num_proc": _COUNT_OR_NONE,
+}
 
 
 def _script() -> str:
@@ -40,7 +79,8 @@ class PPOConfig:
     Args:
         exp_name: name of the experiment, for trackers.
         seed: of Python, numpy and torch, set when the trainer is made, and of the shuffles.
-        log_with: "wandb", "tensorboard" or "trackio".
+        log_with: a tracker that accelerate knows: "tensorboard", "wandb", "trackio", "mlflow",
+            "swanlab", "comet_ml", ..., or "all" that are installed.
         task_name: for trackers.
         model_name: for trackers and the model card.
         query_dataset: for trackers.
@@ -53,7 +93,7 @@ class PPOConfig:
         push_to_hub_if_best_kwargs: arguments of ``push_to_hub``, with repo_id: push whenever, at
             a multiple of ``compare_steps``, the mean score is the best so far.
         steps: samples of the whole run; only ``total_ppo_epochs`` follows from it.
-        learning_rate: of Adam, unless you pass an optimiser.
+        learning_rate: of Adam, unless you pass an optimizer.
         adap_kl_ctrl: steer the KL towards ``target``; False keeps ``init_kl_coef``.
         init_kl_coef: coefficient of the KL penalty at the start.
         kl_penalty: "kl" (log p - log q), "abs", "mse" (half its square) or "full" (over the
@@ -150,45 +190,66 @@ class PPOConfig:
     def __post_init__(self) -> None:
         for name in _JSON_FIELDS:
             setattr(self, name, _parsed(name, getattr(self, name)))
+        self._check_kinds()
         if self.forward_batch_size is not None:
             _deprecated("forward_batch_size", "mini_batch_size")
             self.mini_batch_size = self.forward_batch_size
         if self.optimize_cuda_cache is not None:
             _deprecated("optimize_cuda_cache", "optimize_device_cache")
             self.optimize_device_cache = self.optimize_cuda_cache
+        self.check()
+
+    def check(self) -> None:
+        """Check all values, and derive the sizes; the trainer does so at each step.
+
+        Raises:
+            ConfigError: a value that cannot work, or sizes that do not divide.
+        """
+        self._check_kinds()
         self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
             raise ConfigError(
-                f"batch_size={self.batch_size} is no multiple of mini_batch_size="
+                f"batch_size={self.batch_size} must be a multiple of mini_batch_size="
                 f"{self.mini_batch_size} x gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} = {self.backward_batch_size}; lower one of "
                 "these to a divisor"
             )
         self.total_ppo_epochs = math.ceil(self.steps / self.batch_size)
 
+    def _check_kinds(self) -> None:
+        """Each value is of its field's type; whole numbers become integers."""
+        kinds = get_type_hints(type(self))
+        for each in fields(PPOConfig):
+            name, value, kind = each.name, getattr(self, each.name), kinds[each.name]
+            if name in RANGES:
+                setattr(self, name, _number(name, value))
+            elif value is None and kind in (bool | None, str | None):
+                continue
+            elif kind in (bool, bool | None) and not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False")
+            elif kind in (str, str | None) and not _is_text(value):
+                raise ConfigError(f"{name}={value!r} must be a text")
+
     def _check_values(self) -> None:
         if self.kl_penalty not in ("kl", "abs", "mse", "full"):
-            raise ConfigError(
-                f"kl_penalty={self.kl_penalty!r} is unknown; one of kl, abs, mse, full"
-            )
+            raise ConfigError(f"kl_penalty={self.kl_penalty!r} must be one of kl, abs, mse, full")
         if self.log_with is not None and self.log_with not in TRACKERS:
-            raise ConfigError(f"log_with={self.log_with!r}; one of {', '.join(TRACKERS)}, or None")
-        if self.log_with is not None and find_spec(self.log_with) is None:
+            raise ConfigError(
+                f"log_with={self.log_with!r} must be one of {', '.join(TRACKERS)}, or None"
+            )
+        if self.log_with not in (None, "all") and find_spec(str(self.log_with)) is None:
             raise ImportError(
                 f"log_with={self.log_with!r} needs the package: pip install {self.log_with}"
             )
-        sizes = ("batch_size", "mini_batch_size", "gradient_accumulation_steps", "ppo_epochs")
-        for name in (*sizes, "steps", "compare_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1")
-        above = ("target", "horizon", "target_kl", "ratio_threshold", "cliprange", "score_clip")
-        for name in (*above, "cliprange_value", "max_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value}; it must be above 0")
-        best = self.push_to_hub_if_best_kwargs
-        if best and "repo_id" not in best:
+        for name, of in self.options("tracker_kwargs").items():
+            if not isinstance(of, dict):
+                raise ConfigError(
+                    f"tracker_kwargs[{name!r}]={of!r} must be a dictionary of that tracker's "
+                    'arguments, as in {"wandb": {"name": "mine"}}'
+                )
+        best = self.options("push_to_hub_if_best_kwargs")
+        if best and not isinstance(best.get("repo_id"), str):
             raise ConfigError("push_to_hub_if_best_kwargs needs a repo_id to push to")
 
     def options(self, name: str) -> dict[str, Any]:
@@ -207,11 +268,33 @@ def _parsed(name: str, value: JSON) -> dict[str, Any]:
         return value or {}
     try:
         found = json.loads(value)
+    except TypeError as error:
+        raise ConfigError(f"{name}={value!r} must be a dictionary, or one in JSON") from error
     except ValueError as error:
-        raise ConfigError(f"{name}={value!r} is no JSON object: {error}") from error
+        raise ConfigError(f"{name}={value!r} must be a JSON object: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{name}={value!r} is no JSON object, such as '{{\"name\": 1}}'")
+        raise ConfigError(f"{name}={value!r} must be a JSON object, such as '{{\"name\": 1}}'")
     return found
+
+
+def _number(name: str, value: Any) -> Any:
+    """The value, a plain number of the field's range.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    allowed, number = RANGES[name], value.item() if isinstance(value, np.number) else value
+    broken = isinstance(number, float) and allowed.whole and not math.isfinite(number)
+    if broken or not allowed.holds(number):
+        raise ConfigError(f"{name}={value!r} must be {allowed}" + " or None" * allowed.optional)
+    return int(number) if allowed.whole and number is not None else number
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str | Path) and bool(str(value).encode() or True)
+    except UnicodeEncodeError:  # half of a surrogate pair: no file can hold it
+        return False
 
 
 def _deprecated(old: str, new: str) -> None:

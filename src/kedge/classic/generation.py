@@ -8,9 +8,105 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kedge.classic.inputs import pad_id
+from kedge.classic.views import Views
 from kedge.errors import DataError
 
 LengthFn = Callable[[], int]
+
+
+class Generation(Views):
+    """Sampling responses with transformers' ``generate``."""
+
+    tokenizer: Any
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: LengthFn | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Sample responses with transformers' ``generate``.
+
+        Args:
+            query_tensor: int64 [P], or a list of such.
+            length_sampler: draws ``max_new_tokens``, once per ``batch_size`` queries.
+            batch_size: queries of a list that are sampled together.
+            return_prompt: whether the query is returned before its response; an encoder-decoder
+                never returns it, but begins with its start token.
+            generate_ref_response: also sample from the reference.
+            **generation_kwargs: of ``generate``.
+
+        Returns:
+            For one query int64 [1, n], for a list a list of int64 [n_i] that end with their first
+            end token.  With ``generate_ref_response`` a pair, the reference's second.
+        """
+
+        def sample(model: Any) -> Any:
+            if isinstance(query_tensor, list):
+                return self._generate_batched(
+                    model,
+                    query_tensor,
+                    length_sampler=length_sampler,
+                    batch_size=batch_size,
+                    return_prompt=return_prompt,
+                    **generation_kwargs,
+                )
+            model.eval()
+            return generate_one(
+                model,
+                query_tensor,
+                length=length_sampler,
+                prompt=return_prompt,
+                options=generation_kwargs,
+            )
+
+        response = sample(self.model)
+        if not generate_ref_response:
+            return response
+        if self.ref_model is not None:
+            return response, sample(self.ref_model)
+        with self.optional_peft_ctx():
+            return response, sample(self.model)
+
+    def _generate_batched(
+        self,
+        model: Any,
+        query_tensors: list[Tensor],
+        length_sampler: LengthFn | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        pad_to_multiple_of: int | None = None,
+        remove_padding: bool = True,
+        **generation_kwargs: Any,
+    ) -> list[Tensor]:
+        """``generate`` for a list of queries, from one model.
+
+        Args:
+            model: policy or reference.
+            query_tensors: int64 [P_i] each.
+            length_sampler: as in ``generate``.
+            batch_size: as in ``generate``.
+            return_prompt: as in ``generate``.
+            pad_to_multiple_of: queries are padded on the left to a multiple of it.
+            remove_padding: whether a response is cut after its first end token.
+            **generation_kwargs: of transformers' ``generate``.
+        """
+        model.eval()
+        return generate_many(
+            model,
+            query_tensors,
+            length=length_sampler,
+            rows=batch_size,
+            prompt=return_prompt,
+            eos=self.tokenizer.eos_token_id,
+            options={"pad_token_id": pad_id(self.tokenizer), **generation_kwargs},
+            multiple=pad_to_multiple_of or 1,
+            cut=remove_padding,
+        )
 
 
 @torch.no_grad()
@@ -40,6 +136,8 @@ def generate_many(
     prompt: bool,
     eos: int | None,
     options: dict[str, Any],
+    multiple: int = 1,
+    cut: bool = True,
 ) -> list[Tensor]:
     """One response int64 [n] per query int64 [P_i], without padding, ended by its first ``eos``.
 
@@ -51,12 +149,14 @@ def generate_many(
         prompt: whether each query stands before its response (never for an encoder-decoder).
         eos: the end token, kept; one inside a query ends nothing.
         options: of transformers' ``generate``.
+        multiple: the padded queries' length is a multiple of it.
+        cut: whether a response ends with its first ``eos``.
     """
     encodes = _encodes(model)
     pad = options.get("pad_token_id")
     found: list[Tensor] = []
     for batch in _chunks(list(queries), rows):
-        ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad)
+        ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad, multiple=multiple)
         device = _device(model)
         out = model.generate(
             input_ids=ids.to(device), attention_mask=mask.to(device), **_ready(options, length)
@@ -64,7 +164,7 @@ def generate_many(
         begin = 1 if encodes else ids.shape[1]  # a decoder's start token may be the end token
         for query, row in zip(batch, out, strict=True):
             new = row[begin:]
-            ends = (new == eos).nonzero()[:, 0].tolist() if eos is not None else []
+            ends = (new == eos).nonzero()[:, 0].tolist() if cut and eos is not None else []
             new = new[: ends[0] + 1] if ends else new
             if encodes:
                 found.append(torch.cat([row[:begin], new]))
@@ -77,7 +177,7 @@ def _chunks(queries: list[Tensor], rows: int) -> Iterator[list[Tensor]]:
     return (queries[i : i + rows] for i in range(0, len(queries), rows))
 
 
-def _left_padded(rows: Sequence[Tensor], *, pad: int) -> tuple[Tensor, Tensor]:
+def _left_padded(rows: Sequence[Tensor], *, pad: int, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """Ids and mask int64 [b, P]."""
     wrong = next((i for i, x in enumerate(rows) if x.dim() != 1 or not len(x)), None)
     if wrong is not None:
@@ -85,7 +185,7 @@ def _left_padded(rows: Sequence[Tensor], *, pad: int) -> tuple[Tensor, Tensor]:
             f"query_tensor[{wrong}] has shape {tuple(rows[wrong].shape)}; it must be (length,), "
             "with at least one token"
         )
-    width = max(map(len, rows))
+    width = -(-max(map(len, rows)) // multiple) * multiple
     ids = torch.full((len(rows), width), pad)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):

@@ -38,8 +38,7 @@ def model_inputs(
         ids, mask = _padded(rows, pad, device)
         return {"input_ids": ids, "attention_mask": mask}
     ids, mask = _padded(queries, pad, device)
-    begun = [_begun(r, start) for r in responses]
-    decoder, decoder_mask = _padded(begun, pad, device)
+    decoder, decoder_mask = _padded([begun(r, start) for r in responses], pad, device)
     return {
         "input_ids": ids,
         "attention_mask": mask,
@@ -48,9 +47,34 @@ def model_inputs(
     }
 
 
-def _begun(response: Tensor, start: int) -> Tensor:
-    has = len(response) > 0 and int(response[0]) == start
-    return response if has else torch.cat([response.new_tensor([start]), response])
+def collated(
+    collator: Any,
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    *,
+    start: int | None,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The same, padded by a collator of transformers' kind: rows as dictionaries -> batch."""
+
+    def batch(rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        features = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in rows]
+        return {k: v.to(device) for k, v in collator(features).items() if k != "labels"}
+
+    if start is None:
+        return batch([torch.cat([q, r.to(q)]) for q, r in zip(queries, responses, strict=True)])
+    decoder = batch([begun(r, start) for r in responses])
+    return batch(queries) | {
+        "decoder_input_ids": decoder["input_ids"],
+        "decoder_attention_mask": decoder["attention_mask"],
+    }
+
+
+def begun(response: Tensor, start: int | None) -> Tensor:
+    """A response int64 [R] that begins with the decoder's start token, if there is one."""
+    if start is None or (len(response) > 0 and int(response[0]) == start):
+        return response
+    return torch.cat([response.new_tensor([start]), response])
 
 
 def _padded(rows: Sequence[Tensor], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +21,22 @@ from kedge.errors import ConfigError
 WRAPPED = "pretrained_model."
 
 
+@contextmanager
+def unwrap_model_for_generation(
+    model: Any, accelerator: Any, is_peft_model: bool = False
+) -> Iterator[Any]:
+    """A ``with`` block that gives the model to call ``generate`` of.
+
+    Args:
+        model: of this module, perhaps wrapped for several processes.
+        accelerator: an ``accelerate.Accelerator``.
+        is_peft_model: sample without the adapter, that is from the reference.
+    """
+    inner = accelerator.unwrap_model(model)
+    with inner.pretrained_model.disable_adapter() if is_peft_model else nullcontext():
+        yield inner
+
+
 class PreTrainedModelWrapper(nn.Module):
     """A transformers model, or a PEFT model around one, and a value head on its trunk.
 
@@ -32,6 +50,7 @@ class PreTrainedModelWrapper(nn.Module):
     """
 
     transformers_parent_class: ClassVar[Any] = None
+    lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")  # for programs to read
     supported_args: ClassVar[tuple[str, ...]] = HEAD_OPTIONS
 
     def __init__(self, pretrained_model: Any, **kwargs: Any) -> None:
@@ -195,3 +214,4 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
     """An encoder-decoder language model with a value head on its decoder."""
 
     transformers_parent_class = AutoModelForSeq2SeqLM
+    lm_head_namings = ("lm_head", "embed_out", "output_projection")

@@ -1,17 +1,23 @@
-"""The parts of a PPO step as functions on tensors, for programs that run their own loop."""
+"""The steps of PPO as methods: for programs with their own loop, and for subclasses to override."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
-from kedge.classic.assembly import ESTIMATORS
+from kedge.backends.hf.model import set_training
+from kedge.classic.accumulation import GradientAccumulator
+from kedge.classic.assembly import ESTIMATORS, make_brakes
 from kedge.classic.core import entropy_from_logits, logprobs_from_logits
-from kedge.classic.inputs import model_inputs, pad_id, response_mask
+from kedge.classic.inputs import collated, model_inputs, pad_id, response_mask
+from kedge.classic.models import PreTrainedModelWrapper
+from kedge.classic.samples import check_samples
 from kedge.classic.statistics import over_steps, update_statistics
 from kedge.classic.views import Views
 from kedge.classic.watch import OptimiserStep
@@ -21,14 +27,38 @@ from kedge.math.kl import over_vocabulary
 from kedge.math.masked import whiten
 from kedge.math.rewards import place_score
 from kedge.math.weights import token_mean
-from kedge.types import Experience, Loss, MicroBatch, PolicyOutput
+from kedge.types import Experience, MicroBatch, PolicyOutput
 
 
 class Pieces(Views):
-    """What ``step`` is made of.  T is the longest query with its response, minus one."""
+    """The steps that ``step`` consists of.
+
+    A subclass may override any of them: ``step`` then calls each one in turn, with the arguments
+    and shapes of TRL 0.11, and uses what it returns.  Without an override it takes a faster way to
+    the same weights.  T is the length of the longest query with its response, minus one.
+    """
 
     tokenizer: Any
     algorithm: Algorithm
+    data_collator: Any
+    _usual_collator: Any
+    _gradients: GradientAccumulator
+
+    def _step_safety_checker(
+        self,
+        batch_size: int,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
+        """The arguments of ``step``, checked.
+
+        Raises:
+            DataError: a list of the wrong length, or a tensor of the wrong shape; says which.
+        """
+        check_samples(batch_size, queries, responses, scores, masks)
+        return queries, responses, scores, masks
 
     def prepare_model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
@@ -36,14 +66,23 @@ class Pieces(Views):
         """Padded int64 [B, T + 1] ``input_ids`` and ``attention_mask`` of query and response.
 
         For an encoder-decoder those of the queries, and ``decoder_input_ids`` and
-        ``decoder_attention_mask`` of the responses, each begun with the start token.
+        ``decoder_attention_mask`` of the responses, each begun with the start token.  Rows are
+        padded on the right, or by ``training_data_collator`` where one was given.
         """
+        if self.data_collator is not self._usual_collator:
+            return collated(
+                self.data_collator,
+                queries,
+                responses,
+                start=self._start_token,
+                device=self.current_device,
+            )
         return model_inputs(
             queries,
             responses,
             pad=pad_id(self.tokenizer),
             start=self._start_token,
-            device=self.learner.device,
+            device=self.current_device,
         )
 
     @property
@@ -75,14 +114,18 @@ class Pieces(Views):
             logits float32 [B, T, V] or None; values float32 [B, T] of the states before those
             tokens; and the mask int64 [B, T] of response tokens.
         """
-        model.eval()
+        set_training(model, self.config.gradient_checkpointing and torch.is_grad_enabled())
         size = len(queries)
         start = self._start_token
         ids = model_inputs["decoder_input_ids" if start is not None else "input_ids"]
         found: list[tuple[Tensor, Tensor | None, Tensor]] = []
         for begin in range(0, size, self.config.mini_batch_size):
             rows = slice(begin, begin + self.config.mini_batch_size)
-            logits, _, values = model(**{k: v[rows] for k, v in model_inputs.items()})
+            out = model(**{k: v[rows] for k, v in model_inputs.items()})
+            if isinstance(_unwrapped(model), PreTrainedModelWrapper):
+                logits, _, values = out
+            else:  # a reference without value head
+                logits, values = out.logits.float(), out.logits.new_zeros(out.logits.shape[:2])
             logprobs = logprobs_from_logits(logits[:, :-1], ids[rows, 1:])
             found.append((logprobs, logits[:, :-1] if return_logits else None, values[:, :-1]))
         kept = [x for _, x, _ in found if x is not None]
@@ -108,24 +151,31 @@ class Pieces(Views):
         Returns:
             rewards, the part that is no score, and the KL, each float32 [B, T].
         """
-        kind = self.config.kl_penalty
-        if kind == "full":
-            kls = over_vocabulary(logprobs, ref_logprobs)
-        else:
-            kls = KL[ESTIMATORS[kind]](logprobs, ref_logprobs)
+        pairs = zip(logprobs, ref_logprobs, strict=True)
+        kls = torch.stack([self._kl_penalty(new, ref) for new, ref in pairs])
         penalty = -self.kl_ctl.value * kls
         return penalty + place_score(scores.to(masks.device), masks.bool()), penalty, kls
+
+    def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+        """KL per token float32 [T] of one row: of [T], or with kl_penalty="full" of [T, V]."""
+        kind = self.config.kl_penalty
+        if kind == "full":
+            return over_vocabulary(logprob, ref_logprob)
+        return KL[ESTIMATORS[kind]](logprob, ref_logprob)
 
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Values on the mask, whitened advantages and returns, each float32 [B, T]."""
-        kept, total = mask.bool(), self.learner.total
+        """Values on the mask, whitened advantages and returns, each float32 [B, T].
+
+        Whitening is over the rows that are given: those of this process.
+        """
+        kept = mask.bool()
         if self.config.whiten_rewards:
-            rewards = whiten(rewards, kept, center=False, total=total)
-        values = values * kept
+            rewards = whiten(rewards, kept, center=False)
+        values = values.float() * kept
         raw = gae(rewards, values, kept, gamma=self.config.gamma, lam=self.config.lam).detach()
-        return values, whiten(raw, kept, total=total), (raw + values) * kept
+        return values, whiten(raw, kept), (raw + values) * kept
 
     def loss(
         self,
@@ -150,24 +200,8 @@ class Pieces(Views):
             advantages: float32 [B, T].
             returns: float32 [B, T].
         """
-        found, stats = self._loss(
-            old_logprobs, values, logits, vpreds, logprobs, mask.bool(), advantages, returns
-        )
-        return found.parts["policy"], found.parts["value"], stats
-
-    def _loss(
-        self,
-        old_logprobs: Tensor,
-        values: Tensor,
-        logits: Tensor | None,
-        vpreds: Tensor,
-        logprobs: Tensor,
-        mask: Tensor,
-        advantages: Tensor,
-        returns: Tensor,
-    ) -> tuple[Loss, dict[str, Tensor]]:
-        total = self.learner.total
-        weight = token_mean(mask, total)
+        mask = mask.bool()
+        weight = token_mean(mask, lambda x: x)
         rows = Experience(
             prompt_ids=mask.new_zeros(len(mask), 0, dtype=torch.long),
             prompt_mask=mask.new_zeros(len(mask), 0),
@@ -189,7 +223,7 @@ class Pieces(Views):
         found = self.algorithm.loss(new, batch)
         seen = OptimiserStep()
         seen.add(new, batch, found)
-        return found, seen.statistics(total)
+        return found.parts["policy"], found.parts["value"], seen.statistics(lambda x: x)
 
     def train_minibatch(
         self,
@@ -202,39 +236,81 @@ class Pieces(Views):
         advantages: Tensor,
         returns: Tensor,
     ) -> dict[str, Tensor]:
-        """One optimiser step on ``loss``, clipped, unless ``ratio_threshold`` forbids it.
+        """One optimizer step on ``loss``, clipped, unless ``ratio_threshold`` forbids it.
+
+        Within ``step``, one mini-batch of an optimizer step, which the last one takes.  The
+        gradient is the mean over the tokens of all processes; where ``loss`` is overridden, the
+        mean of what it returned.  Every process calls it.
 
         Args, Returns: as for ``loss``, its statistics.
         """
-        found, stats = self._loss(
-            old_logprobs, values, logits, vpreds, logprobs, mask.bool(), advantages, returns
+        policy, value, stats = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
-        ratio = float(self.learner.total(found.metrics["val/ratio"].detach()))
-        self.learner.optimizer.zero_grad(set_to_none=True)
-        if ratio <= self.config.ratio_threshold:
-            self.learner.scaler.scale(found.total).backward()
-            self.learner._take_step()
-        self.learner.optimizer.zero_grad(set_to_none=True)
+        replaced = overridden(self)
+        self._gradients.backward(
+            policy + value, mask, logprobs - old_logprobs, weighted="loss" not in replaced
+        )
+        if self._gradients.last:
+            brakes = make_brakes(self.config)
+            self._gradients.take(
+                replace(brakes, max_kl=None) if "_early_stop" in replaced else brakes
+            )
         return stats
+
+    def _early_stop(self, policykl: Tensor) -> bool:
+        """Whether the passes over the batch end.  Every process calls it.
+
+        Args:
+            policykl: float [], nats per token against the policy that sampled.
+        """
+        mean = float(self.learner.total(policykl.detach().float())) / self.learner.ranks
+        return make_brakes(self.config).ends({"policy/policykl_avg": mean})
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
         """The statistics of an update, ``objective/*``, ``ppo/*`` and ``tokens/*``.
 
+        They are of the rows of this process; ``gather_stats`` averages over processes.
+
         Args:
             kl_coef: used in it.
             **data: scores [B]; logprobs, ref_logprobs, non_score_reward, masks and kls [B, T];
-                queries and responses; train_stats, one dictionary of ``train_minibatch``, or a
-                list of them.
+                queries and responses; train_stats, one dictionary of ``train_minibatch`` or a
+                list of them, or their numbers stacked, [n, 1] each.
         """
         found = data.pop("train_stats")
         train = over_steps(found if isinstance(found, list) else [found])
-        return update_statistics(kl_coef, train_stats=train, total=self.learner.total, **data)
+        return update_statistics(kl_coef, train_stats=train, **data)
 
     def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors averaged over all processes; the rest unchanged."""
+        """Tensors averaged over all processes; the rest unchanged.  Every process calls it."""
         return {
             name: self.learner.total(x) / self.learner.ranks
             if isinstance(x, Tensor) and x.dtype.is_floating_point
             else x
             for name, x in stats.items()
         }
+
+
+STEPS = (
+    *("_step_safety_checker", "prepare_model_inputs", "batched_forward_pass"),
+    *("compute_rewards", "_kl_penalty", "compute_advantages", "loss", "train_minibatch"),
+    *("_early_stop", "record_step_stats", "gather_stats", "optional_peft_ctx"),
+)
+_OWN = {name: inspect.getattr_static(Pieces, name) for name in STEPS}
+
+
+def overridden(trainer: Any) -> frozenset[str]:
+    """Steps that a subclass, or an assignment to the class or the trainer, has replaced."""
+    names = {
+        name
+        for name in STEPS
+        if name in vars(trainer) or inspect.getattr_static(type(trainer), name) is not _OWN[name]
+    }
+    if trainer.data_collator is not trainer._usual_collator:
+        names.add("prepare_model_inputs")
+    return frozenset(names)
+
+
+def _unwrapped(model: Any) -> Any:
+    return getattr(model, "module", model)

@@ -94,7 +94,10 @@ class Publishing:
         push_to_hub: bool = False,
         **push_kwargs: Any,
     ) -> None:
-        """Write model, value head, tokenizer and model card.  Every process may call it.
+        """Write model, value head, tokenizer and model card.
+
+        The main process writes; the others return at once, so that it may be called by all
+        processes or by the main one alone.
 
         Args:
             save_directory: made if it is missing.
@@ -102,13 +105,19 @@ class Publishing:
             push_to_hub: also upload it.
             **push_kwargs: of ``push_to_hub``.
         """
-        if self.accelerator.is_main_process:
-            self.model.save_pretrained(str(save_directory))
-            self.tokenizer.save_pretrained(str(save_directory))
-            self.create_model_card(str(save_directory), Path(save_directory).name)
-        self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save_pretrained(folder)
         if push_to_hub:
-            self.push_to_hub(repo_id or Path(save_directory).name, **push_kwargs)
+            self.push_to_hub(repo_id or folder.name, **push_kwargs)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Write model, value head, tokenizer and model card into a folder that is there."""
+        self.model.save_pretrained(str(save_directory))
+        self.tokenizer.save_pretrained(str(save_directory))
+        self.create_model_card(str(save_directory), save_directory.name)
 
     def push_to_hub(self, repo_id: str, **push_kwargs: Any) -> Any:
         """Upload model, value head, tokenizer and card; the arguments are those of ``push``."""
@@ -116,8 +125,7 @@ class Publishing:
             return None
 
         def write(folder: str) -> None:
-            self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+            self._save_pretrained(Path(folder))
             self.create_model_card(folder, repo_id)
 
         return push(write, repo_id, **push_kwargs)

@@ -24,24 +24,17 @@ class Samples:
     masks: list[Tensor]  # bool [R_i] each; tokens that train
 
 
-def checked(
-    batch_size: int,
-    queries: Any,
-    responses: Any,
-    scores: Any,
-    masks: Any = None,
-    *,
-    start: int | None = None,
-) -> Samples:
-    """The arguments of ``step``, or an error that says which one is wrong.
+def check_samples(
+    batch_size: int, queries: Any, responses: Any, scores: Any, masks: Any = None
+) -> None:
+    """Refuse arguments of ``step`` that cannot work.
 
     Args:
         batch_size: samples expected.
         queries: list of int64 [P_i].
-        responses: list of int64 [R_i]; of an encoder-decoder with or without its start token.
+        responses: list of int64 [R_i].
         scores: list of tensors: one number each, or one per response token.
         masks: list of [R_i]; None: every response token trains.
-        start: the decoder's start token, taken off responses that begin with it.
 
     Raises:
         DataError: names the argument, the row and what was expected.
@@ -52,13 +45,10 @@ def checked(
     for name, tensors in given.items():
         _check_list(name, tensors, batch_size)
     _check_rows(queries, responses)
-    every = [torch.ones_like(r, dtype=torch.bool) for r in responses] if masks is None else masks
-    whole, tokens = [], []
-    rows, kept = [], []
-    for i, (response, mask, score) in enumerate(zip(responses, every, scores, strict=True)):
-        if mask.shape != response.shape:
+    for i, (response, score) in enumerate(zip(responses, scores, strict=True)):
+        if masks is not None and masks[i].shape != response.shape:
             raise DataError(
-                f"response_masks[{i}] has shape {tuple(mask.shape)}, its response "
+                f"response_masks[{i}] has shape {tuple(masks[i].shape)}, its response "
                 f"{tuple(response.shape)}; one entry per token is needed"
             )
         dense = score.dim() == 1 and score.numel() > 1
@@ -67,14 +57,38 @@ def checked(
                 f"scores[{i}] has shape {tuple(score.shape)}; it must be one number, or one per "
                 f"token of its response ({len(response)})"
             )
+        if not bool(score.isfinite().all()):
+            raise DataError(f"scores[{i}] is not finite: {score.tolist()}")
+
+
+def samples_of(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    masks: Sequence[Tensor] | None = None,
+    *,
+    start: int | None = None,
+) -> Samples:
+    """Checked arguments of ``step`` as a record on the CPU.
+
+    Args:
+        queries: int64 [P_i] each.
+        responses: int64 [R_i] each; of an encoder-decoder with or without its start token.
+        scores: one number each, or one per response token.
+        masks: [R_i] each; None: every response token trains.
+        start: the decoder's start token, taken off responses that begin with it.
+    """
+    every = [torch.ones_like(r, dtype=torch.bool) for r in responses] if masks is None else masks
+    whole, tokens = [], []
+    rows, kept = [], []
+    for response, mask, score in zip(responses, every, scores, strict=True):
         cut = int(start is not None and len(response) > 0 and int(response[0]) == start)
         rows.append(response[cut:].long().cpu())
         kept.append(mask[cut:].bool().cpu())
         numbers = score.detach().float().cpu().reshape(-1)
+        dense = len(numbers) > 1
         whole.append(numbers.new_zeros(()) if dense else numbers[0])
         tokens.append(numbers[cut:] if dense else None)
-        if not bool(numbers.isfinite().all()):
-            raise DataError(f"scores[{i}] is not finite: {score.tolist()}")
     return Samples(
         queries=[q.long().cpu() for q in queries],
         responses=rows,

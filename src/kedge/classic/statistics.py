@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.classic.core import stats_to_np
 from kedge.math.masked import masked_mean, moments
 
 OBJECTIVE = ("kl", "kl_dist", "logprobs", "ref_logprobs", "kl_coef", "entropy")
@@ -34,15 +33,15 @@ KEYS = (
     *(f"tokens/{x}" for x in TOKENS),
     *(f"time/ppo/{x}" for x in TIMES),
 )
-_LISTS = ("policy/advantages", "policy/ratio")
+LISTS = ("policy/advantages", "policy/ratio")
 
 
 def over_steps(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Statistics of optimiser steps as one: means, and per-token numbers one after the other."""
     return {
-        name: torch.cat([x[name].flatten() for x in found])
-        if name in _LISTS
-        else torch.stack([x[name].float().mean() for x in found]).mean()
+        name: torch.cat([torch.as_tensor(x[name]).flatten() for x in found])
+        if name in LISTS
+        else torch.stack([torch.as_tensor(x[name]).float().mean() for x in found]).mean()
         for name in found[0]
     }
 
@@ -63,7 +62,7 @@ def update_statistics(
 ) -> dict[str, Any]:
     """The statistics of one update, without learning rate and times.
 
-    Means and deviations are over the rows of all ranks; arrays hold those of this one.
+    Means and deviations are over the rows that ``total`` sums over; arrays hold this rank's.
 
     Args:
         kl_coef: used in it.
@@ -76,39 +75,44 @@ def update_statistics(
         queries: int64 [P_i] each.
         responses: int64 [R_i] each.
         kls: float32 [B, T].
-        total: sums a tensor over ranks.
+        total: sums a tensor over ranks; the default stays on this rank.
+
+    Returns:
+        Tensors, and floats for ``objective/kl_coef`` and the lengths.
     """
     mask, rows = masks.bool(), torch.ones(len(scores), dtype=torch.bool)
     per_response = torch.where(mask, kls, 0.0).sum(-1).cpu()
     minus_logprob = torch.where(mask, -logprobs, 0.0).sum(-1).cpu()
-    kl = float(masked_mean(per_response, rows, total=total))
+    kl = masked_mean(per_response, rows, total=total)
     score, spread = moments(scores.double().cpu(), rows, total=total)
-    if kl < -1.0:
+    if float(kl) < -1.0:
         warnings.warn(
-            f"the KL to the reference is {kl:.2f} nats per response: sampling is not from the "
-            "policy alone (top-k, top-p, a repetition penalty, a minimum length?), or the "
-            "log-probabilities of padding are counted",
+            f"the KL to the reference is {float(kl):.2f} nats per response: responses are not "
+            "sampled from the policy alone (top-k, top-p, a repetition penalty, a minimum "
+            "length?), or log-probabilities of padding are counted",
             stacklevel=3,
         )
     stats: dict[str, Any] = {
         "objective/kl": kl,
         "objective/kl_dist": per_response,
-        "objective/logprobs": logprobs,
-        "objective/ref_logprobs": ref_logprobs,
+        "objective/logprobs": torch.where(mask, logprobs, 0.0),
+        "objective/ref_logprobs": torch.where(mask, ref_logprobs, 0.0),
         "objective/kl_coef": float(kl_coef),
-        "objective/entropy": float(masked_mean(minus_logprob, rows, total=total)),
-        "ppo/mean_non_score_reward": float(masked_mean(non_score_reward, mask, total=total)),
-        "ppo/mean_scores": float(score),
-        "ppo/std_scores": float(spread),
+        "objective/entropy": masked_mean(minus_logprob, rows, total=total),
+        "ppo/mean_non_score_reward": masked_mean(non_score_reward, mask, total=total),
+        "ppo/mean_scores": score,
+        "ppo/std_scores": spread,
     }
     for name, texts in (("queries", queries), ("responses", responses)):
         lengths = torch.tensor([float(len(x)) for x in texts])
         center, width = moments(lengths, rows, total=total)
         stats[f"tokens/{name}_len_mean"] = float(center)
         stats[f"tokens/{name}_len_std"] = float(width)
-        stats[f"tokens/{name}_dist"] = lengths
+        stats[f"tokens/{name}_dist"] = lengths.numpy()
     for name, x in train_stats.items():
-        stats[f"ppo/{name}"] = x if name in _LISTS else float(x.float().mean())
-    error, variance = stats["ppo/val/error"], stats["ppo/returns/var"]
-    stats["ppo/val/var_explained"] = 1 - error / variance if variance else 0.0
-    return stats_to_np(stats)
+        stats[f"ppo/{name}"] = x.flatten() if name in LISTS else x.float().mean()
+    if {"ppo/val/error", "ppo/returns/var"} <= stats.keys():
+        error, variance = (stats[f"ppo/{x}"].double() for x in ("val/error", "returns/var"))
+        unexplained = torch.where(variance > 0, error / variance, torch.ones_like(error))
+        stats["ppo/val/var_explained"] = 1 - unexplained
+    return stats

@@ -35,7 +35,6 @@ def _plain(x: Any) -> Any:
 
 def log_batch(
     accelerator: Accelerator,
-    log_with: str | None,
     stats: Mapping[str, Any],
     batch: Mapping[str, Any],
     rewards: list[Tensor] | Tensor,
@@ -51,7 +50,7 @@ def log_batch(
     mine = torch.stack([torch.as_tensor(x).detach().float().sum().cpu() for x in rewards])
     missing = [name for name in columns if name not in batch]
     rows: list[dict[str, object]] = []
-    if log_with is not None and missing and set(columns) != {"query", "response"}:
+    if accelerator.log_with and missing and set(columns) != {"query", "response"}:
         raise DataError(
             f"columns_to_log names {', '.join(missing)}, but the batch has {', '.join(batch)}"
         )
@@ -65,14 +64,15 @@ def log_batch(
     if accelerator.num_processes > 1:
         rows = gather_object(rows)
         mine = accelerator.gather(mine.to(accelerator.device)).cpu()
-    if not accelerator.is_main_process or log_with is None:
+    if not accelerator.is_main_process or not accelerator.trackers:
         return
     logs = dict(stats) | {
         "env/reward_mean": float(mine.mean()),
         "env/reward_std": float(mine.std()) if len(mine) > 1 else 0.0,
         "env/reward_dist": mine.numpy(),
     }
-    _SENDERS[log_with](accelerator, logs, rows, step)
+    for tracker in accelerator.trackers:
+        _SENDERS.get(tracker.name, _to_any)(tracker, logs, rows, step)
 
 
 def _rows(batch: Mapping[str, Any], rewards: Tensor, columns: list[str]) -> list[dict[str, object]]:
@@ -95,12 +95,19 @@ def _split(logs: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
     return numbers, {k: np.asarray(x) for k, x in logs.items() if np.ndim(x) > 0}
 
 
+def _to_any(
+    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
+) -> None:
+    """Numbers alone, which every tracker takes."""
+    tracker.log(_split(logs)[0], step=step)
+
+
 def _to_tensorboard(
-    accelerator: Accelerator, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
+    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
 ) -> None:
     numbers, arrays = _split(logs)
-    accelerator.log(numbers, step=step)
-    writer: Any = accelerator.get_tracker("tensorboard", unwrap=True)
+    tracker.log(numbers, step=step)
+    writer = tracker.tracker
     for name, x in arrays.items():
         writer.add_histogram(name, x, step)
     if rows:
@@ -109,7 +116,7 @@ def _to_tensorboard(
 
 
 def _to_wandb(
-    accelerator: Accelerator, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
+    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
 ) -> None:
     import wandb
 
@@ -117,11 +124,11 @@ def _to_wandb(
     sent: dict[str, Any] = numbers | {k: wandb.Histogram(x) for k, x in arrays.items()}
     if rows:
         sent[TABLE] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-    accelerator.log(sent, step=step)
+    tracker.log(sent, step=step)
 
 
 def _to_trackio(
-    accelerator: Accelerator, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
+    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
 ) -> None:
     import importlib
 
@@ -131,7 +138,7 @@ def _to_trackio(
     if rows:
         frame = importlib.import_module("pandas").DataFrame(rows)
         sent[TABLE] = trackio.Table(dataframe=frame)
-    accelerator.log(sent, step=step)
+    tracker.log(sent, step=step)
 
 
 _SENDERS = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from transformers import DataCollatorForLanguageModeling
 
 from kedge.classic import state
+from kedge.classic.accumulation import GradientAccumulator
 from kedge.classic.assembly import (
     Given,
     check,
@@ -25,15 +28,29 @@ from kedge.classic.assembly import (
 )
 from kedge.classic.config import PPOConfig
 from kedge.classic.controllers import AdaptiveKLController, FixedKLController
-from kedge.classic.core import empty_device_cache, set_seed
-from kedge.classic.dataloading import as_lists, make_dataloader
-from kedge.classic.generation import LengthFn, generate_many, generate_one
+from kedge.classic.core import (
+    PPODecorators,
+    convert_to_scalar,
+    empty_device_cache,
+    set_seed,
+    stats_to_np,
+)
+from kedge.classic.dataloading import Batches
+from kedge.classic.generation import Generation
 from kedge.classic.inputs import pad_id
-from kedge.classic.pieces import Pieces
+from kedge.classic.pieces import Pieces, overridden
 from kedge.classic.publishing import Publishing
-from kedge.classic.samples import Samples, checked, judgement_of, on_grid, rollout_of
+from kedge.classic.samples import (
+    Samples,
+    check_samples,
+    judgement_of,
+    on_grid,
+    rollout_of,
+    samples_of,
+)
 from kedge.classic.scores import RunningMoments, Scores, shaped
-from kedge.classic.statistics import KEYS, over_steps
+from kedge.classic.statistics import KEYS, over_steps, update_statistics
+from kedge.classic.stepwise import step_by_step
 from kedge.classic.tracking import log_batch, start_trackers
 from kedge.classic.watch import Watch
 from kedge.engine.updater import Updater
@@ -41,9 +58,11 @@ from kedge.errors import ConfigError
 from kedge.naming import named
 from kedge.types import given
 
+_PREPARE = "; make their loader with trainer.accelerator.prepare(dataloader)"
+
 
 @named("argument", config=PPOConfig)
-class PPOTrainer(Pieces, Publishing):
+class PPOTrainer(Pieces, Generation, Batches, Publishing):
     """PPO one step at a time.
 
         responses = trainer.generate(queries, return_prompt=False, **options)
@@ -53,18 +72,27 @@ class PPOTrainer(Pieces, Publishing):
     Args:
         config: a ``PPOConfig``.
         model: with a value head; its trainable weights train.
-        ref_model: what the policy is held to; None: a frozen copy of the policy as it is now, or
-            for a PEFT model its base without the adapter.
+        ref_model: the reference of the KL penalty; None: a frozen copy of the policy as it is now,
+            or for a PEFT model its base without the adapter.
         tokenizer: of the policy.
         dataset: for ``dataloader``; None: bring your own batches.
         optimizer: None: Adam.
-        data_collator: makes batches of ``dataloader``; None: lists, ``input_ids`` as tensors.
+        data_collator: makes batches of ``dataloader``; None: lists, ``input_ids`` as tensors, and
+            of rows that are no dictionaries what torch makes of them.
         num_shared_layers: see ``create_reference_model``; only without ``ref_model``.
-        lr_scheduler: of your optimizer; it moves on once per ``step``.
-        training_data_collator: accepted and not needed: rows are joined without padding.
+        lr_scheduler: of your optimizer; it advances once per ``step``.
+        training_data_collator: pads rows for the forward passes of ``step``, which are then made
+            one by one as if ``prepare_model_inputs`` was overridden; None: rows are joined
+            without padding, which is faster.
+
+    A subclass may override the steps of PPO: ``prepare_model_inputs``, ``batched_forward_pass``,
+    ``compute_rewards``, ``compute_advantages``, ``loss``, ``train_minibatch``,
+    ``record_step_stats``, ``gather_stats``, ``_kl_penalty``, ``_early_stop`` and
+    ``_step_safety_checker``.
 
     Raises:
-        ConfigError: an argument that cannot work; says which.
+        ConfigError: an argument that cannot work, or an override that cannot be called; says
+            which.
     """
 
     def __init__(
@@ -95,11 +123,16 @@ class PPOTrainer(Pieces, Publishing):
         )
         check(parts)
         set_seed(config.seed)
-        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.config, self.model = config, model
+        self.tokenizer = self.processing_class = tokenizer
+        self._usual_collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        self.data_collator = training_data_collator or self._usual_collator
         self.accelerator = make_accelerator(config)
         start_trackers(self.accelerator, config)
-        self.ref_model, reference = make_reference(parts)
-        self.learner = make_learner(parts, self.ref_model, reference, self.accelerator)
+        self._ref_model, reference = make_reference(parts)
+        self.learner = make_learner(parts, self._ref_model, reference, self.accelerator)
+        self._gradients = GradientAccumulator(self.learner)
+        self._check_overrides()
         self.algorithm = make_algorithm(config)
         self._watch = Watch()
         self._updater = Updater(
@@ -113,79 +146,57 @@ class PPOTrainer(Pieces, Publishing):
         )
         self.running = RunningMoments(self.learner.total)
         self.dataset, self.dataloader = dataset, None
-        self.data_collator = data_collator or as_lists
         if dataset is not None:
             self.dataloader = self.accelerator.prepare(
                 self.prepare_dataloader(dataset, data_collator)
             )
+        else:
+            warnings.warn(
+                f"no dataset was given: step() takes batch_size={config.batch_size} samples of "
+                "each process, from batches of your own" + _PREPARE * self.is_distributed,
+                stacklevel=3,
+            )
         self.highest_reward: float | None = None
         self._since_best = 0
+        PPODecorators.optimize_device_cache = config.optimize_device_cache
+
+    def _check_overrides(self) -> frozenset[str]:
+        """The steps that are overridden.
+
+        Raises:
+            ConfigError: one of them cannot be honored here.
+        """
+        found = overridden(self)
+        self._accumulates = "train_minibatch" in found
+        scaled = self.learner.scaler.is_enabled()
+        if self._accumulates and (scaled or self.is_distributed):
+            where = "with fp16" if scaled else f"on {self.learner.ranks} processes"
+            raise ConfigError(
+                f"{type(self).__name__} overrides train_minibatch, which takes the optimizer step: "
+                f"{where} its gradients would be {'unscaled' if scaled else 'summed'} too late. "
+                "Override loss instead, which train_minibatch calls, or use "
+                + ("bf16" if scaled else "one process")
+            )
+        return found
+
+    def _follow_config(self) -> None:
+        """Apply options that the program has changed in ``config`` since the last step."""
+        config, updater = self.config, self._updater
+        config.check()
+        self.algorithm = make_algorithm(config)
+        updater.algorithm = self._watch.over(self.algorithm)
+        updater.plan, updater.brakes = make_plan(config), make_brakes(config)
+        self.learner.settings = replace(
+            self.learner.settings,
+            forward_rows=config.mini_batch_size,
+            max_grad_norm=config.max_grad_norm or 0.0,
+        )
 
     def _controller(self) -> AdaptiveKLController | FixedKLController:
         c = self.config
         if c.adap_kl_ctrl:
             return AdaptiveKLController(c.init_kl_coef, c.target, c.horizon)
         return FixedKLController(c.init_kl_coef)
-
-    def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> DataLoader[Any]:
-        """Shuffled batches of ``batch_size`` rows; an incomplete last batch is left out.
-
-        A dataset with a text column "query" and no "input_ids" is tokenised.
-        """
-        return make_dataloader(dataset, self.config, self.model, self.tokenizer, data_collator)
-
-    def generate(
-        self,
-        query_tensor: Tensor | list[Tensor],
-        length_sampler: LengthFn | None = None,
-        batch_size: int = 4,
-        return_prompt: bool = True,
-        generate_ref_response: bool = False,
-        **generation_kwargs: Any,
-    ) -> Any:
-        """Sample responses with transformers' ``generate``.
-
-        Args:
-            query_tensor: int64 [P], or a list of such.
-            length_sampler: draws ``max_new_tokens``, once per ``batch_size`` queries.
-            batch_size: queries of a list that are sampled together.
-            return_prompt: whether the query stands before its response; an encoder-decoder never
-                returns it, but begins with its start token.
-            generate_ref_response: also sample from the reference.
-            **generation_kwargs: of ``generate``.
-
-        Returns:
-            For one query int64 [1, n], for a list a list of int64 [n_i] that end with their first
-            end token.  With ``generate_ref_response`` a pair, the reference's second.
-        """
-
-        def sample(model: Any) -> Any:
-            model.eval()
-            if isinstance(query_tensor, list):
-                return generate_many(
-                    model,
-                    query_tensor,
-                    length=length_sampler,
-                    rows=batch_size,
-                    prompt=return_prompt,
-                    eos=self.tokenizer.eos_token_id,
-                    options={"pad_token_id": pad_id(self.tokenizer), **generation_kwargs},
-                )
-            return generate_one(
-                model,
-                query_tensor,
-                length=length_sampler,
-                prompt=return_prompt,
-                options=generation_kwargs,
-            )
-
-        response = sample(self.model)
-        if not generate_ref_response:
-            return response
-        if self.ref_model is not None:
-            return response, sample(self.ref_model)
-        with self.optional_peft_ctx():
-            return response, sample(self.model)
 
     def step(
         self,
@@ -195,6 +206,8 @@ class PPOTrainer(Pieces, Publishing):
         response_masks: list[Tensor] | None = None,
     ) -> dict[str, Any]:
         """One PPO update from ``batch_size`` samples of this process.
+
+        If a subclass overrides a step of PPO, every step is a call of the method of its name.
 
         Args:
             queries: int64 [P_i] each.
@@ -209,10 +222,13 @@ class PPOTrainer(Pieces, Publishing):
             DataError: a list of the wrong length, or a tensor of the wrong shape; says which.
         """
         self._watch.begin()
-        start = self._start_token
-        samples = checked(
-            self.config.batch_size, queries, responses, scores, response_masks, start=start
-        )
+        self._follow_config()
+        replaced = self._check_overrides()
+        size = self.config.batch_size
+        given = self._step_safety_checker(size, queries, responses, scores, response_masks)
+        if "_step_safety_checker" in replaced:
+            check_samples(size, *given)
+        samples = samples_of(*given, start=self._start_token)
         scaled = shaped(
             samples.scores,
             self.running,
@@ -221,6 +237,16 @@ class PPOTrainer(Pieces, Publishing):
             clip=self.config.score_clip,
         )
         self._push_if_best(scaled)
+        if replaced - {"_step_safety_checker"}:
+            stats = step_by_step(self, samples, scaled, masked=given[3] is not None)
+        else:
+            stats = self._fast_step(samples, scaled)
+        if self.config.optimize_device_cache:
+            empty_device_cache()
+        return {name: stats[name] for name in KEYS if name in stats} | stats
+
+    def _fast_step(self, samples: Samples, scores: Scores) -> dict[str, Any]:
+        """One update by the engine: rows are joined without padding, logits are never kept."""
         rollout = rollout_of(
             samples,
             pad=pad_id(self.tokenizer),
@@ -229,14 +255,11 @@ class PPOTrainer(Pieces, Publishing):
             version=self.learner.version,
         )
         prepared, kl_coef = time.perf_counter(), float(self.kl_ctl.value)
-        metrics = self._updater.train_on(rollout, judgement_of(scaled), {})
+        metrics = self._updater.train_on(rollout, judgement_of(scores), {})
         trained = time.perf_counter()
-        stats = self._statistics(samples, scaled, kl_coef)
+        stats = self._statistics(samples, scores, kl_coef)
         stats["ppo/learning_rate"] = float(metrics["lr"])
-        stats |= self._times(prepared, trained)
-        if self.config.optimize_device_cache:
-            empty_device_cache()
-        return {name: stats[name] for name in KEYS}
+        return stats | self._times(prepared, trained)
 
     def _statistics(self, samples: Samples, scores: Scores, kl_coef: float) -> dict[str, Any]:
         evidence = given(self._watch.evidence, "evidence")
@@ -248,7 +271,7 @@ class PPOTrainer(Pieces, Publishing):
         def grid(x: Tensor) -> Tensor:
             return on_grid(x.cpu(), present.cpu(), queries)
 
-        return self.record_step_stats(
+        stats = update_statistics(
             kl_coef,
             scores=scores.sums,
             logprobs=grid(note.logprobs),
@@ -259,7 +282,9 @@ class PPOTrainer(Pieces, Publishing):
             queries=samples.queries,
             responses=samples.responses,
             train_stats=over_steps([s.statistics(self.learner.total) for s in self._watch.steps]),
+            total=self.learner.total,
         )
+        return convert_to_scalar(stats_to_np(stats))
 
     def _times(self, prepared: float, trained: float) -> dict[str, float]:
         """Seconds.  Rewards count making the batch; advantages count the KL penalty too."""
@@ -302,7 +327,6 @@ class PPOTrainer(Pieces, Publishing):
         """
         log_batch(
             self.accelerator,
-            self.config.log_with,
             stats,
             batch,
             rewards,
@@ -310,19 +334,29 @@ class PPOTrainer(Pieces, Publishing):
             step=self.current_step,
         )
 
-    def save_state(self, output_dir: str | Path) -> Path:
-        """Write everything needed to go on exactly here to ``output_dir/checkpoint-N``.
+    def save_state(self, output_dir: str | Path | None = None) -> Path | None:
+        """Write everything needed to resume exactly here to ``output_dir/checkpoint-N``.
 
-        That is policy, value head, optimiser, schedule, KL coefficient, running moments and the
+        That is policy, value head, optimizer, schedule, KL coefficient, running moments and the
         random states of Python, numpy and torch.  Every process calls it.
+
+        Args:
+            output_dir: made if it is missing; None only in a class that also inherits from
+                ``transformers.Trainer``, whose ``save_state`` is called then.
 
         Returns:
             The checkpoint's folder.
         """
-        return state.save(self, output_dir)
+        if output_dir is not None:
+            return state.save(self, output_dir)
+        other = getattr(super(), "save_state", None)
+        if other is None:
+            raise ConfigError("save_state needs the folder to write to: save_state(output_dir)")
+        other()
+        return None
 
     def load_state(self, folder: str | Path) -> None:
-        """Go on where ``save_state`` was called; ``folder`` is a checkpoint, or holds some.
+        """Resume where ``save_state`` was called; ``folder`` is a checkpoint, or holds some.
 
         Raises:
             CheckpointError: there is none, it is damaged, or of another model.

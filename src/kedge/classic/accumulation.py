@@ -1,0 +1,85 @@
+"""Gradients of mini-batches, gathered into one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kedge.backends.hf.learner import HFLearner
+from kedge.engine.brakes import KL, RATIO, Brakes
+from kedge.errors import ConfigError
+
+
+@dataclass(slots=True)
+class GradientAccumulator:
+    """Sums the gradients of ``parts`` mini-batches on each rank, then takes the optimizer step.
+
+    The gradient is the mean over mini-batches and ranks; with ``weighted`` losses each counts by
+    its trained tokens, so that it is the mean over the tokens of the optimizer step.
+
+    Args:
+        learner: holds weights, optimizer and gradient scaler.
+    """
+
+    learner: HFLearner
+    parts: int = 1
+    last: bool = True  # the next mini-batch is the last of its optimizer step
+    _tokens: Tensor | None = None  # trained tokens of a mini-batch, mean over parts and ranks
+    _sums: Tensor | None = None  # float64 [3]: ratios, policy KL and tokens so far
+
+    @contextmanager
+    def optimizer_step(self, masks: list[Tensor]) -> Iterator[None]:
+        """Inside, the mini-batches with these masks [b, T] make one optimizer step."""
+        self.parts = len(masks)
+        self._tokens = self._mean(torch.stack([m.sum() for m in masks]).sum()) / self.parts
+        self._sums = None
+        try:
+            yield
+        finally:
+            self.parts, self.last, self._tokens, self._sums = 1, True, None, None
+
+    def _mean(self, x: Tensor) -> Tensor:
+        return self.learner.total(x.float()) / self.learner.ranks
+
+    def backward(
+        self, loss: Tensor, mask: Tensor, log_ratio: Tensor, *, weighted: bool = True
+    ) -> None:
+        """Add the gradient of one mini-batch.
+
+        Args:
+            loss: float [], a mean over the mini-batch.
+            mask: [b, T].
+            log_ratio: float [b, T], of new to old policy.
+            weighted: whether the loss counts by the number of its tokens.
+
+        Raises:
+            ConfigError: the loss has no gradient.
+        """
+        if not loss.requires_grad:
+            raise ConfigError(
+                "loss() returned tensors without gradient; compute them from logprobs and vpreds"
+            )
+        if self._sums is None:
+            self.learner.optimizer.zero_grad(set_to_none=True)
+            self._sums = torch.zeros(3, dtype=torch.float64)
+        count = mask.sum().float()
+        usual = self._mean(count) if self._tokens is None else self._tokens
+        weight = count / usual.clamp(min=1) if weighted else torch.ones_like(count)
+        self.learner.scaler.scale(loss * weight / (self.parts * self.learner.ranks)).backward()
+        off = torch.where(mask.bool(), log_ratio.detach(), 0.0).double()
+        ratios = torch.where(mask.bool(), off.exp(), 0.0).sum()
+        self._sums += torch.stack([ratios, -off.sum(), count.double()]).cpu()
+
+    def take(self, brakes: Brakes) -> None:
+        """Take the optimizer step, unless ``brakes`` forbid it."""
+        if self._sums is None:
+            return
+        ratios, kl, count = self.learner.total(self._sums).tolist()
+        if brakes.admits({RATIO: ratios / max(count, 1), KL: kl / max(count, 1)}):
+            self.learner._take_step()
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        self._sums = None

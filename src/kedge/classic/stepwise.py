@@ -1,0 +1,283 @@
+"""A PPO step made of calls to the trainer's own methods, so that subclasses can override them.
+
+It runs when a subclass overrides a step of the algorithm.  Every method gets the arguments and
+shapes that TRL 0.11 gives it: padded rows [B, T] of query and response, T = S - 1, where S is the
+longest query with its response.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kedge.classic.core import (
+    convert_to_scalar,
+    logprobs_from_logits,
+    stack_dicts,
+    stats_to_np,
+)
+from kedge.classic.inputs import begun, response_mask
+from kedge.classic.models import PreTrainedModelWrapper
+from kedge.classic.samples import Samples
+from kedge.classic.scores import Scores
+from kedge.classic.statistics import LISTS
+from kedge.engine.seeds import seed_for
+from kedge.errors import DataError
+
+if TYPE_CHECKING:
+    from kedge.classic.trainer import PPOTrainer
+
+Stats = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Rows on the trainer's device, with all that ``train_minibatch`` reads."""
+
+    queries: list[Tensor]  # int64 [P_i] each
+    responses: list[Tensor]  # int64 [R_i] each; of an encoder-decoder with its start token
+    inputs: Mapping[str, Tensor]  # of prepare_model_inputs
+    logprobs: Tensor  # float32 [B, T], as are the others
+    values: Tensor
+    masks: Tensor  # int64 [B, T]
+    advantages: Tensor
+    returns: Tensor
+
+
+def step_by_step(trainer: PPOTrainer, samples: Samples, scores: Scores, *, masked: bool) -> Stats:
+    """One PPO update; see ``PPOTrainer.step``.
+
+    Args:
+        trainer: its methods are called.
+        samples: checked rows.
+        scores: shaped scores.
+        masked: whether ``response_masks`` were given.
+    """
+    clock = [time.perf_counter()]
+    kl_coef = float(trainer.kl_ctl.value)
+    batch, record = _experience(trainer, samples, scores, masked, clock)
+    seen = _optimize(trainer, batch)
+    clock.append(time.perf_counter())
+    stats = trainer.record_step_stats(kl_coef=kl_coef, train_stats=_stacked(seen), **record)
+    if trainer.is_distributed:
+        stats = trainer.gather_stats(_without_arrays(stats))
+    stats = convert_to_scalar(stats_to_np(stats))
+    if "objective/kl" not in stats:
+        raise DataError(
+            "record_step_stats returned no 'objective/kl', which the KL controller needs; "
+            "start from super().record_step_stats(kl_coef, **data)"
+        )
+    learner = trainer.learner
+    stats["ppo/learning_rate"] = float(learner.optimizer.param_groups[0]["lr"])
+    kl = learner.total(torch.tensor(float(stats["objective/kl"]), dtype=torch.float64))
+    trainer.kl_ctl.update(float(kl) / learner.ranks, trainer.config.batch_size * learner.ranks)
+    learner.end_batch()
+    trainer.current_step += 1
+    clock.append(time.perf_counter())
+    names = ("forward_pass", "compute_rewards", "compute_advantages", "optimize_step", "calc_stats")
+    spans = zip(names, clock, clock[1:], strict=False)
+    times = {f"time/ppo/{name}": end - begin for name, begin, end in spans}
+    return stats | times | {"time/ppo/total": clock[-1] - clock[0]}
+
+
+def _experience(
+    trainer: PPOTrainer, samples: Samples, scores: Scores, masked: bool, clock: list[float]
+) -> tuple[Batch, dict[str, Any]]:
+    """Forward passes, rewards and advantages; also what ``record_step_stats`` is given."""
+    device, start = trainer.current_device, trainer._start_token
+    queries = [q.to(device) for q in samples.queries]
+    responses = [begun(r, start).to(device) for r in samples.responses]
+    masks_given = [
+        torch.cat([m.new_ones(len(r) - len(m)), m]).long().to(device)
+        for m, r in zip(samples.masks, responses, strict=True)
+    ]
+    inputs = trainer.prepare_model_inputs(queries, responses)
+    with torch.no_grad():
+        logprobs, values, masks, ref_logprobs, pair = _forward(
+            trainer, queries, responses, inputs, masks_given if masked else None
+        )
+        clock.append(time.perf_counter())
+        rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, masks)
+        _check_shapes("compute_rewards", masks, rewards=rewards, non_score_reward=penalty, kls=kls)
+        if scores.tokens is not None:
+            places = response_mask(inputs, queries, responses, None, start=start)
+            rewards = rewards + _on_tokens(scores.tokens, samples, places) * masks
+        clock.append(time.perf_counter())
+        values, advantages, returns = trainer.compute_advantages(values, rewards, masks)
+        _check_shapes(
+            "compute_advantages", masks, values=values, advantages=advantages, returns=returns
+        )
+        clock.append(time.perf_counter())
+    batch = Batch(
+        queries=queries,
+        responses=responses,
+        inputs=inputs,
+        logprobs=logprobs.float(),
+        values=values.float(),
+        masks=masks,
+        advantages=advantages.float(),
+        returns=returns.float(),
+    )
+    record = {
+        "scores": scores.sums.to(device),
+        "logprobs": logprobs,
+        "ref_logprobs": ref_logprobs,
+        "non_score_reward": penalty,
+        "masks": masks,
+        "queries": queries,
+        "responses": responses,
+        "kls": kls,
+    }
+    return batch, record
+
+
+def _forward(
+    trainer: PPOTrainer,
+    queries: list[Tensor],
+    responses: list[Tensor],
+    inputs: Mapping[str, Tensor],
+    masks: list[Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Policy and reference: log-probabilities, values, mask, the reference's, and both for KL."""
+    full = trainer.config.kl_penalty == "full"
+    adapter = trainer.ref_model is None
+    with trainer.accelerator.autocast():
+        logprobs, logits, values, mask = trainer.batched_forward_pass(
+            trainer.model, queries, responses, inputs, response_masks=masks, return_logits=full
+        )
+        with trainer.optional_peft_ctx() if adapter else nullcontext():
+            ref_logprobs, ref_logits, _, _ = trainer.batched_forward_pass(
+                trainer.model if adapter else _with_head(trainer),
+                queries,
+                responses,
+                inputs,
+                return_logits=full,
+            )
+    _check_shapes("batched_forward_pass", mask, logprobs=logprobs, values=values)
+    if not full:
+        return logprobs, values, mask, ref_logprobs, (logprobs, ref_logprobs)
+    if logits is None or ref_logits is None:
+        raise DataError(
+            'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
+            "returned None in their place"
+        )
+    whole = [logprobs_from_logits(x.float(), x, gather=False) for x in (logits, ref_logits)]
+    return logprobs, values, mask, ref_logprobs, (whole[0], whole[1])
+
+
+def _with_head(trainer: PPOTrainer) -> Any:
+    """The reference; one without value head gets one, for every model returns three things."""
+    if isinstance(trainer.ref_model, PreTrainedModelWrapper):
+        return trainer.ref_model
+    with torch.random.fork_rng():
+        return type(trainer.model)(trainer.ref_model)
+
+
+def _check_shapes(method: str, mask: Tensor, **found: Any) -> None:
+    """Torch would broadcast another shape over tokens without a word."""
+    for name, x in found.items():
+        if not isinstance(x, Tensor) or x.shape != mask.shape:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise DataError(
+                f"{method} returned {name} of {got}; it must be a tensor of the mask's shape "
+                f"{tuple(mask.shape)}"
+            )
+
+
+def _on_tokens(rewards: Tensor, samples: Samples, places: Tensor) -> Tensor:
+    """Rewards per response token [B, R] on the grid [B, T] whose response tokens are ``places``."""
+    rows = [x[: len(r)] for x, r in zip(rewards, samples.responses, strict=True)]
+    grid = torch.zeros(places.shape, device=places.device)
+    grid[places.bool()] = torch.cat(rows).to(grid)
+    return grid
+
+
+def _optimize(trainer: PPOTrainer, batch: Batch) -> list[Stats]:
+    """All passes over the batch: what ``train_minibatch`` returned, mini-batch by mini-batch."""
+    c, seen = trainer.config, []
+    shuffle = torch.Generator().manual_seed(seed_for(c.seed, "shuffle", trainer.current_step))
+    for _ in range(c.ppo_epochs):
+        order = torch.randperm(len(batch.queries), generator=shuffle)
+        for rows in order.split(c.backward_batch_size or c.batch_size):
+            parts = rows.split(c.mini_batch_size)
+            found = _optimizer_step(trainer, batch, parts)
+            seen += found
+            counts = [float(batch.masks[part].sum()) for part in parts]
+            if c.early_stopping and trainer._early_stop(_policy_kl(found, counts)):
+                return seen
+    return seen
+
+
+def _optimizer_step(trainer: PPOTrainer, batch: Batch, parts: Sequence[Tensor]) -> list[Stats]:
+    accelerator, gradients = trainer.accelerator, trainer._gradients
+    usual, found = accelerator.gradient_accumulation_steps, []
+    accelerator.gradient_accumulation_steps = len(parts)
+    try:
+        with gradients.optimizer_step([batch.masks[part] for part in parts]):
+            for i, part in enumerate(parts):
+                accelerator.sync_gradients = gradients.last = i == len(parts) - 1
+                found.append(_minibatch(trainer, batch, part))
+    finally:
+        accelerator.gradient_accumulation_steps, accelerator.sync_gradients = usual, True
+    return found
+
+
+def _minibatch(trainer: PPOTrainer, batch: Batch, rows: Tensor) -> Stats:
+    index = rows.tolist()
+    with trainer.accelerator.autocast():
+        logprobs, logits, vpreds, _ = trainer.batched_forward_pass(
+            trainer.model,
+            [batch.queries[i] for i in index],
+            [batch.responses[i] for i in index],
+            {name: x[index] for name, x in batch.inputs.items()},
+            return_logits=True,
+        )
+    return trainer.train_minibatch(
+        batch.logprobs[index],
+        batch.values[index],
+        logprobs,
+        logits,
+        vpreds,
+        batch.masks[index],
+        batch.advantages[index],
+        batch.returns[index],
+    )
+
+
+def _policy_kl(found: list[Stats], counts: list[float]) -> Tensor:
+    """Nats per token against the policy that sampled, over one optimizer step."""
+    name = "policy/policykl"
+    if any(name not in stats for stats in found):
+        raise DataError(
+            f"early_stopping reads {name!r}, which the statistics of train_minibatch lack; "
+            "add it in loss, or set early_stopping=False"
+        )
+    kls = torch.stack([torch.as_tensor(stats[name]).detach().float().mean() for stats in found])
+    weights = torch.tensor(counts, device=kls.device)
+    return (kls * weights).sum() / weights.sum().clamp(min=1)
+
+
+def _stacked(seen: list[Stats]) -> dict[str, Tensor]:
+    """Statistics of mini-batches: [n, 1] each, and numbers of tokens one after the other [1, N]."""
+    tensors = [{n: torch.as_tensor(x).detach().cpu() for n, x in stats.items()} for stats in seen]
+    names = [n for n in tensors[0] if n not in LISTS]
+    lists = {
+        n: torch.cat([stats[n].flatten() for stats in tensors])[None]
+        for n in LISTS
+        if n in tensors[0]
+    }
+    return stack_dicts([{n: stats[n] for n in names} for stats in tensors]) | lists
+
+
+def _without_arrays(stats: Mapping[str, Any]) -> Stats:
+    """Arrays belong to this process, and may differ in length: only single numbers are gathered."""
+    return {
+        name: x.cpu().numpy() if isinstance(x, Tensor) and x.numel() != 1 else x
+        for name, x in stats.items()
+    }
