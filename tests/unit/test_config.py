@@ -276,6 +276,7 @@ BAD = [
     ({"warmup_steps": math.inf}, "warmup_steps=inf must be a number of at least 0"),
     ({"save_rollouts": "a\0b"}, r"save_rollouts='a\x00b' must be a text"),
     ({"save_rollouts": "a\0b"}, "without NUL characters"),
+    ({"save_rollouts": "a" * 5000}, "is too long for the name of a folder"),
     ({"stop_strings": ["\ud800"]}, "it holds lone surrogates"),
     ({"total_episodes": 10**5000}, "total_episodes=a number of about 5001 digits must be"),
     ({"eval_delay": "x"}, "eval_delay='x' must be a number of at least 0, without quotes"),

@@ -131,7 +131,7 @@ def _unclear(message: str, cls: type, name: str, value: Any) -> str | None:
     if not re.search(rf"(?<!\w)({name}|{moved})=", message):
         return f"is refused without its name: {message}"
     secret = name in ("hub_token", "push_to_hub_token")
-    if isinstance(value, Thing) or secret or (isinstance(value, int) and value > 2**64):
+    if isinstance(value, Thing) or secret or (isinstance(value, int) and value >= 2**64):
         return None
     forms = (value, list(value)) if isinstance(value, tuple) else (value,)
     if "\n" in message or not any(repr(each)[:60] in message for each in forms):

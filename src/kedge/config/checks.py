@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -197,8 +198,21 @@ def _loader_options(c: Any) -> None:
 
 
 def _output_dir(c: Any) -> None:
+    for name in ("output_dir", "logging_dir", "save_rollouts"):
+        if _too_long(getattr(c, name) or "."):
+            raise ConfigError(
+                f"{name}={shown(getattr(c, name))} is too long for the name of a folder"
+            )
     if c.output_dir is not None and os.path.isfile(os.path.expanduser(c.output_dir)):
         raise ConfigError(f"output_dir={c.output_dir!r} is a file; name a folder")
+
+
+def _too_long(path: str) -> bool:
+    try:
+        os.lstat(os.path.expanduser(path))
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    return False
 
 
 def _completions(c: Any) -> None:
