@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,72 +93,20 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kl_penalty": "k3"}, "kl_penalty='k3' must be one of kl, abs, mse, full"),
+        ({"kl_penalty": "k3"}, "kl_penalty='k3' must be one of 'kl', 'abs', 'mse', 'full'"),
         ({"log_with": "neptune"}, "log_with='neptune' must be one of all, aim, tensorboard, wandb"),
         ({"ppo_epochs": 0}, "ppo_epochs=0 must be a whole number of at least 1"),
-        ({"target": 0.0}, "target=0.0 must be a number above 0"),
+        ({"target": 0.0}, "target=0.0 must be a finite number above 0"),
         ({"score_clip": -1.0}, "score_clip=-1.0 must be a number above 0 or None"),
         ({"push_to_hub_if_best_kwargs": {"private": True}}, "needs a repo_id"),
-        ({"tracker_kwargs": "[1]"}, "must be a JSON object"),
-        ({"tracker_kwargs": "{"}, "must be a JSON object"),
+        ({"tracker_kwargs": "[1]"}, "a JSON object or None"),
+        ({"tracker_kwargs": "{"}, "a JSON object or None: Expecting"),
     ],
     ids=str,
 )
 def test_values_that_cannot_work(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**change)
-
-
-ODD = (
-    *(float("nan"), float("inf"), -float("inf"), -1, -1.0, 1.5, 2**70, 10**400, "3", "x", "", True),
-    *([], {}, None, object(), "\ud800", b"1", 1j),
-)
-# Values of that list which make sense, by kind of field.
-SENSE = {
-    "text": {"3", "x", ""},
-    "optional text": {"3", "x", "", None},
-    "above 0": {float("inf"), 1.5, 2**70, 10**400},
-    "factor": {1.5, 2**70},
-}
-KINDS = {
-    **dict.fromkeys(("exp_name", "tracker_project_name"), "text"),
-    **dict.fromkeys(("task_name", "model_name", "query_dataset", "reward_model"), "optional text"),
-    **dict.fromkeys(
-        ("target", "horizon", "cliprange", "cliprange_value", "target_kl", "ratio_threshold"),
-        "above 0",
-    ),
-    **dict.fromkeys(("learning_rate", "init_kl_coef", "vf_coef"), "factor"),
-}
-
-
-def refusal(**options: Any) -> str:
-    """What an option is refused with; empty: it is taken."""
-    try:
-        PPOConfig(**options)
-    except (ConfigError, ImportError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.filterwarnings("ignore:.* is deprecated")
-@pytest.mark.parametrize("field", fields(PPOConfig), ids=lambda f: f.name)
-def test_odd_values_are_refused_by_name(field: Any) -> None:
-    """Every field, every odd value: the field's name in the error, or a value that makes sense."""
-    errors = [refusal(**{field.name: value}) for value in ODD]
-    assert not [e for e in errors if e and not e.startswith(field.name)]
-    taken = [value for value, error in zip(ODD, errors, strict=True) if not error]
-    optional = field.default is None or "| None" in str(field.type)
-    kind = KINDS.get(field.name)
-    if kind is not None:
-        assert set(taken) == SENSE[kind]
-    elif field.default in (True, False) and "bool" in str(field.type) and not optional:
-        assert taken == [True]
-    elif "kwargs" in field.name:
-        assert taken == [{}, None]
-    else:
-        rest = [x for x in taken if x is not None and x is not True and x != float("inf")]
-        assert rest in ([], [1.5, 2**70, 10**400]), field.name
-        assert (None in taken) == optional
 
 
 @pytest.mark.parametrize(
@@ -173,7 +122,7 @@ def test_odd_values_are_refused_by_name(field: Any) -> None:
         ({"ppo_epochs": 1.5}, "ppo_epochs=1.5 must be a whole number of at least 1"),
         ({"whiten_rewards": "false"}, "whiten_rewards='false' must be True or False"),
         ({"use_score_scaling": 1}, "use_score_scaling=1 must be True or False"),
-        ({"tracker_kwargs": {"wandb": 3}}, r"tracker_kwargs\['wandb'\]=3 must be a dictionary"),
+        ({"tracker_kwargs": {"wandb": 3}}, "'wandb' must hold that tracker's arguments"),
     ],
     ids=str,
 )
@@ -192,8 +141,11 @@ def test_every_tracker_of_accelerate_is_known() -> None:
     from accelerate.utils import LoggerType
 
     for name in map(str, LoggerType):
-        error = refusal(log_with=name)
-        assert not error or f"pip install {name}" in error
+        if find_spec(name) is None and name != "all":
+            with pytest.raises(ImportError, match=f"pip install {name}"):
+                PPOConfig(log_with=name)
+        else:
+            PPOConfig(log_with=name)
 
 
 def test_deprecated_names_do_what_they_did() -> None:

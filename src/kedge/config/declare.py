@@ -36,7 +36,7 @@ class _Metadata(dict[str, Any]):
 
 def option(
     default: Any,
-    text: str,
+    text: str = "",
     *,
     ge: float | None = None,
     gt: float | None = None,
@@ -48,7 +48,7 @@ def option(
 
     Args:
         default: its value when it is not given.
-        text: one sentence of help, with the unit.
+        text: one sentence of help, with the unit; empty where the class's docstring has it.
         ge: the number, or each number of a list, is at least this.  A field that states no bound
             keeps those of the field that it replaces in a subclass.
         gt: it is above this.
