@@ -407,9 +407,16 @@ MUTANTS = [
     Mutant(
         "an end token inside a query ends the response",
         "classic/generation.py",
-        "ends = (new == eos).nonzero()[:, 0].tolist() if eos is not None else []",
-        "ends = (row == eos).nonzero()[:, 0].tolist() if eos is not None else []",
+        "ends = (new == eos).nonzero()[:, 0].tolist()",
+        "ends = (row == eos).nonzero()[:, 0].tolist()",
         "tests/unit/test_classic_loop.py",
+    ),
+    Mutant(
+        "mini-batches of an overridden step count the same, however long",
+        "classic/accumulation.py",
+        "if weighted else",
+        "if weighted is None else",
+        "tests/unit/test_classic_overrides.py",
     ),
     Mutant(
         "a gradient begins from that of the last step",

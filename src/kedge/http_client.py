@@ -105,8 +105,9 @@ def retried(
 
 
 def excerpt(body: bytes, most: int = 200) -> str:
-    """The beginning of a reply's body as one line of text."""
+    """The beginning of a reply's body as one line of text, without control characters."""
     text = " ".join(body[: 8 * most].decode(errors="replace").split())
+    text = "".join(c if c.isprintable() else "\ufffd" for c in text)
     return text if len(text) <= most else text[:most] + "..."
 
 

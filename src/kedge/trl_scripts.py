@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig, HfArgumentParser
 
-from kedge.config.support import option
+from kedge.config.declare import option
 from kedge.errors import ConfigError
 
 

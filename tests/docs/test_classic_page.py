@@ -55,7 +55,7 @@ def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     for example in EXAMPLES:
         exec(example, names)
     assert Path("my_ppo_model/value_head.safetensors").exists()

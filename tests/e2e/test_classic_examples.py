@@ -15,7 +15,10 @@ from kedge.classic import PPOConfig
 from tests.classic_models import letters, t5
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "classic"
-pytestmark = pytest.mark.filterwarnings("ignore:the KL to the reference")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the KL to the reference"),
+    pytest.mark.filterwarnings("ignore:no dataset was given"),
+]
 
 
 def script(name: str) -> Any:

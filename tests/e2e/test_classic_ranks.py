@@ -1,56 +1,110 @@
-"""Classic steps on two ranks give the numbers of one."""
+"""Classic steps on two ranks give the numbers of one, and none waits where one rank is alone."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from kedge.classic import PPOTrainer
+from kedge.errors import ConfigError
 from tests.classic_models import gpt2, samples, trainer
 from tests.e2e.test_ranks import launch
 from tests.ranks import leave
 
 
+class Own(PPOTrainer):
+    """Advantages that are not whitened: over the rows of one process that would be another mean."""
+
+    gathered = 0
+
+    def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> Any:
+        returns = (rewards * mask).flip(1).cumsum(1).flip(1) * mask
+        return values * mask, (returns - values) * mask, returns
+
+    def gather_stats(self, stats: Any) -> Any:
+        self.gathered += 1
+        return super().gather_stats(stats)
+
+
 def work(out: str) -> None:
-    """What each process does: its share of eight samples, three times."""
+    """What each process does: its share of eight samples, three times, by each way of a step."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     share = 8 // world
-    found = trainer(
-        gpt2(),
-        sgd=0.05,
-        batch_size=share,
-        mini_batch_size=share // 2,
-        ppo_epochs=2,
-        use_score_scaling=True,
-        max_grad_norm=1.0,
-        horizon=100.0,
-        target=0.5,
-    )
     rows = []
-    for i in range(3):
-        mine = [x[rank * share : (rank + 1) * share] for x in samples(seed=i)]
-        stats = found.step(*mine)
-        rows.append({k: float(x) for k, x in stats.items() if getattr(x, "ndim", 0) == 0})
-    assert found.config.global_batch_size == 8
-    if rank == 0:
+    for kind in (PPOTrainer, Own):
+        found = trainer(
+            gpt2(),
+            kind=kind,
+            sgd=0.05,
+            batch_size=share,
+            mini_batch_size=share // 2 if kind is PPOTrainer else share,
+            ppo_epochs=2,
+            use_score_scaling=True,
+            max_grad_norm=1.0,
+            horizon=100.0,
+            target=0.5,
+        )
+        for i in range(3):
+            mine = [x[rank * share : (rank + 1) * share] for x in samples(seed=i)]
+            stats = found.step(*mine)
+            rows.append({k: float(x) for k, x in stats.items() if getattr(x, "ndim", 0) == 0})
         total = sum(float(p.detach().double().abs().sum()) for p in found.model.parameters())
-        Path(out).write_text(json.dumps([*rows, {"weights": total}]))
+        rows.append({"weights": total, "objective/kl_coef": found.kl_ctl.value})
+        if rank == 0:  # alone
+            found.save_pretrained(Path(out).parent / kind.__name__)
+            found.record_step_stats(0.1, **one_row(found))
+    assert found.config.global_batch_size == 8
+    assert found.gathered == 3 * (world > 1)
+    with (
+        pytest.raises(ConfigError, match="Skipping overrides train_minibatch")
+        if world > 1
+        else (nullcontext())
+    ):
+        trainer(gpt2(), kind=type("Skipping", (PPOTrainer,), {"train_minibatch": len}))
+    if rank == 0:
+        Path(out).write_text(json.dumps(rows))
     leave()
+
+
+def one_row(found: PPOTrainer) -> dict[str, Any]:
+    """What ``record_step_stats`` takes; no step on the way waits for other processes."""
+    zero, one = torch.zeros(1, 3), torch.ones(1, 3)
+    values, advantages, returns = found.compute_advantages(zero, one, one)
+    stats = found.loss(zero, values, None, zero, zero, one, advantages, returns)[2]
+    row = [torch.tensor([3, 4])]
+    shared = {"logprobs": zero, "ref_logprobs": zero, "non_score_reward": zero, "kls": zero}
+    return (
+        {"scores": torch.ones(1), "queries": row, "responses": row}
+        | shared
+        | {
+            "masks": one,
+            "train_stats": stats,
+        }
+    )
+
+
+# Statistics of an overridden step are means over processes, as in TRL, and not over all rows.
+MEANS = ("objective/kl", "objective/kl_coef", "objective/entropy", "ppo/mean_scores", "weights")
 
 
 @pytest.mark.slow
 def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
     one = launch(tmp_path / "one", 1, file=__file__)
     two = launch(tmp_path / "two", 2, file=__file__)
-    assert len(one) == 4
-    for a, b in zip(one, two, strict=True):
+    assert len(one) == 8
+    for i, (a, b) in enumerate(zip(one, two, strict=True)):
         assert set(a) == set(b)
-        for name in a:
+        for name in a if i < 4 else a.keys() & set(MEANS):
             if not name.startswith("time/"):
-                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name
+                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), (i, name)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,10 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_one_before(tmp_path: Path) -
     said = str(raised.value)
     assert f"could not write {tmp_path / 'checkpoint-4'}" in said
     assert "too large" in said
-    assert "make room; checkpoint-2 is whole, and resume_from_checkpoint=True goes on" in said
+    assert (
+        "make room on that disk; checkpoint-2 is whole, and resume_from_checkpoint=True continues"
+        in said
+    )
     assert sorted(p.name for p in tmp_path.glob("*checkpoint*")) == ["checkpoint-2"]
     checkpoint.verify(tmp_path / "checkpoint-2")
     second = trainer(tmp_path, save_steps=2)
@@ -147,7 +150,10 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_one_before(tmp_path: Path) -
 def test_models_that_find_no_room_are_named(tmp_path: Path) -> None:
     made = small(output_dir=str(tmp_path))
     for size in (100, 2000, 5000):  # of a configuration, a tokenizer, weights
-        with no_file_above(size), pytest.raises(CheckpointError, match="make room, or give"):
+        with (
+            no_file_above(size),
+            pytest.raises(CheckpointError, match="make room on that disk, or give"),
+        ):
             made.save_model(str(tmp_path / str(size)))
 
 

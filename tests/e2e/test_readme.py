@@ -43,8 +43,6 @@ def test_the_first_run_learns_and_says_where_it_is(
     values = ["folder=runs/demo", "compared=1"]  # the demo's model, of 20,000 summaries
     python("-m", "kedge.cli.main", "pipeline", stages, "--only", "sft", "--set", *values)
     (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    if PPOConfig(output_dir=str(tmp_path / "none")).stop_token is None:
-        source = source.replace("response_length=24,", 'response_length=24, stop_token="eos",')
     printed = python("-c", source)
     assert "kedge: the run is in runs/short; `kedge report runs/short` makes" in printed
     assert len(re.findall(r"^step \d+/20  ", printed, re.MULTILINE)) == 10

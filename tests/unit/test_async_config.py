@@ -14,7 +14,8 @@ from kedge import AsyncPPOConfig
 from kedge.cli import async_ppo
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.async_data import asked, dressed, load_mixed
-from kedge.config.support import Refused, default_of, elsewhere
+from kedge.config.declare import default_of
+from kedge.config.support import Refused, elsewhere
 from kedge.errors import ConfigError, DataError
 
 from .text_toys import word_tokenizer
@@ -210,9 +211,9 @@ def test_other_names_hand_their_values_over(
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 is set"),
         ({"save_freq": 0}, "at least 1, or -1 for no checkpoints"),
         ({"save_freq": 10, "save_steps": 20}, "save_steps=20 is set"),
-        ({"num_evals": 0}, "num_evals=0 must be at least 1"),
+        ({"num_evals": 0}, "num_evals=0 must be a whole number of at least 1"),
         ({"local_eval_freq": 3}, "num_evals says how often"),
-        ({"vllm_sync_backend": "mpi"}, "must be 'nccl' or 'gloo'"),
+        ({"vllm_sync_backend": "mpi"}, "must be one of 'nccl', 'gloo'"),
         ({"dataset_local_cache_dir": "x"}, "not cached"),
         ({"code_api_url": "http://localhost"}, "own sandbox"),
         ({"checkpoint_output_dir": "x"}, "nothing read it there"),

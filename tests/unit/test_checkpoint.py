@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kedge.engine import checkpoint
@@ -177,14 +178,23 @@ def test_what_the_models_hold_is_not_written_again(tmp_path):
     assert same(checkpoint.load(folder).parts, parts)
 
 
-def test_a_failing_write_keeps_the_checkpoint_before(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left.*; make room on that disk; check"),
+        (OSError(30, "Read-only file system"), "Read-only.*; mount it writable; checkpoint-1 is"),
+        (OSError(13, "Permission denied"), "denied; let this user write there; checkpoint-1 is"),
+        (SafetensorError("I/O error: Read-only file system (os error 30)"), "; mount it writable;"),
+    ],
+)
+def test_a_failing_write_keeps_the_checkpoint_before(tmp_path, error, said):
     checkpoint.save(tmp_path, 1, {"a": 1})
 
-    def full(folder: Path) -> None:
-        raise OSError(28, "No space left on device")
+    def refused(folder: Path) -> None:
+        raise error
 
-    with pytest.raises(CheckpointError, match=r"checkpoint-2: .*No space left"):
-        checkpoint.save(tmp_path, 2, {"a": 2}, write_models=full)
+    with pytest.raises(CheckpointError, match=f"checkpoint-2: .*{said}"):
+        checkpoint.save(tmp_path, 2, {"a": 2}, write_models=refused)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
 
 

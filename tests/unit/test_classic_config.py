@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kedge.classic
 from kedge.classic import PPOConfig
+from kedge.errors import ConfigError
 
 # As the documentation of TRL 0.11 gives them; None where the trainer fills it in.
 DEFAULTS: dict[str, Any] = {
@@ -90,20 +93,59 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kl_penalty": "k3"}, "kl_penalty='k3' must be one of kl, abs, mse, full"),
+        ({"kl_penalty": "k3"}, "kl_penalty='k3' must be one of 'kl', 'abs', 'mse', 'full'"),
         ({"log_with": "neptune"}, "log_with='neptune' must be one of all, aim, tensorboard, wandb"),
         ({"ppo_epochs": 0}, "ppo_epochs=0 must be a whole number of at least 1"),
-        ({"target": 0.0}, "target=0.0 must be a number above 0"),
+        ({"target": 0.0}, "target=0.0 must be a finite number above 0"),
         ({"score_clip": -1.0}, "score_clip=-1.0 must be a number above 0 or None"),
         ({"push_to_hub_if_best_kwargs": {"private": True}}, "needs a repo_id"),
-        ({"tracker_kwargs": "[1]"}, "must be a JSON object"),
-        ({"tracker_kwargs": "{"}, "must be a JSON object"),
+        ({"tracker_kwargs": "[1]"}, "a JSON object or None"),
+        ({"tracker_kwargs": "{"}, "a JSON object or None: Expecting"),
     ],
     ids=str,
 )
 def test_values_that_cannot_work(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gamma": 5}, "gamma=5 must be a number of at least 0 and at most 1"),
+        ({"lam": -1}, "lam=-1 must be a number of at least 0 and at most 1"),
+        ({"vf_coef": -1}, "vf_coef=-1 must be a finite number of at least 0"),
+        ({"init_kl_coef": -1}, "init_kl_coef=-1 must be a finite number of at least 0"),
+        ({"learning_rate": True}, "learning_rate=True must be a finite number"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite number"),
+        ({"seed": "abc"}, "seed='abc' must be a whole number"),
+        ({"ppo_epochs": 1.5}, "ppo_epochs=1.5 must be a whole number of at least 1"),
+        ({"whiten_rewards": "false"}, "whiten_rewards='false' must be True or False"),
+        ({"use_score_scaling": 1}, "use_score_scaling=1 must be True or False"),
+        ({"tracker_kwargs": {"wandb": 3}}, "'wandb' must hold that tracker's arguments"),
+    ],
+    ids=str,
+)
+def test_values_that_were_taken(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(**change)
+
+
+def test_numbers_of_numpy_and_whole_floats_are_numbers() -> None:
+    config = PPOConfig(batch_size=np.int64(8), mini_batch_size=4.0, gamma=np.float32(0.5))
+    assert (config.batch_size, config.mini_batch_size, config.gamma) == (8, 4, 0.5)
+    assert isinstance(config.mini_batch_size, int)
+
+
+def test_every_tracker_of_accelerate_is_known() -> None:
+    from accelerate.utils import LoggerType
+
+    for name in map(str, LoggerType):
+        if find_spec(name) is None and name != "all":
+            with pytest.raises(ImportError, match=f"pip install {name}"):
+                PPOConfig(log_with=name)
+        else:
+            PPOConfig(log_with=name)
 
 
 def test_deprecated_names_do_what_they_did() -> None:

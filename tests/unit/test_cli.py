@@ -15,7 +15,7 @@ from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli import memory
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
-from kedge.cli.main import COMMANDS, main
+from kedge.cli.main import COMMANDS, guarded, main
 from kedge.cli.plan import human, plan, short
 from kedge.cli.ppo import load_algorithm, model_names
 from kedge.cli.resume import command_to_repeat, resume_point
@@ -422,6 +422,26 @@ def test_an_algorithm_from_a_file(tmp_path):
         load_algorithm(f"{file}:other")
 
 
+@pytest.mark.parametrize("spec", ["nonsense", "remaxx", ":rule", "mine.py:", "a b:c"])
+def test_an_algorithm_that_there_is_not_names_those_that_there_are(spec):
+    with pytest.raises(ConfigError, match=f"--algorithm {spec}.*reinforce_pp_baseline, remax, fi"):
+        load_algorithm(spec)
+
+
+def test_a_file_of_an_algorithm_that_raises_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"cannot be imported \(ZeroDivisionError: division"):
+        load_algorithm(f"{tmp_path}/mine.py:rule")
+
+
+def test_control_codes_of_an_error_do_not_reach_the_terminal(capsys):
+    def fails(argv):
+        raise ConfigError("the server said\n\x1b[31mred\x07 é")
+
+    assert guarded(fails, [], name="kedge") == 2
+    assert capsys.readouterr().err == "kedge: error: the server said \\x1b[31mred\\x07 é\n"
+
+
 def test_options_of_an_algorithm():
     made = load_algorithm("reinforce_pp", '{"baseline": true, "reward_clip_range": [-1, 1]}')
     assert made.name == "reinforce_pp_baseline"
@@ -435,7 +455,7 @@ def test_options_of_an_algorithm():
         ("remax", '{"lam": 0.9}', "unexpected keyword argument 'lam'"),
         ("reinforce_pp", '{"loss_kl_estimator": "k9"}', "'k9' is unknown"),
         ("reinforce_pp", "[1]", "must be an object"),
-        ("reinforce_pp", "beta=1", "is no JSON"),
+        ("reinforce_pp", "beta=1", "must be JSON"),
         (None, '{"lam": 0.9}', "has its options as flags"),
         ("tests.unit.text_toys:word_tokenizer", None, "not a kedge.Algorithm"),
     ],

@@ -12,12 +12,14 @@ from transformers import HfArgumentParser, TrainingArguments
 
 import kedge
 from kedge.config.cadence import cadence, warmup_updates
+from kedge.config.declare import default_of
 from kedge.config.field_support import FIELD_SUPPORT, INHERITED, OWN
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.removed import REMOVED, RemovedArguments
 from kedge.config.resolve import resolve
 from kedge.config.sampling import sampling_of
-from kedge.config.support import Honoured, Moved, Refused, default_of
+from kedge.config.support import Honoured, Moved, Refused
+from kedge.config.values import shown
 from kedge.errors import ConfigError
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
@@ -219,8 +221,11 @@ BAD = [
     ({"gamma": -0.1}, "gamma=-0.1 must be"),
     ({"cliprange": 0}, "cliprange=0 must be a number above 0"),
     ({"cliprange_value": -1}, "cliprange_value=-1 must be"),
-    ({"temperature": 0}, "temperature=0 must be a number above 0"),
-    ({"temperature": "hot"}, "temperature='hot' must be a number"),
+    ({"temperature": 0}, "temperature=0 must be a number of at least 1e-06 and at most 1000"),
+    (
+        {"temperature": "hot"},
+        "temperature='hot' must be a number",
+    ),
     ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number of at least 1"),
     ({"num_ppo_epochs": 1.5}, "num_ppo_epochs=1.5 must be a whole number"),
     ({"num_ppo_epochs": True}, "num_ppo_epochs=True must be"),
@@ -237,10 +242,13 @@ BAD = [
     ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be"),
     ({"seed": -1}, "seed=-1 must be"),
     ({"kl_estimator": "k4"}, "kl_estimator='k4' must be one of 'k1', 'k2', 'k3', 'abs', 'full'"),
-    ({"stop_token": "pad"}, "stop_token='pad' must be one of 'eos', None"),
+    ({"stop_token": "pad"}, "stop_token='pad' must be 'eos' or None"),
     ({"stop_token": None, "missing_eos_penalty": 1.0}, "nothing can end a response here"),
     ({"stop_token": None, "non_eos_penalty": True}, 'Set stop_token="eos", or leave non_eos_pen'),
-    ({"stop_token_ids": [-1]}, "stop_token_ids=[-1] must be token ids"),
+    (
+        {"stop_token_ids": [-1]},
+        "stop_token_ids=[-1] must be a list (each a whole number",
+    ),
     ({"stop_strings": "end"}, "stop_strings='end' must be a list"),
     ({"stop_strings": [""]}, "stop_strings=[''] must be"),
     ({"min_new_tokens": 9, "response_length": 8}, "min_new_tokens=9 is more than"),
@@ -252,17 +260,35 @@ BAD = [
     ({"on_reward_error": "score"}, "needs reward_error_score"),
     ({"reward_error_score": 0.0}, "is read with on_reward_error='score'"),
     ({"on_reward_error": "ignore"}, "on_reward_error='ignore' must be one of"),
-    ({"reward_weights": ["a"]}, "reward_weights=['a'] must be numbers"),
+    ({"reward_weights": ["a"]}, "reward_weights=['a'] must be a list (each a finite number"),
     ({"adaptive_kl": True, "kl_coef": 0.0}, "kl_coef=0 stays 0"),
     ({"ref_adapter_name": "a", "model_adapter_name": "a"}, "would move with the policy"),
-    ({"replay_rollouts": "/nowhere"}, "replay_rollouts='/nowhere' is no folder"),
+    ({"replay_rollouts": "/nowhere"}, "replay_rollouts='/nowhere' is not a folder"),
     ({"replay_rollouts": "/tmp", "save_rollouts": "x"}, "set one of them"),
     ({"replay_rollouts": "/tmp", "max_lag": 1}, "max_lag=1 has no meaning"),
     ({"optim": "galore_adamw"}, "optim='galore_adamw' is not supported"),
     ({"optim": "no_such"}, "no_such"),
+    ({"optim": "adafacto"}, "the nearest is 'adafactor'"),
+    ({"optim_args": "x"}, "optim_args='x' must be name=value pairs"),
+    ({"gradient_checkpointing_kwargs": {"a": 1}}, "sets 'a', which torch.utils.checkpoint does"),
+    ({"gradient_checkpointing_kwargs": '{"a": 1}'}, "sets 'a', which torch.utils.checkpoint does"),
+    ({"fsdp_config": "x"}, "the name of a JSON file or None; there is no such file"),
+    ({"deepspeed": "x"}, "deepspeed='x' must be"),
+    ({"torch_compile_mode": "x"}, "torch_compile_mode='x' must be one of 'default', 'lite'"),
+    ({"log_level": "loud"}, "log_level='loud' must be one of 'detail', 'debug'"),
+    ({"warmup_steps": math.inf}, "warmup_steps=inf must be a number of at least 0"),
+    ({"save_rollouts": "a\0b"}, r"save_rollouts='a\x00b' must be a text"),
+    ({"save_rollouts": "a\0b"}, "without NUL characters"),
+    ({"save_rollouts": "a" * 5000}, "is too long for the name of a folder"),
+    ({"stop_strings": ["\ud800"]}, "it holds lone surrogates"),
+    ({"total_episodes": 10**5000}, "total_episodes=a number of about 5001 digits must be"),
+    ({"eval_delay": "x"}, "eval_delay='x' must be a number of at least 0, without quotes"),
     ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not supported"),
     ({"lr_scheduler_type": "nonsense"}, "nonsense"),
-    ({"accelerator_config": {"split_batches": True}}, "accelerator_config sets split_batches"),
+    (
+        {"accelerator_config": {"split_batches": True}},
+        "sets split_batches, which steer a data",
+    ),
     ({"output_dir": __file__}, "is a file; name a folder"),
     ({"load_best_model_at_end": True}, "load_best_model_at_end"),
     ({"world_size": 7}, "world_size=7 but 1 processes are running"),
@@ -272,7 +298,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(o) for o, _ in BAD])
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[shown(o)[:60] for o, _ in BAD])
 def test_a_bad_value_is_one_clear_error(tmp_path, options, message):
     with pytest.raises(ConfigError) as error:
         PPOConfig(**{"output_dir": str(tmp_path / "out"), **options})

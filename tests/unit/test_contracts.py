@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -77,6 +78,16 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
         PreflightError,
         "loss of mine is .* for 4 rows and .* in two parts.*without a mean",
     ),
+    "a loss that overflows": (
+        {"algorithm": rule(loss=lambda new, mb: Loss(parts={"policy": new.logprobs.sum() / 0}))},
+        PreflightError,
+        "the loss of mine is -inf for 4 rows .* or divides by zero",
+    ),
+    "scores whose squares overflow": (
+        {"reward_model": None, "reward_funcs": lambda completions: [1e38] * len(completions)},
+        PreflightError,
+        r"the score of row 0 is 1e\+38, .*scale the rewards down",
+    ),
     "a source that gives a list": (
         {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
         RewardError,
@@ -119,3 +130,24 @@ def test_losses_that_are_sums_pass_whatever_the_cut(micro: int) -> None:
             kl_coef=0.2,
         )
         assert trainer.train().global_step == 1
+
+
+def test_numbers_at_the_edge_of_their_ranges_train() -> None:
+    trainer = small(
+        cliprange=2**64,
+        cliprange_value=math.inf,
+        vf_coef=0,
+        lam_alpha=2**64,
+        gamma=0,
+        lam_value=0,
+        kl_coef=0,
+        adam_beta1=0,
+        adam_beta2=0,
+        max_grad_norm=math.inf,
+        num_train_epochs=0.5,
+        eval_delay=2**53,
+        warmup_steps=2**53,
+        stop_strings=["\N{CHESTNUT}"],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2

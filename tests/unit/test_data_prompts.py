@@ -237,6 +237,28 @@ def test_datasets_that_cannot_be_used(dataset, options, message):
         make(dataset, **options)
 
 
+class Unreadable(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, at):
+        raise OSError(5, "Input/output error")
+
+
+def test_a_dataset_whose_rows_cannot_be_read_is_named():
+    with pytest.raises(DataError, match="row 0 of the dataset, a Unreadable, cannot be read: OSEr"):
+        make(Unreadable())
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_lone_surrogates_in_prompts_are_refused_by_row(chat):
+    tokenizer = word_tokenizer(chat_template=TEMPLATE) if chat else word_tokenizer()
+    texts = ["w3", "w4 \ud800"]
+    rows = [{"prompt": [{"role": "user", "content": t}] if chat else t} for t in texts]
+    with pytest.raises(DataError, match=r"'prompt', row 1: .* is the lone surrogate '\\ud800'"):
+        make(rows, tokenizer)
+
+
 def test_mixed_chats_and_texts_are_refused():
     tokenizer = word_tokenizer(chat_template=TEMPLATE)
     with pytest.raises(DataError, match="row 1: expected chat messages, found str 'w3'"):

@@ -78,6 +78,22 @@ def test_tf_style_of_another_optimiser_is_refused():
         learner(args=arguments(optim_args="style=jax"))
 
 
+def test_integers_as_betas_mean_the_numbers():
+    group = learner(args=arguments(adam_beta1=0, adam_beta2=0)).optimizer.param_groups[0]
+    assert group["betas"] == (0.0, 0.0)
+
+
+def test_an_optimizer_whose_package_is_missing_is_named():
+    with pytest.raises(ConfigError, match="optim='adamw_torch_npu_fused' with optim_args="):
+        learner(args=arguments(optim="adamw_torch_npu_fused"))
+
+
+@pytest.mark.slow
+def test_a_backend_that_torch_does_not_know_is_named():
+    with pytest.raises(ConfigError, match="torch_compile_backend='x' with torch_compile_mode=None"):
+        learner(args=arguments(torch_compile=True, torch_compile_backend="x"))
+
+
 def test_nothing_to_train_is_refused():
     frozen = torch.nn.Linear(1, 1).requires_grad_(False)
     with pytest.raises(ConfigError, match="nothing to train"):

@@ -15,6 +15,7 @@ import torch
 from kedge.backends.rewards import RewardFunction, RewardLog, TextCache
 from kedge.backends.rewards.load import load_function
 from kedge.errors import ConfigError, RewardError
+from kedge.trainers.completions import completion_rows
 from kedge.trainers.short_errors import short_errors
 
 from .text_toys import EOS, blank_swallowing_tokenizer, rollout_of, word_tokenizer
@@ -149,14 +150,24 @@ def nan_second(completion_ids):
         (raises_on_w7, r"raises_on_w7 raised KeyError: 'w7' on row 1 \(prompt 'w7'\); .*'drop'"),
         (raises_in_batches, r"ConnectionError: busy when called with all 2 rows, but on no row al"),
         (nan_second, r"nan_second returned nan, .*; return None .*on row 1 \(prompt 'w7'\)"),
-        (lambda prompts: [1, 1e39], r"returned 1e\+39, no finite float32; .*on row 1"),
-        (lambda prompts: [10**400, 1], r"returned 1000+, no finite float32; .*on row 0"),
+        (lambda prompts: [1, 1e39], r"returned 1e\+39, which is not a finite float32; .*on row 1"),
+        (
+            lambda prompts: [10**400, 1],
+            r"returned 1000+, which is not a finite float32; .*on row 0",
+        ),
+        (lambda prompts: [10**5000, 1], r"returned a number of more than 4,300 digits, which is"),
+        (lambda prompts: torch.ones(2).to_sparse(), r"\(torch.sparse_coo on cpu\) whose numbers"),
+        (lambda prompts: torch.ones(2, device="meta"), r"on meta\) whose numbers cannot be read"),
+        (lambda prompts: [torch.ones((), device="meta"), 1], r"whose numbers cannot be read"),
         (lambda prompts: [[1, 2, 1e39], 1], r"per-token reward 1e\+39, not a finite number"),
         (lambda prompts: [1.0], r"lambda returned 1 rewards for 2 completions"),
         (lambda prompts: None, r"returned NoneType; it must return a list"),
         (lambda prompts: 1.0, r"returned float; it must return a list"),
         (lambda prompts: [1, "2"], r"returned str '2', not a number, on row 1"),
-        (lambda prompts: [float("inf"), 1], r"returned inf, no finite float32; .*on row 0"),
+        (
+            lambda prompts: [float("inf"), 1],
+            r"returned inf, which is not a finite float32; .*on row 0",
+        ),
         (lambda prompts: [[1, 2], 1], r"2 per-token rewards for a response of 3 tokens, on row 0"),
         (lambda prompts: [[1, 2, float("nan")], 1], r"per-token reward nan, not a finite number"),
         (lambda prompts, gold: [1, 2], r"asks for gold, .*there are completion_ids, "),
@@ -212,6 +223,13 @@ def test_columns_that_the_dataset_lacks_are_named_before_anything_is_sampled():
     )
     with pytest.raises(ConfigError, match=r"needs completion, prompt, .*take completions, a list"):
         make(single, dataset_columns=["prompt"])
+
+
+def test_a_row_that_the_function_does_not_apply_to_has_no_score_in_the_table():
+    rollout = rollout_of(PAIRS)
+    judged = make(lambda completions: [1.5, None]).score(rollout)
+    rows = completion_rows([(rollout, judged)], word_tokenizer())
+    assert [row["score"] for row in rows] == [1.5, None]
 
 
 def test_the_cause_of_an_exception_is_kept():

@@ -230,7 +230,7 @@ def test_the_table_escapes_markup_and_cuts_long_cells():
     shown, out, _ = screen(max_rows=2, max_chars=30)
     rows = [
         {"query": "[bold]q[/bold]", "model response": "x" * 50 + "END", "score": 3.921875},
-        {"query": "[/oops] \x1b[31m", "model response": "r", "score": 2.0},
+        {"query": "[/oops] \x1b[31m", "model response": "r", "score": None},
         {"query": "third", "model response": "r", "score": 0.0},
     ]
     shown.table("completions", rows, step=7)
@@ -240,6 +240,7 @@ def test_the_table_escapes_markup_and_cuts_long_cells():
     assert "\x1b" not in text
     assert "model response" in text
     assert "3.922" in text
+    assert "n/a" in text
     assert "x" * 29 + "…" in text
     assert "END" not in text
     assert "third" not in text

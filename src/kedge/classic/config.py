@@ -6,15 +6,15 @@ import json
 import math
 import sys
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-import numpy as np
 from accelerate.utils import LoggerType
 
-from kedge.config.checks import FINITE, Range
+from kedge.config.declare import check_fields, option
+from kedge.config.values import shown
 from kedge.errors import ConfigError
 from kedge.naming import named
 
@@ -26,41 +26,6 @@ _JSON_FIELDS = (
     "push_to_hub_if_best_kwargs",
 )
 TRACKERS = tuple(str(x) for x in LoggerType)  # "all": those that are installed
-
-_COUNT = Range(1, 2**62, whole=True)
-_COUNT_OR_NONE = Range(1, 2**62, whole=True, optional=True)
-_POSITIVE = Range(0, above=True)
-_POSITIVE_OR_NONE = Range(0, above=True, optional=True)
-_FACTOR = Range(0, FINITE)
-_UNIT = Range(0, 1)
-RANGES: dict[str, Range] = {
-    "seed": Range(0, 2**32 - 1, whole=True),
-    "steps": _COUNT,
-    "learning_rate": _FACTOR,
-    "init_kl_coef": _FACTOR,
-    "target": _POSITIVE,
-    "horizon": _POSITIVE,
-    "gamma": _UNIT,
-    "lam": _UNIT,
-    "cliprange": _POSITIVE,
-    "cliprange_value": _POSITIVE,
-    "vf_coef": _FACTOR,
-    "batch_size": _COUNT,
-    "forward_batch_size": _COUNT_OR_NONE,
-    "mini_batch_size": _COUNT,
-    "gradient_accumulation_steps": _COUNT,
-    "world_size": _COUNT_OR_NONE,
-    "ppo_epochs": _COUNT,
-    "max_grad_norm": _POSITIVE_OR_NONE,
-    "target_kl": _POSITIVE,
-    "compare_steps": _COUNT,
-    "ratio_threshold": _POSITIVE,
-    "score_clip": _POSITIVE_OR_NONE,
-    "backward_batch_size": _COUNT_OR_NONE,
-    "global_backward_batch_size": _COUNT_OR_NONE,
-    "global_batch_size": _COUNT_OR_NONE,
-    "dataset_num_proc": _COUNT_OR_NONE,
-}
 
 
 def _script() -> str:
@@ -137,7 +102,7 @@ class PPOConfig:
     """
 
     exp_name: str = field(default_factory=_script)
-    seed: int = 0
+    seed: int = option(0, ge=0, le=2**32 - 1)
     log_with: str | None = None
     task_name: str | None = None
     model_name: str | None = "gpt2"
@@ -149,85 +114,79 @@ class PPOConfig:
     project_kwargs: JSON = field(default_factory=dict)
     tracker_project_name: str = "trl"
     push_to_hub_if_best_kwargs: JSON = field(default_factory=dict)
-    steps: int = 20000
-    learning_rate: float = 1.41e-5
+    steps: int = option(20000, ge=1)
+    learning_rate: float = option(1.41e-5, ge=0)
     adap_kl_ctrl: bool = True
-    init_kl_coef: float = 0.2
+    init_kl_coef: float = option(0.2, ge=0)
     kl_penalty: Literal["kl", "abs", "mse", "full"] = "kl"
-    target: float = 6.0
-    horizon: float = 10000.0
-    gamma: float = 1.0
-    lam: float = 0.95
-    cliprange: float = 0.2
-    cliprange_value: float = 0.2
-    vf_coef: float = 0.1
-    batch_size: int = 128
-    forward_batch_size: int | None = None
-    mini_batch_size: int = 128
-    gradient_accumulation_steps: int = 1
-    world_size: int | None = None
-    ppo_epochs: int = 4
-    max_grad_norm: float | None = None
+    target: float = option(6.0, gt=0)
+    horizon: float = option(10000.0, gt=0)
+    gamma: float = option(1.0, ge=0, le=1)
+    lam: float = option(0.95, ge=0, le=1)
+    cliprange: float = option(0.2, gt=0, le=math.inf)
+    cliprange_value: float = option(0.2, gt=0, le=math.inf)
+    vf_coef: float = option(0.1, ge=0)
+    batch_size: int = option(128, ge=1)
+    forward_batch_size: int | None = option(None, ge=1)
+    mini_batch_size: int = option(128, ge=1)
+    gradient_accumulation_steps: int = option(1, ge=1)
+    world_size: int | None = option(None, ge=1)
+    ppo_epochs: int = option(4, ge=1)
+    max_grad_norm: float | None = option(None, gt=0, le=math.inf)
     optimize_cuda_cache: bool | None = None
     optimize_device_cache: bool = False
     early_stopping: bool = False
-    target_kl: float = 1.0
-    compare_steps: int = 1
-    ratio_threshold: float = 10.0
+    target_kl: float = option(1.0, gt=0, le=math.inf)
+    compare_steps: int = option(1, ge=1)
+    ratio_threshold: float = option(10.0, gt=0, le=math.inf)
     use_score_scaling: bool = False
     use_score_norm: bool = False
-    score_clip: float | None = None
+    score_clip: float | None = option(None, gt=0, le=math.inf)
     whiten_rewards: bool = False
     gradient_checkpointing: bool = False
     is_encoder_decoder: bool | None = None
     is_peft_model: bool | None = None
-    backward_batch_size: int | None = None
-    global_backward_batch_size: int | None = None
-    global_batch_size: int | None = None
-    dataset_num_proc: int | None = None
+    backward_batch_size: int | None = option(None, ge=1)
+    global_backward_batch_size: int | None = option(None, ge=1)
+    global_batch_size: int | None = option(None, ge=1)
+    dataset_num_proc: int | None = option(None, ge=1)
     early_stopping_keeps_step: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in _JSON_FIELDS:
             setattr(self, name, _parsed(name, getattr(self, name)))
-        self._check_kinds()
-        self._check_values()
         if self.forward_batch_size is not None:
             _deprecated("forward_batch_size", "mini_batch_size")
             self.mini_batch_size = self.forward_batch_size
         if self.optimize_cuda_cache is not None:
             _deprecated("optimize_cuda_cache", "optimize_device_cache")
             self.optimize_device_cache = self.optimize_cuda_cache
+        self.check()
+
+    def check(self) -> None:
+        """Check all values, and derive the sizes; the trainer does so at each step.
+
+        Raises:
+            ConfigError: a value that cannot work, or sizes that do not divide.
+        """
+        check_fields(self)
+        self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
+            given = "mini_batch_size" if self.forward_batch_size is None else "forward_batch_size"
             raise ConfigError(
-                f"batch_size={self.batch_size} must be a multiple of mini_batch_size="
+                f"batch_size={self.batch_size} must be a multiple of {given}="
                 f"{self.mini_batch_size} x gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} = {self.backward_batch_size}; lower one of "
                 "these to a divisor"
             )
         self.total_ppo_epochs = math.ceil(self.steps / self.batch_size)
 
-    def _check_kinds(self) -> None:
-        """Each value is of its field's type; whole numbers become integers."""
-        kinds = get_type_hints(type(self))
-        for each in fields(PPOConfig):
-            name, value, kind = each.name, getattr(self, each.name), kinds[each.name]
-            if name in RANGES:
-                setattr(self, name, _number(name, value))
-            elif value is None and kind in (bool | None, str | None):
-                continue
-            elif kind in (bool, bool | None) and not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} must be True or False")
-            elif kind in (str, str | None) and not _is_text(value):
-                raise ConfigError(f"{name}={value!r} must be a text")
-
     def _check_values(self) -> None:
-        if self.kl_penalty not in ("kl", "abs", "mse", "full"):
-            raise ConfigError(f"kl_penalty={self.kl_penalty!r} must be one of kl, abs, mse, full")
         if self.log_with is not None and self.log_with not in TRACKERS:
             raise ConfigError(
-                f"log_with={self.log_with!r} must be one of {', '.join(TRACKERS)}, or None"
+                f"log_with={shown(self.log_with)} must be one of {', '.join(TRACKERS)}, or None"
             )
         if self.log_with not in (None, "all") and find_spec(str(self.log_with)) is None:
             raise ImportError(
@@ -236,12 +195,14 @@ class PPOConfig:
         for name, of in self.options("tracker_kwargs").items():
             if not isinstance(of, dict):
                 raise ConfigError(
-                    f"tracker_kwargs[{name!r}]={of!r} must be a dictionary of that tracker's "
-                    'arguments, as in {"wandb": {"name": "mine"}}'
+                    f"tracker_kwargs={shown(self.tracker_kwargs)}: {name!r} must hold that "
+                    'tracker\'s arguments, as in {"wandb": {"name": "mine"}}'
                 )
         best = self.options("push_to_hub_if_best_kwargs")
         if best and not isinstance(best.get("repo_id"), str):
-            raise ConfigError("push_to_hub_if_best_kwargs needs a repo_id to push to")
+            raise ConfigError(
+                f"push_to_hub_if_best_kwargs={shown(best)} needs a repo_id to push to"
+            )
 
     def options(self, name: str) -> dict[str, Any]:
         """One of the options that are dictionaries, which a command line gives as JSON."""
@@ -257,35 +218,7 @@ class PPOConfig:
 def _parsed(name: str, value: JSON) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    try:
-        found = json.loads(value)
-    except TypeError as error:
-        raise ConfigError(f"{name}={value!r} must be a dictionary, or one in JSON") from error
-    except ValueError as error:
-        raise ConfigError(f"{name}={value!r} must be a JSON object: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name}={value!r} must be a JSON object, such as '{{\"name\": 1}}'")
-    return found
-
-
-def _number(name: str, value: Any) -> Any:
-    """The value, a plain number of the field's range.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    allowed, number = RANGES[name], value.item() if isinstance(value, np.number) else value
-    broken = isinstance(number, float) and allowed.whole and not math.isfinite(number)
-    if broken or not allowed.holds(number):
-        raise ConfigError(f"{name}={value!r} must be {allowed}" + " or None" * allowed.optional)
-    return int(number) if allowed.whole and number is not None else number
-
-
-def _is_text(value: Any) -> bool:
-    try:
-        return isinstance(value, str | Path) and bool(str(value).encode() or True)
-    except UnicodeEncodeError:  # half of a surrogate pair: no file can hold it
-        return False
+    return dict(json.loads(value))  # an object: the field was checked
 
 
 def _deprecated(old: str, new: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,19 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
             )
         return found
 
+    def _follow_config(self) -> None:
+        """Apply options that the program has changed in ``config`` since the last step."""
+        config, updater = self.config, self._updater
+        config.check()
+        self.algorithm = make_algorithm(config)
+        updater.algorithm = self._watch.over(self.algorithm)
+        updater.plan, updater.brakes = make_plan(config), make_brakes(config)
+        self.learner.settings = replace(
+            self.learner.settings,
+            forward_rows=config.mini_batch_size,
+            max_grad_norm=config.max_grad_norm or 0.0,
+        )
+
     def _controller(self) -> AdaptiveKLController | FixedKLController:
         c = self.config
         if c.adap_kl_ctrl:
@@ -208,6 +222,7 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
             DataError: a list of the wrong length, or a tensor of the wrong shape; says which.
         """
         self._watch.begin()
+        self._follow_config()
         replaced = self._check_overrides()
         size = self.config.batch_size
         given = self._step_safety_checker(size, queries, responses, scores, response_masks)

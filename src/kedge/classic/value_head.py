@@ -74,8 +74,9 @@ def hidden_size(config: Any) -> int:
 def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
     """The tensors ``summary.weight`` [1, H] and ``summary.bias`` [1] of a saved model, or {}.
 
-    Reads what Kedge writes, and the "v_head." entries that TRL puts into model.safetensors or
-    pytorch_model.bin, whole or in shards.  Only tensors are read from a .bin file, never objects.
+    Reads what Kedge writes, LLaMA-Factory's value_head.safetensors, and the "v_head." entries that
+    TRL puts into model.safetensors or pytorch_model.bin, whole or in shards.  Only tensors are
+    read from a .bin file, never objects.
 
     Args:
         source: folder or hub name.
@@ -86,7 +87,7 @@ def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
     """
     own = _file(source, HEAD_FILE, hub)
     if own is not None:
-        return _tensors(own, "")
+        return {name.removeprefix(PREFIX): x for name, x in _tensors(own, "").items()}
     for name in _WHOLE:
         index = _file(source, f"{name}.index.json", hub)
         if index is not None:

@@ -14,8 +14,9 @@ from typing import Any, Literal, NoReturn, get_args, get_type_hints
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from kedge.config.declare import check_fields, option
 from kedge.config.field_support import FIELD_SUPPORT
-from kedge.config.on_policy import OnPolicyConfig, option
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOv2Config
 from kedge.config.support import Honoured, Moved, Support
 from kedge.errors import ConfigError
@@ -62,6 +63,9 @@ class ScriptArguments:
     dataset_streaming: bool = option(False, "Not supported: a step must be able to name its rows.")
     ignore_bias_buffers: bool = option(False, "Not supported (older DDP).")
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass
 class ModelArguments:
@@ -77,9 +81,9 @@ class ModelArguments:
     attn_implementation: str | None = option(None, "sdpa, eager, flash_attention_2 ...")
     trust_remote_code: bool = option(False, "Run code that comes with a model.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the adapter.")
-    lora_dropout: float = option(0.0, "Has to be 0: PPO trains without dropout.")
+    lora_r: int = option(16, "Rank of the adapter.", ge=1)
+    lora_alpha: int = option(32, "Scale of the adapter.", ge=1)
+    lora_dropout: float = option(0.0, "Has to be 0: PPO trains without dropout.", ge=0, lt=1)
     lora_target_modules: list[str] | None = option(None, "Layers with adapter; unset: PEFT's own.")
     lora_target_parameters: list[str] | None = option(None, "Parameters with adapter.")
     lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved whole.")
@@ -90,6 +94,9 @@ class ModelArguments:
     load_in_4bit: bool = option(False, "Base weights in 4 bit, with use_peft; needs bitsandbytes.")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Kind of 4-bit number.")
     use_bnb_nested_quant: bool = option(False, "Quantise the constants of 4-bit weights too.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass

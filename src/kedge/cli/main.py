@@ -126,7 +126,9 @@ def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message without line breaks and without control codes that a terminal would obey."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kedge.config.grpo import GRPOConfig
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOv2Config
 from kedge.config.rloo import RLOOConfig
+from kedge.config.values import shown
 from kedge.errors import ConfigError
 
 
@@ -367,12 +369,17 @@ def _rule(spec: str) -> Any:
     if spec in named:
         return named[spec]
     where, _, name = spec.rpartition(":")
+    choices = f"{', '.join(named)}, file.py:name or module:name"
+    if not where or not name:
+        near = get_close_matches(spec, named, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--algorithm {spec} must be one of {choices}{meant}")
     try:
         module = load_module(where, "kedge_algorithm")
-    except (ImportError, OSError, SyntaxError) as error:
+    except Exception as error:  # whatever the user's file raises
         raise ConfigError(
-            f"--algorithm {spec}: {where!r} cannot be imported ({error}); give"
-            f" {', '.join(named)}, file.py:name or module:name"
+            f"--algorithm {spec}: {where!r} cannot be imported"
+            f" ({type(error).__name__}: {error}); give {choices}"
         ) from error
     if not hasattr(module, name):
         raise ConfigError(f"--algorithm {spec}: {where!r} has nothing called {name!r}")
@@ -382,8 +389,8 @@ def _rule(spec: str) -> Any:
 def _keywords(options: str | None) -> dict[str, Any]:
     try:
         given = json.loads(options or "{}")
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--algorithm_kwargs {options} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--algorithm_kwargs {shown(options)} must be JSON: {error}") from error
     if not isinstance(given, dict):
         raise ConfigError(
             f'--algorithm_kwargs {options} must be an object, such as {{"beta": 0.1}}'

@@ -8,7 +8,7 @@ from typing import Any
 
 from kedge.cli.ppo import load_tokenizer, loading, lora
 from kedge.cli.sft import BeforeArguments, parser_of, read_step, rows_of
-from kedge.config.support import option
+from kedge.config.declare import option
 from kedge.errors import ConfigError, DataError
 
 
@@ -22,7 +22,7 @@ class RewardArguments(BeforeArguments):
     reference_column: str | None = option(
         "chosen", "After training, shift scores so that these answers score 0 on average; none: no."
     )
-    num_references: int = option(1000, "Most rows of it that are scored.")
+    num_references: int = option(1000, "Most rows of it that are scored.", ge=1)
 
 
 def main(argv: Sequence[str]) -> None:

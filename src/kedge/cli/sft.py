@@ -10,7 +10,7 @@ from kedge.cli.arguments import ModelArguments, ModelArgumentsBeside, Parser, re
 from kedge.cli.data import Splits
 from kedge.cli.ppo import load_policy, load_tokenizer, lora
 from kedge.cli.resume import resume_point
-from kedge.config.support import option
+from kedge.config.declare import check_fields, option
 from kedge.errors import ConfigError
 
 
@@ -22,6 +22,9 @@ class BeforeArguments:
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def parser_of(kind: Literal["sft", "reward"], script: Any) -> Parser:

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from kedge.config.declare import check_fields, option
 from kedge.config.field_support import FIELD_SUPPORT
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import engine_args
-from kedge.config.support import Honoured, Moved, Refused, Support, apply_support, option
+from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
 from kedge.naming import named
 
@@ -171,21 +172,21 @@ class AsyncPPOConfig(PPOConfig):
     )
 
     # Sizes.
-    local_rollout_batch_size: int = option(64, "Prompts of a process in one update.")
+    local_rollout_batch_size: int = option(64, "Prompts of a process in one update.", ge=1)
     local_mini_batch_size: int | None = option(
         64, "Responses of a process in one optimiser step; all of them where there are fewer."
     )
     num_epochs: int | None = option(None, "Another name of num_ppo_epochs.")
     number_samples_per_prompt: int | None = option(None, "Another name of num_generations.")
-    max_token_length: int = option(512, "Longer prompts are left out, too.")
+    max_token_length: int = option(512, "Longer prompts are left out, too.", ge=1)
     max_prompt_token_length: int | None = option(None, "Another name of max_prompt_length.")
     min_response_length: int | None = option(None, "Another name of min_new_tokens.")
     beta: float | None = option(None, "Another name of kl_coef.")
     eps: float | None = option(None, "Another name of adam_epsilon.")
     warm_up_steps: int | None = option(None, "Another name of warmup_steps, in updates.")
     async_mode: bool = option(True, "False is max_lag=0: sample and train in turn.")
-    num_evals: int = option(4, "Evaluations over the run, if there are evaluation prompts.")
-    save_freq: int = option(200, "Updates between checkpoints; -1 for none.")
+    num_evals: int = option(4, "Evaluations over the run, if there are evaluation prompts.", ge=1)
+    save_freq: int = option(200, "Updates between checkpoints; -1 for none.", ge=-1)
 
     # Data, read by the command.
     dataset_mixer_list_splits: list[str] | None = option(
@@ -222,19 +223,25 @@ class AsyncPPOConfig(PPOConfig):
 
     # Places.
     actor_num_gpus_per_node: list[int] | None = option(
-        None, "Learners on each machine, one a GPU (without GPUs: one a core). Unset: 1."
+        None, "Learners on each machine, one a GPU (without GPUs: one a core). Unset: 1.", ge=1
     )
     single_gpu_mode: bool = option(False, "Learner and engine share one GPU.")
     deepspeed_stage: int = option(
-        0, "What learners cut over ranks: 1 and 2 gradients and optimiser, 3 weights too (FSDP2)."
+        0,
+        "What learners cut over ranks: 1 and 2 gradients and optimiser, 3 weights too (FSDP2).",
+        ge=0,
+        le=3,
     )
     gather_whole_model: bool = option(True, "Always true.")
     vllm_enforce_eager: bool = option(False, "enforce_eager of vllm_engine_args.")
     vllm_gpu_memory_utilization: float | None = option(
-        None, "gpu_memory_utilization of vllm_engine_args. Unset: 0.9, 0.3 in single_gpu_mode."
+        None,
+        "gpu_memory_utilization of vllm_engine_args. Unset: 0.9, 0.3 in single_gpu_mode.",
+        gt=0,
+        le=1,
     )
     enable_prefix_caching: bool = option(False, "enable_prefix_caching of vllm_engine_args.")
-    vllm_sync_backend: str = option(
+    vllm_sync_backend: Literal["nccl", "gloo"] = option(
         "nccl", "nccl is vllm_transfer=auto: from GPU to GPU where that can be; gloo is host."
     )
 
@@ -269,6 +276,7 @@ class AsyncPPOConfig(PPOConfig):
     eval_priority: str = _ai2("normal")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         settle(self)
         super().__post_init__()
 
@@ -309,10 +317,6 @@ def _same(c: AsyncPPOConfig, name: str, target: str, value: Any, *, unset: Any) 
 
 
 def _settle_sizes(c: AsyncPPOConfig) -> None:
-    for name in ("local_rollout_batch_size", "local_mini_batch_size", "num_generations"):
-        value = getattr(c, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
     rows, micro = c.local_rollout_batch_size * c.num_generations, c.per_device_train_batch_size
     mini = min(c.local_mini_batch_size or rows, rows)
     what = (
@@ -333,20 +337,16 @@ def _settle_sizes(c: AsyncPPOConfig) -> None:
 def _settle_cadence(c: AsyncPPOConfig) -> None:
     if c.save_freq == -1:
         c.save_strategy = "no"
-    elif c.save_freq < 1:
+    elif c.save_freq == 0:
         raise ConfigError(f"save_freq={c.save_freq} must be at least 1, or -1 for no checkpoints")
     else:
         _same(c, "save_freq", "save_steps", c.save_freq, unset=500)
-    if c.num_evals < 1:
-        raise ConfigError(f"num_evals={c.num_evals} must be at least 1; leave the eval list out")
     if c.dataset_mixer_eval_list and str(c.eval_strategy) in ("no", "IntervalStrategy.NO"):
         c.eval_strategy = "steps"
         c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # a share of the run
 
 
 def _settle_engine(c: AsyncPPOConfig) -> None:
-    if c.vllm_sync_backend not in ("nccl", "gloo"):
-        raise ConfigError(f"vllm_sync_backend={c.vllm_sync_backend!r} must be 'nccl' or 'gloo'")
     on_ray = c.rollout_engine == "ray" and c.ray_engine == "vllm"
     if on_ray and c.vllm_sync_backend == "gloo":
         c.vllm_transfer = "host"

@@ -2,168 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from kedge.config.declare import check_fields
+from kedge.config.rollout import json_object
 from kedge.config.sampling import check_end
-from kedge.config.support import Moved
+from kedge.config.values import shown
 from kedge.errors import ConfigError
-
-FINITE = 1e30  # larger numbers overflow in float32 sooner or later
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The numbers a field may hold."""
-
-    low: float
-    high: float = math.inf
-    above: bool = False  # low itself is not allowed
-    below: bool = False  # high itself is not allowed
-    whole: bool = False
-    optional: bool = False
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        kind = "a finite number" if self.high == FINITE else kind
-        low = f"above {self.low:g}" if self.above else f"of at least {self.low:g}"
-        if math.isinf(self.high) or self.high >= 2**62:
-            return f"{kind} {low}"
-        return f"{kind} {low} and {'below' if self.below else 'at most'} {self.high:g}"
-
-    def holds(self, value: object) -> bool:
-        """Whether ``value`` is such a number."""
-        if value is None:
-            return self.optional
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        if self.whole and value != int(value):
-            return False
-        low = value > self.low if self.above else value >= self.low
-        return low and (value < self.high if self.below else value <= self.high)
-
-
-_COUNT = Range(1, 2**62, whole=True)
-_COUNT_OR_NONE = Range(1, 2**62, whole=True, optional=True)
-_WHOLE = Range(0, 2**62, whole=True)
-_UNIT = Range(0, 1)
-_POSITIVE = Range(0, above=True)
-_NOT_NEGATIVE = Range(0)
-_FACTOR = Range(0, FINITE)
-
-RANGES: dict[str, Range] = {
-    "per_device_train_batch_size": _COUNT,
-    "per_device_eval_batch_size": _COUNT,
-    "gradient_accumulation_steps": _COUNT,
-    "num_ppo_epochs": _COUNT,
-    "num_mini_batches": _COUNT,
-    "num_generations": _COUNT,
-    "total_episodes": _COUNT_OR_NONE,
-    "max_steps": Range(-1, 2**62, whole=True),
-    "num_train_epochs": _NOT_NEGATIVE,
-    "local_rollout_forward_batch_size": _COUNT,
-    "num_sample_generations": _WHOLE,
-    "log_token_rows": _WHOLE,
-    "dataset_num_proc": _COUNT_OR_NONE,
-    "response_length": _COUNT,
-    "min_new_tokens": _WHOLE,
-    "temperature": _POSITIVE,
-    "top_k": _WHOLE,
-    "top_p": Range(0, 1, above=True),
-    "min_p": Range(0, 1, below=True),
-    "stop_token_id": Range(0, 2**62, whole=True, optional=True),
-    "missing_eos_penalty": Range(0, optional=True),
-    "penalty_reward_value": Range(-1e30),
-    "reward_error_score": Range(-1e30, optional=True),
-    "kl_coef": _FACTOR,
-    "kl_target": _POSITIVE,
-    "kl_horizon": _POSITIVE,
-    "cliprange": _POSITIVE,
-    "cliprange_value": _POSITIVE,
-    "vf_coef": _FACTOR,
-    "gamma": _UNIT,
-    "lam": _UNIT,
-    "lam_value": Range(0, 1, optional=True),
-    "lam_alpha": Range(0, above=True, optional=True),
-    "dual_clip": Range(1, above=True, optional=True),
-    "cliprange_high": Range(0, above=True, optional=True),
-    "epsilon": _POSITIVE,
-    "epsilon_high": Range(0, above=True, optional=True),
-    "delta": Range(1, above=True, optional=True),
-    "beta": _FACTOR,
-    "overlong_buffer": _WHOLE,
-    "dynamic_sampling": _WHOLE,
-    "sampler_correction_high": Range(0, above=True, optional=True),
-    "sampler_correction_low": _NOT_NEGATIVE,
-    "vllm_start_timeout": _POSITIVE,
-    "vllm_heartbeat": _POSITIVE,
-    "vllm_patience": _POSITIVE,
-    "vllm_num_engines": _COUNT,
-    "vllm_tensor_parallel_size": _COUNT,
-    "rollout_timeout": _POSITIVE,
-    "ray_reward_workers": _WHOLE,
-    "ray_reward_gpus": _NOT_NEGATIVE,
-    "ray_ref_workers": _WHOLE,
-    "ray_ref_gpus": _NOT_NEGATIVE,
-    "ray_wait_seconds": _POSITIVE,
-    "vllm_tolerance": Range(0, above=True, optional=True),
-    "value_learning_rate": Range(0, optional=True),
-    "value_warmup_steps": _WHOLE,
-    "max_prompt_length": _COUNT_OR_NONE,
-    "max_lag": _WHOLE,
-    "rollout_pieces": _COUNT_OR_NONE,
-    "learning_rate": _FACTOR,
-    "weight_decay": _NOT_NEGATIVE,
-    "max_grad_norm": Range(0, optional=True),
-    "adam_beta1": Range(0, 1, below=True),
-    "adam_beta2": Range(0, 1, below=True),
-    "adam_epsilon": _NOT_NEGATIVE,
-    "warmup_steps": _NOT_NEGATIVE,
-    "logging_steps": _NOT_NEGATIVE,
-    "save_steps": _NOT_NEGATIVE,
-    "eval_steps": Range(0, optional=True),
-    "save_total_limit": _COUNT_OR_NONE,
-    "num_generations_eval": _COUNT_OR_NONE,
-    "eval_success_score": Range(-1e30, optional=True),
-    "seed": Range(0, 2**32 - 1, whole=True),
-    "data_seed": Range(0, 2**62, whole=True, optional=True),
-}
-
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "kl_estimator": ("k1", "k2", "k3", "abs", "full"),
-    "stop_token": ("eos", None),
-    "on_reward_error": ("raise", "score", "drop"),
-    "score_position": ("last", "after_last"),
-    "value_source": ("auto", "reward", "policy"),
-    "overlong_prompts": ("drop", "truncate"),
-    "ratio_level": ("sequence", "token", None),
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo"),
-    "scale_rewards": ("group", "batch", "none"),
-    "importance_sampling_level": ("token", "sequence"),
-    "rollout_schedule": ("in_order", "as_completed"),
-    "vllm_transfer": ("auto", "nccl", "host"),
-    "sampler_correction": ("auto", "off", "truncate", "mask", None),
-    "sampler_correction_level": ("token", "sequence", "sequence_mean", None),
-}
 
 # Their prefixes; each needs hooks in layers, or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
+# Arguments of torch.utils.checkpoint.
+CHECKPOINTING = (
+    "use_reentrant",
+    "context_fn",
+    "determinism_check",
+    "preserve_rng_state",
+    "early_stop",
+    "debug",
+)
 UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-
-
-_ABSENT = object()  # a field that this config does not have
-
-
-def _value(config: Any, name: str) -> Any:
-    """The field's value, or absent where it only names another field here."""
-    moved = isinstance(config.SUPPORT.get(name), Moved)
-    return _ABSENT if moved else getattr(config, name, _ABSENT)
 
 
 def check_values(config: Any) -> None:
@@ -172,26 +37,12 @@ def check_values(config: Any) -> None:
     Raises:
         ConfigError: naming the field, its value, and what is allowed.
     """
-    for name, allowed in RANGES.items():
-        value = _value(config, name)
-        if value is not _ABSENT and not allowed.holds(value):
-            raise ConfigError(f"{name}={value!r} must be {allowed}")
-    for name, choices in CHOICES.items():
-        value = _value(config, name)
-        if value is not _ABSENT and value not in choices:
-            raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+    check_fields(config)
     for check in COMBINATIONS:
         check(config)
 
 
 def _stops(c: Any) -> None:
-    for i in c.stop_token_ids or ():
-        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-            raise ConfigError(f"stop_token_ids={c.stop_token_ids!r} must be token ids, 0 or more")
-    if isinstance(c.stop_strings, str) or not all(
-        isinstance(s, str) and s for s in c.stop_strings or ()
-    ):
-        raise ConfigError(f"stop_strings={c.stop_strings!r} must be a list of texts, none empty")
     if c.min_new_tokens > c.response_length:
         raise ConfigError(
             f"min_new_tokens={c.min_new_tokens} is more than response_length={c.response_length}"
@@ -232,15 +83,13 @@ def _reward_errors(c: Any) -> None:
             f"reward_error_score={c.reward_error_score} is read with on_reward_error='score', "
             f"and that is {c.on_reward_error!r}"
         )
-    for w in c.reward_weights or ():
-        if not Range(-1e30).holds(w):
-            raise ConfigError(f"reward_weights={c.reward_weights!r} must be numbers")
 
 
 def _kl(c: Any) -> None:
     if c.adaptive_kl and c.kl_coef == 0:
         raise ConfigError(
-            "adaptive_kl multiplies kl_coef, and kl_coef=0 stays 0; start above it, as with 0.05"
+            "adaptive_kl=True multiplies kl_coef, and kl_coef=0 stays 0; set it above 0, such as"
+            " kl_coef=0.05"
         )
 
 
@@ -270,10 +119,14 @@ def _rollout_folders(c: Any) -> None:
         )
     if c.max_lag > 0:
         raise ConfigError(
-            f"replay_rollouts samples nothing, so max_lag={c.max_lag} has no meaning; set max_lag=0"
+            f"replay_rollouts={shown(c.replay_rollouts)} samples nothing, so max_lag={c.max_lag}"
+            " has no meaning; set max_lag=0"
         )
-    if not Path(c.replay_rollouts).is_dir():
-        raise ConfigError(f"replay_rollouts={c.replay_rollouts!r} is no folder")
+    if not os.path.isdir(c.replay_rollouts):
+        raise ConfigError(
+            f"replay_rollouts={shown(c.replay_rollouts)} is not a folder; name one that"
+            " save_rollouts wrote"
+        )
 
 
 def _schedule(c: Any) -> None:
@@ -306,10 +159,31 @@ def _optimizer(c: Any) -> None:
         )
 
 
+def _optim_args(c: Any) -> None:
+    pairs = (c.optim_args or "style=torch").split(",")
+    if any(pair.count("=") != 1 or pair.strip().startswith("=") for pair in pairs):
+        raise ConfigError(
+            f"optim_args={shown(c.optim_args)} must be name=value pairs with commas between them,"
+            " such as 'style=tf'"
+        )
+
+
+def _checkpointing(c: Any) -> None:
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        given = json_object(name, getattr(c, name, None))
+        unknown = sorted(set(given) - set(CHECKPOINTING))
+        if unknown:
+            raise ConfigError(
+                f"{name}={shown(given)} sets {unknown[0]!r}, which torch.utils.checkpoint does not"
+                f" take; it takes {', '.join(CHECKPOINTING)}"
+            )
+
+
 def _loader_options(c: Any) -> None:
     given = c.accelerator_config
-    if isinstance(given, str) and Path(given).is_file():
-        given = json.loads(Path(given).read_text(encoding="utf-8"))
+    if isinstance(given, str):
+        is_json = given.startswith("{")
+        given = json.loads(given if is_json else Path(given).read_text(encoding="utf-8"))
     if not isinstance(given, dict):
         return
     inert = AcceleratorConfig().to_dict()  # what a config's own to_dict() gives back
@@ -317,21 +191,32 @@ def _loader_options(c: Any) -> None:
     refused = sorted(k for k, v in given.items() if k not in allowed and v != inert.get(k, ...))
     if refused:
         raise ConfigError(
-            f"accelerator_config sets {', '.join(refused)}: they steer a data loader, and there is "
-            "none; leave them out"
+            f"accelerator_config={shown(given)} sets {', '.join(refused)}, which steer a data"
+            " loader, and Kedge has none; leave them out"
         )
 
 
 def _output_dir(c: Any) -> None:
-    if not isinstance(c.output_dir, str | Path | None):
-        raise ConfigError(f"output_dir={c.output_dir!r} must be the name of a folder")
     if c.output_dir is not None and not str(c.output_dir).strip():
         raise ConfigError(
             f"output_dir={c.output_dir!r} names no folder: models and checkpoints could not be"
             " saved; name one, or '.' for the current folder"
         )
-    if c.output_dir is not None and Path(c.output_dir).expanduser().is_file():
+    for name in ("output_dir", "logging_dir", "save_rollouts"):
+        if _too_long(getattr(c, name) or "."):
+            raise ConfigError(
+                f"{name}={shown(getattr(c, name))} is too long for the name of a folder"
+            )
+    if c.output_dir is not None and os.path.isfile(os.path.expanduser(c.output_dir)):
         raise ConfigError(f"output_dir={c.output_dir!r} is a file; name a folder")
+
+
+def _too_long(path: str) -> bool:
+    try:
+        os.lstat(os.path.expanduser(path))
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    return False
 
 
 def _completions(c: Any) -> None:
@@ -356,6 +241,8 @@ COMBINATIONS: tuple[Callable[[Any], None], ...] = (
     _rollout_folders,
     _schedule,
     _optimizer,
+    _optim_args,
+    _checkpointing,
     _loader_options,
     _output_dir,
     _completions,

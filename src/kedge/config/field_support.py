@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any, Literal
+
+from transformers.trainer_pt_utils import AcceleratorConfig
+
 from kedge.config.removed import REMOVED
 from kedge.config.rollout import ROLLOUT_SUPPORT
 from kedge.config.support import Honoured, Ignored, Moved, Refused, Support
+from kedge.config.values import MOST, SECONDS, Range
 
 _LOADER = Ignored("prompts are tokenized once and held in memory, without a data loader")
 _PREDICTIONS = Refused(
@@ -39,23 +45,35 @@ _DATA = "prompts"
 _VALUE = "value model"
 _ENGINE = "engine"
 
+_COMPILE_MODES = Literal[
+    "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
+_COUNT = Range(ge=1)
+_NOT_NEGATIVE = Range(ge=0)
+_STEPS = Range(ge=0, le=MOST)
+_BETA = Range(ge=0, lt=1)
+
 INHERITED: dict[str, Support] = {
     "output_dir": Honoured("checkpoints, completions, curves and logs go there"),
-    "per_device_train_batch_size": Honoured(_BATCH),
-    "gradient_accumulation_steps": Honoured(_BATCH),
-    "num_train_epochs": Honoured(_BATCH),
-    "max_steps": Honoured(_BATCH),
-    "learning_rate": Honoured(_LEARNER),
+    "per_device_train_batch_size": Honoured(_BATCH, _COUNT),
+    "gradient_accumulation_steps": Honoured(_BATCH, _COUNT),
+    "num_train_epochs": Honoured(_BATCH, Range(ge=0, le=MOST)),
+    "max_steps": Honoured(_BATCH, Range(ge=-1, le=MOST)),
+    "learning_rate": Honoured(_LEARNER, _NOT_NEGATIVE),
     "lr_scheduler_type": Honoured(_LEARNER),
     "lr_scheduler_kwargs": Honoured(_LEARNER),
-    "warmup_steps": Honoured(_LEARNER),
+    "warmup_steps": Honoured(_LEARNER, _STEPS),
     "optim": Honoured(_LEARNER),
     "optim_args": Honoured(_LEARNER),
-    "weight_decay": Honoured(_LEARNER),
-    "adam_beta1": Honoured(_LEARNER),
-    "adam_beta2": Honoured(_LEARNER),
-    "adam_epsilon": Honoured(_LEARNER),
-    "max_grad_norm": Honoured("learner: gradient clipping; 0 turns it off, the norm is logged"),
+    "weight_decay": Honoured(_LEARNER, _NOT_NEGATIVE),
+    "adam_beta1": Honoured(_LEARNER, _BETA),
+    "adam_beta2": Honoured(_LEARNER, _BETA),
+    "adam_epsilon": Honoured(_LEARNER, _NOT_NEGATIVE),
+    "max_grad_norm": Honoured(
+        "learner: gradient clipping; 0 turns it off, the norm is logged",
+        Range(ge=0, le=math.inf),
+        float | None,
+    ),
     "optim_target_modules": Refused(
         "only GaLore and APOLLO read it, and they are not supported", "leave it unset"
     ),
@@ -74,7 +92,10 @@ INHERITED: dict[str, Support] = {
     "gradient_checkpointing_kwargs": Honoured(_CHECKPOINTING),
     "torch_compile": Honoured(_COMPILE),
     "torch_compile_backend": Honoured(_COMPILE),
-    "torch_compile_mode": Honoured(_COMPILE),
+    "torch_compile_mode": Honoured(
+        _COMPILE,
+        accepts=_COMPILE_MODES | None,
+    ),
     "use_liger_kernel": _LIGER,
     "liger_kernel_config": _LIGER,
     "use_cache": Ignored("training passes have nothing to reuse, and sampling has its cache"),
@@ -82,19 +103,24 @@ INHERITED: dict[str, Support] = {
         "noise in the embeddings would make the ratio of new to old probabilities meaningless",
         "leave it unset",
     ),
-    "torch_empty_cache_steps": Honoured("loop: frees cached device memory every so many updates"),
+    "torch_empty_cache_steps": Honoured(
+        "loop: frees cached device memory every so many updates", _COUNT
+    ),
     "auto_find_batch_size": Refused(
         "the batch would change within a run; `kedge plan ppo` estimates memory beforehand",
         "lower per_device_train_batch_size and raise gradient_accumulation_steps",
     ),
     "logging_strategy": Honoured(_CADENCE),
-    "logging_steps": Honoured(_CADENCE),
+    "logging_steps": Honoured(_CADENCE, _STEPS),
     "logging_first_step": Honoured(_CADENCE),
     "logging_nan_inf_filter": Ignored("a value that is not finite is logged as it is"),
     "log_on_each_node": Honoured("process: which processes use log_level"),
     "log_level": Honoured("process: verbosity of the processes that log"),
     "log_level_replica": Honoured("process: verbosity of the other processes"),
-    "include_num_input_tokens_seen": Honoured("trackers: num_input_tokens_seen is logged"),
+    "include_num_input_tokens_seen": Honoured(
+        "trackers: num_input_tokens_seen is logged",
+        accepts=Literal["all", "non_padding", "no"] | bool,
+    ),
     "disable_tqdm": Honoured("progress bar"),
     "report_to": Honoured(_TRACKER),
     "run_name": Honoured(_TRACKER),
@@ -103,10 +129,10 @@ INHERITED: dict[str, Support] = {
     "trackio_bucket_id": Honoured(_TRACKER),
     "trackio_static_space_id": Honoured(_TRACKER),
     "eval_strategy": Honoured(_CADENCE),
-    "eval_steps": Honoured(_CADENCE),
-    "eval_delay": Honoured(_CADENCE),
+    "eval_steps": Honoured(_CADENCE, _STEPS),
+    "eval_delay": Honoured(_CADENCE, _STEPS),
     "eval_on_start": Honoured(_CADENCE),
-    "per_device_eval_batch_size": Honoured("evaluation: prompts of one process at a time"),
+    "per_device_eval_batch_size": Honoured("evaluation: prompts of one process at a time", _COUNT),
     "prediction_loss_only": _PREDICTIONS,
     "eval_do_concat_batches": _PREDICTIONS,
     "eval_use_gather_object": _PREDICTIONS,
@@ -116,8 +142,8 @@ INHERITED: dict[str, Support] = {
     "label_names": _PREDICTIONS,
     "save_only_model": Honoured("checkpoints: without optimiser, cannot be resumed"),
     "save_strategy": Honoured(_CADENCE),
-    "save_steps": Honoured(_CADENCE),
-    "save_total_limit": Honoured(_CHECKPOINT),
+    "save_steps": Honoured(_CADENCE, _STEPS),
+    "save_total_limit": Honoured(_CHECKPOINT, _COUNT),
     "save_on_each_node": Refused(
         "process 0 writes each checkpoint once", "put output_dir on a disk that all nodes share"
     ),
@@ -137,10 +163,13 @@ INHERITED: dict[str, Support] = {
     "ignore_data_skip": Ignored("prompts follow from the iteration, so a resume skips none"),
     "restore_callback_states_from_checkpoint": Honoured(_CHECKPOINT),
     "full_determinism": Honoured("process: deterministic kernels"),
-    "seed": Honoured("every random draw"),
-    "data_seed": Honoured("prompts: their order; the default is seed"),
+    "seed": Honoured("every random draw", Range(ge=0, le=2**32 - 1)),
+    "data_seed": Honoured("prompts: their order; the default is seed", Range(ge=0, le=2**62)),
     "use_cpu": Honoured(_DEVICE),
-    "accelerator_config": Honoured(_DEVICE + "; its options for data loaders are refused"),
+    "accelerator_config": Honoured(
+        _DEVICE + "; its options for data loaders are refused",
+        accepts=dict[str, Any] | str | AcceleratorConfig | None,
+    ),
     "parallelism_config": Refused(
         "tensor and context parallel training are not built", "use FSDP2 or DeepSpeed ZeRO"
     ),
@@ -163,8 +192,8 @@ INHERITED: dict[str, Support] = {
     "ddp_broadcast_buffers": _DDP,
     "ddp_static_graph": _DDP,
     "ddp_backend": Honoured(_DEVICE),
-    "ddp_timeout": Honoured(_DEVICE),
-    "fsdp": Honoured(_DEVICE),
+    "ddp_timeout": Honoured(_DEVICE, Range(ge=1, le=SECONDS)),
+    "fsdp": Honoured(_DEVICE, accepts=bool | Literal[""] | str | list[str] | None),
     "fsdp_config": Honoured(_DEVICE),
     "deepspeed": Honoured(_DEVICE),
     "debug": Refused("its hooks are for transformers.Trainer", "leave it unset", also=([], None)),
@@ -172,8 +201,12 @@ INHERITED: dict[str, Support] = {
     "do_train": Honoured(_SCRIPT + ": do_eval without do_train only evaluates"),
     "do_eval": Honoured(_SCRIPT + ": evaluate at the end"),
     "do_predict": Refused("there is nothing to predict", "set do_eval=True"),
-    "resume_from_checkpoint": Honoured("train(): used when it is called without the argument"),
-    "local_rank": Honoured("launchers pass it; the environment they set is what counts"),
+    "resume_from_checkpoint": Honoured(
+        "train(): used when it is called without the argument", accepts=str | bool | None
+    ),
+    "local_rank": Honoured(
+        "launchers pass it; the environment they set is what counts", Range(ge=-1)
+    ),
 }
 
 OWN: dict[str, Support] = {

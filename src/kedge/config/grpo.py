@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from kedge.config.declare import check_fields, option
 from kedge.config.field_support import FIELD_SUPPORT
 from kedge.config.newer import NEWER, NewerArguments, settle_newer
-from kedge.config.on_policy import KLEstimator, OnPolicyConfig, option
+from kedge.config.on_policy import KLEstimator, OnPolicyConfig
 from kedge.config.resolve import RunSettings, shared_parts
 from kedge.config.support import Honoured, Ignored, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
@@ -117,19 +119,24 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     kl_coef: float = option(0.0, "Weight of a KL penalty (k1) in the reward, beside beta.")
 
     # GRPO.
-    epsilon: float = option(0.2, "The probability ratio is clipped at 1 - this.")
+    epsilon: float = option(0.2, "The probability ratio is clipped at 1 - this.", gt=0, le=math.inf)
     epsilon_high: float | None = option(
-        None, "And at 1 + this. Unset: epsilon. With cispo the largest weight itself; unset: 5."
+        None,
+        "And at 1 + this. Unset: epsilon. With cispo the largest weight itself; unset: 5.",
+        gt=0,
+        le=math.inf,
     )
-    delta: float | None = option(None, "Largest ratio of a token with negative advantage.")
-    beta: float = option(0.0, "Weight of the KL in the loss; above 0 there is a reference.")
+    delta: float | None = option(None, "Largest ratio of a token with negative advantage.", gt=1)
+    beta: float = option(0.0, "Weight of the KL in the loss; above 0 there is a reference.", ge=0)
     kl_estimator: KLEstimator = option("k3", "Estimator of the KL in the loss: k1, k2, k3, abs.")
     use_bias_correction_kl: bool = option(True, "Multiply the KL in the loss by the ratio.")
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"] = option(
         "dapo", "How tokens are weighed, or cispo; see kedge.algorithms.grpo."
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
-        "group", "Whose standard deviation divides the advantages."
+        "group",
+        "Whose standard deviation divides the advantages.",
+        accepts=Literal["group", "batch", "none"] | bool,
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "token", "sequence is GSPO: the geometric mean of a response's ratios."
@@ -139,10 +146,10 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     )
     drop_uniform_groups: bool = option(False, "Do not train on groups of equal scores.")
     dynamic_sampling: int = option(
-        0, "Rounds in which groups of equal scores are sampled anew for other prompts (DAPO)."
+        0, "Rounds in which groups of equal scores are sampled anew for other prompts (DAPO).", ge=0
     )
     overlong_buffer: int = option(
-        0, "Tokens before response_length over which the score falls by up to 1 (DAPO)."
+        0, "Tokens before response_length over which the score falls by up to 1 (DAPO).", ge=0
     )
     cast_lm_head_to_fp32: bool = option(
         False, "Accepted: the logits of training are float32 in every run."
@@ -182,6 +189,7 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     off_policy_mask_threshold: float | None = _refused(None)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         settle_newer(self)
         apply_support(self, self.SUPPORT)
         if isinstance(self.scale_rewards, bool):

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from kedge.config.declare import option
 from kedge.config.newer_vllm import NEWER_VLLM, settle_vllm
-from kedge.config.on_policy import option
 from kedge.config.support import Honoured, Ignored, Moved, Refused, Support
+from kedge.config.values import SECONDS
 from kedge.errors import ConfigError
 
 
@@ -32,9 +33,10 @@ class NewerArguments:
         None,
         "Micro-batches of one batch of responses. The batch is per_device_train_batch_size x this, "
         "cut into this / gradient_accumulation_steps mini-batches.",
+        ge=1,
     )
     generation_batch_size: int | None = option(
-        None, "The same, in responses over all processes. Set one of the two."
+        None, "The same, in responses over all processes. Set one of the two.", ge=1
     )
     disable_dropout: bool = option(True, "Always true.")
     log_completions: bool | None = option(
@@ -53,17 +55,23 @@ class NewerArguments:
     repetition_penalty: float = _refused(1.0)
     cache_implementation: str | None = _ignored(None)
     use_vllm: bool = option(False, "Sample with vLLM: vllm_mode says where.")
-    vllm_mode: str = option("colocate", "colocate: in this process; server: one that runs.")
+    vllm_mode: Literal["colocate", "server"] = option(
+        "colocate", "colocate: in this process; server: one that runs."
+    )
     vllm_model_impl: str = option("vllm", "model_impl of vllm_engine_args.")
     vllm_enable_sleep_mode: bool = option(False, "Newer name of vllm_sleep.")
     vllm_structured_outputs_regex: str | None = _refused(None)
     vllm_server_base_url: str | None = option(None, "Where a vllm serve runs.")
     vllm_server_host: str = option("0.0.0.0", "Its host, without a URL.")
-    vllm_server_port: int = option(8000, "Its port, without a URL.")
-    vllm_server_timeout: float = option(240.0, "Newer name of vllm_start_timeout.")
+    vllm_server_port: int = option(8000, "Its port, without a URL.", ge=1, le=65535)
+    vllm_server_timeout: float = option(
+        240.0, "Newer name of vllm_start_timeout.", gt=0, le=SECONDS
+    )
     vllm_group_port: int = _ignored(51216)
-    vllm_gpu_memory_utilization: float = option(0.3, "gpu_memory_utilization of vllm_engine_args.")
-    vllm_max_model_length: int | None = option(None, "max_model_len of vllm_engine_args.")
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "gpu_memory_utilization of vllm_engine_args.", gt=0, le=1
+    )
+    vllm_max_model_length: int | None = option(None, "max_model_len of vllm_engine_args.", ge=1)
     sync_ref_model: bool = _refused(False)
     ref_model_mixup_alpha: float = _refused(0.6)
     ref_model_sync_steps: int = _refused(512)
@@ -85,7 +93,9 @@ _SAMPLING = Refused(
 _MOVING = Refused("the reference does not move", "leave it at its default")
 _TABLES = Honoured("tables of completions")
 _TORCH = Ignored("it chooses how transformers samples, and Kedge's engine or vLLM samples here")
-_SIZES = Refused("it is read together with the sizes of a batch", "set it when the config is made")
+_SIZES = Refused(
+    "it is read together with the sizes of a batch", "set it when the config is made", typed=True
+)
 
 NEWER: dict[str, Support] = {
     "max_completion_length": Moved("response_length"),
@@ -121,8 +131,6 @@ def settle_newer(config: Any) -> None:
     Raises:
         ConfigError: sizes that do not divide.
     """
-    if config.min_p is None:
-        config.min_p = 0.0
     if config.log_completions is False:
         config.num_sample_generations = 0
     _settle_sizes(config)

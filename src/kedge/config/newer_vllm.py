@@ -6,7 +6,8 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from kedge.config.support import Honoured, Ignored, Refused, Support, default_of
+from kedge.config.declare import default_of
+from kedge.config.support import Honoured, Ignored, Refused, Support
 from kedge.errors import ConfigError
 
 _READ = (
@@ -51,8 +52,6 @@ def settle_vllm(config: Any) -> None:
             f"use_vllm=True and rollout_engine={config.rollout_engine!r} both say what samples; set"
             " one of them"
         )
-    if config.vllm_mode not in ("colocate", "server"):
-        raise ConfigError(f"vllm_mode={config.vllm_mode!r} must be one of 'colocate', 'server'")
     if config.vllm_mode == "server":
         place = f"http://{config.vllm_server_host}:{config.vllm_server_port}"
         config.rollout_engine = config.vllm_server_base_url or place

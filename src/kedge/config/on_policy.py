@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from transformers import TrainingArguments
@@ -14,18 +15,15 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
 from kedge.config.checks import check_values
+from kedge.config.declare import check_fields, default_of, option
 from kedge.config.field_support import FIELD_SUPPORT
 from kedge.config.removed import RemovedArguments
 from kedge.config.rollout import RolloutArguments, rollout_options
 from kedge.config.support import Support, apply_support
+from kedge.config.values import MOST, shown
 from kedge.errors import ConfigError
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "full"]
-
-
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with the help text that the command line and the docs show."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(repr=False)
@@ -45,7 +43,9 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     SETTLED: ClassVar[Mapping[str, Any]] = {}  # what unset fields become, if that is no default
 
     # TrainingArguments with other defaults.
-    logging_steps: float = option(10, "Log every so many updates; below 1, a fraction of the run.")
+    logging_steps: float = option(
+        10, "Log every so many updates; below 1, a fraction of the run.", ge=0
+    )
     gradient_checkpointing: bool | None = option(
         True, "Recompute activations in the backward pass: less memory, about a third slower."
     )
@@ -64,40 +64,45 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
 
     # Batches and run length.
     exp_name: str = option("run", "Name of the experiment.")
-    num_ppo_epochs: int = option(4, "Passes over each batch of responses.")
-    num_mini_batches: int = option(1, "Optimiser steps that each pass is cut into.")
+    num_ppo_epochs: int = option(4, "Passes over each batch of responses.", ge=1)
+    num_mini_batches: int = option(1, "Optimiser steps that each pass is cut into.", ge=1)
     total_episodes: int | None = option(
-        None, "Responses to generate in the whole run. Unset: num_train_epochs or max_steps decide."
+        None,
+        "Responses to generate in the whole run. Unset: num_train_epochs or max_steps decide.",
+        ge=1,
+        le=MOST,
     )
-    num_generations: int = option(1, "Responses per prompt.")
+    num_generations: int = option(1, "Responses per prompt.", ge=1)
     local_rollout_forward_batch_size: int = option(
-        64, "Rows of one process at a time while generating, annotating and scoring."
+        64, "Rows of one process at a time while generating, annotating and scoring.", ge=1
     )
     num_sample_generations: int = option(
-        10, "Tables of sample completions shown over the run; 0 for none."
+        10, "Tables of sample completions shown over the run; 0 for none.", ge=0
     )
     log_token_rows: int = option(
-        4, "Responses written token by token when metrics are logged, for kedge report; 0 for none."
+        4,
+        "Responses written token by token when metrics are logged, for kedge report; 0 for none.",
+        ge=0,
     )
     log_completions_hub_repo: str | None = option(
         None,
         "Dataset repository on the hub that gets the tables of completions; private unless "
         "hub_private_repo=False.",
     )
-    dataset_num_proc: int | None = option(None, "Processes that tokenise the dataset.")
-    world_size: int | None = option(None, "Filled in: processes.")
-    num_total_batches: int | None = option(None, "Filled in: updates in the run.")
+    dataset_num_proc: int | None = option(None, "Processes that tokenise the dataset.", ge=1)
+    world_size: int | None = option(None, "Filled in: processes.", ge=1)
+    num_total_batches: int | None = option(None, "Filled in: updates in the run.", ge=1)
     micro_batch_size: int | None = option(
-        None, "Filled in: per_device_train_batch_size x world_size."
+        None, "Filled in: per_device_train_batch_size x world_size.", ge=1
     )
     local_batch_size: int | None = option(
-        None, "Filled in: per_device_train_batch_size x gradient_accumulation_steps."
+        None, "Filled in: per_device_train_batch_size x gradient_accumulation_steps.", ge=1
     )
-    batch_size: int | None = option(None, "Filled in: local_batch_size x world_size.")
+    batch_size: int | None = option(None, "Filled in: local_batch_size x world_size.", ge=1)
     local_mini_batch_size: int | None = option(
-        None, "Filled in: local_batch_size / num_mini_batches."
+        None, "Filled in: local_batch_size / num_mini_batches.", ge=1
     )
-    mini_batch_size: int | None = option(None, "Filled in: batch_size / num_mini_batches.")
+    mini_batch_size: int | None = option(None, "Filled in: batch_size / num_mini_batches.", ge=1)
 
     # Models.
     sft_model_path: str = option(
@@ -118,12 +123,22 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     )
 
     # Sampling.
-    response_length: int = option(53, "Most tokens of a response.")
-    min_new_tokens: int = option(0, "Stop tokens are banned before this many.")
-    temperature: float = option(0.7, "Logits are divided by it, in sampling and in training.")
-    top_k: int = option(0, "Sample among the k most likely tokens; 0 is off.")
-    top_p: float = option(1.0, "Sample among the most likely tokens of this mass; 1 is off.")
-    min_p: float = option(0.0, "Leave out tokens less likely than this share of the top; 0 is off.")
+    response_length: int = option(53, "Most tokens of a response.", ge=1)
+    min_new_tokens: int = option(0, "Stop tokens are banned before this many.", ge=0)
+    temperature: float = option(
+        0.7, "Logits are divided by it, in sampling and in training.", ge=1e-6, le=1000
+    )
+    top_k: int = option(0, "Sample among the k most likely tokens; 0 is off.", ge=0)
+    top_p: float = option(
+        1.0, "Sample among the most likely tokens of this mass; 1 is off.", gt=0, le=1
+    )
+    min_p: float = option(
+        0.0,
+        "Leave out tokens less likely than this share of the top; 0 is off.",
+        ge=0,
+        lt=1,
+        accepts=float | None,
+    )
     keep_sampling_mask: bool = option(
         False,
         "Record which tokens could be sampled, and train over those. For top_k, top_p, min_p.",
@@ -133,15 +148,17 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         "End responses at the tokenizer's EOS token and at every eos_token_id of the model's "
         "generation_config; None (none on the command line): at neither.",
     )
-    stop_token_id: int | None = option(None, "End responses at this token id, too.")
+    stop_token_id: int | None = option(None, "End responses at this token id, too.", ge=0)
     stop_token_ids: list[int] | None = option(
-        None, "End responses at any of these token ids, too; for these alone set stop_token=None."
+        None,
+        "End responses at any of these token ids, too; for these alone set stop_token=None.",
+        ge=0,
     )
     stop_strings: list[str] | None = option(None, "End responses after any of these texts, too.")
 
     # Rewards.
     missing_eos_penalty: float | None = option(
-        None, "Subtracted from the score of a response without stop token."
+        None, "Subtracted from the score of a response without stop token.", ge=0
     )
     non_eos_penalty: bool = option(
         False, "Replace the score of a response without stop token by penalty_reward_value."
@@ -157,13 +174,13 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     reward_error_score: float | None = option(None, "The score that on_reward_error=score gives.")
 
     # KL penalty.
-    kl_coef: float = option(0.05, "Weight of the KL penalty in the reward.")
+    kl_coef: float = option(0.05, "Weight of the KL penalty in the reward.", ge=0)
     kl_estimator: KLEstimator = option("k1", "Estimator of the KL per token; full is exact.")
     adaptive_kl: bool = option(False, "Steer kl_coef towards kl_target.")
-    kl_target: float = option(6.0, "KL per response, in nats, that adaptive_kl aims at.")
-    kl_horizon: float = option(10000.0, "Responses over which adaptive_kl acts.")
+    kl_target: float = option(6.0, "KL per response, in nats, that adaptive_kl aims at.", gt=0)
+    kl_horizon: float = option(10000.0, "Responses over which adaptive_kl acts.", gt=0)
     # Prompts.
-    max_prompt_length: int | None = option(None, "Most tokens of a prompt.")
+    max_prompt_length: int | None = option(None, "Most tokens of a prompt.", ge=1)
     chat_template_kwargs: dict[str, Any] | str | None = option(
         None, "What the chat template is given beside the messages, as JSON on the command line."
     )
@@ -176,6 +193,7 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     num_generations_eval: int | None = option(
         None,
         "Completions of each evaluation prompt, sampled as in training. Unset: one, nearly greedy.",
+        ge=1,
     )
     eval_success_score: float | None = option(
         None, "A score at least this solves a prompt: logs eval_accuracy and eval_pass@k."
@@ -188,14 +206,16 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
     save_rollouts: str | None = option(None, "Folder that gets everything each update reads.")
     replay_rollouts: str | None = option(None, "Folder of save_rollouts to train from.")
     preflight: bool = option(True, "Check models, rewards and masks on one batch at the start.")
-    max_lag: int = option(0, "Updates that sampling may be ahead of training; 0 is synchronous.")
+    max_lag: int = option(
+        0, "Updates that sampling may be ahead of training; 0 is synchronous.", ge=0
+    )
     rollout_schedule: Literal["in_order", "as_completed"] = option(
         "in_order",
         "With max_lag: whole batches in their order, or pieces of them as they are done, which is "
         "faster where lengths differ much and depends on timing.",
     )
     rollout_pieces: int | None = option(
-        None, "Pieces of a batch, with as_completed. Unset: up to four for each engine."
+        None, "Pieces of a batch, with as_completed. Unset: up to four for each engine.", ge=1
     )
     sampler_correction: Literal["auto", "off", "truncate", "mask"] | None = option(
         "auto",
@@ -211,10 +231,13 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         None,
         "Weights above it are lowered or masked. Unset: 2 for tokens, 5 for responses, 1.01 for "
         "sequence_mean.",
+        gt=0,
+        le=math.inf,
     )
-    sampler_correction_low: float = option(0.0, "Weights below it are raised or masked.")
+    sampler_correction_low: float = option(0.0, "Weights below it are raised or masked.", ge=0)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         apply_support(self, self.SUPPORT)
         self._settle_precision()
         self._settle_defaults()
@@ -227,8 +250,8 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         self.world_size = launched
         try:
             super().__post_init__()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        except Exception as error:  # of transformers, accelerate and DeepSpeed, of any kind
+            raise ConfigError(self._blame(error)) from error
         unset_hf_deepspeed_config()  # models are loaded whole and cut later, whoever launched us
         self.world_size = self.distributed_state.num_processes if self.distributed_state else 1
         if self.world_size != launched:
@@ -240,6 +263,19 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
             raise ConfigError(
                 f"world_size={given} but {self.world_size} processes are running; leave it unset"
             )
+
+    def _blame(self, error: Exception) -> str:
+        """What transformers says, after the options that it names or that were changed."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        changed = {
+            f.name: f"{f.name}={shown(getattr(self, f.name))}"
+            for f in fields(self)
+            if f.name in TrainingArguments.__dataclass_fields__
+            and "token" not in f.name
+            and getattr(self, f.name) != default_of(f)
+        }
+        named = [each for name, each in changed.items() if name in text]
+        return f"{', '.join(named or changed.values())} cannot work: {text}"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, with access tokens hidden; ``stop_token`` and what is unset are not."""
@@ -285,6 +321,8 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
             self.activation_checkpointing = self.gradient_checkpointing
         if getattr(self, "activation_checkpointing_kwargs", False) is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        if self.min_p is None:
+            self.min_p = 0.0
         if self.report_to is None:
             self.report_to = "none"
         if self.run_name is None and self.exp_name != type(self).exp_name:

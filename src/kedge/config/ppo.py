@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kedge.config.on_policy import OnPolicyConfig, option
+from kedge.config.declare import option
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.naming import named
 
 
@@ -28,11 +30,15 @@ class PPOConfig(OnPolicyConfig):
     # PPO.
     whiten_rewards: bool = option(False, "Scale rewards to unit variance, keeping their mean.")
     whiten_advantages: bool = option(True, "Scale advantages to mean 0 and unit variance.")
-    cliprange: float = option(0.2, "The probability ratio is clipped to 1 - this .. 1 + this.")
-    vf_coef: float = option(0.1, "Weight of the value loss.")
-    cliprange_value: float = option(0.2, "Values are clipped to this far from their old ones.")
-    gamma: float = option(1.0, "Discount per token.")
-    lam: float = option(0.95, "Lambda of generalised advantage estimation.")
+    cliprange: float = option(
+        0.2, "The probability ratio is clipped to 1 - this .. 1 + this.", gt=0, le=math.inf
+    )
+    vf_coef: float = option(0.1, "Weight of the value loss.", ge=0)
+    cliprange_value: float = option(
+        0.2, "Values are clipped to this far from their old ones.", gt=0, le=math.inf
+    )
+    gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
+    lam: float = option(0.95, "Lambda of generalised advantage estimation.", ge=0, le=1)
     score_position: Literal["last", "after_last"] = option(
         "last", "Token that gets the score: the last one, or the slot after it as in TRL."
     )
@@ -40,13 +46,17 @@ class PPOConfig(OnPolicyConfig):
         False, "Let the value continue responses that the length limit cut off."
     )
     lam_value: float | None = option(
-        None, "Lambda of the value's targets. Unset: lam; 1 suits long responses."
+        None, "Lambda of the value's targets. Unset: lam; 1 suits long responses.", ge=0, le=1
     )
     lam_alpha: float | None = option(
-        None, "Lambda of the advantages is 1 - 1 / (this x length) instead of lam; 0.05 in VAPO."
+        None,
+        "Lambda of the advantages is 1 - 1 / (this x length) instead of lam; 0.05 in VAPO.",
+        gt=0,
     )
     dual_clip: float | None = option(
-        None, "Largest ratio of a token with negative advantage, such as 3. Unset: no such limit."
+        None,
+        "Largest ratio of a token with negative advantage, such as 3. Unset: no such limit.",
+        gt=1,
     )
 
     # Value model.
@@ -55,8 +65,10 @@ class PPOConfig(OnPolicyConfig):
         "Where the value starts: the reward model's weights, or a head on the policy. "
         "auto: the reward model if it can be one.",
     )
-    value_learning_rate: float | None = option(None, "Of the value model. Unset: learning_rate.")
-    value_warmup_steps: int = option(0, "Updates at the start that train the value alone.")
+    value_learning_rate: float | None = option(
+        None, "Of the value model. Unset: learning_rate.", ge=0
+    )
+    value_warmup_steps: int = option(0, "Updates at the start that train the value alone.", ge=0)
 
 
 @named("option")

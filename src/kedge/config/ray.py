@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from kedge.config.support import installed, option
+from kedge.config.declare import option
+from kedge.config.support import installed
+from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
 
 
@@ -13,26 +15,30 @@ from kedge.errors import ConfigError
 class RayArguments:
     """Fields of every config about Ray."""
 
-    ray_engine: str = option(
+    ray_engine: Literal["vllm", "embedded"] = option(
         "vllm", "What samples in an actor, with rollout_engine=ray: vllm or embedded."
     )
     ray_address: str | None = option(
         None, "A Ray cluster that runs. Unset: RAY_ADDRESS, or one of its own on this machine."
     )
     ray_reward_workers: int = option(
-        0, "Actors that score responses, for each learner; 0 scores in the learner's process."
+        0, "Actors that score responses, for each learner; 0 scores in the learner's process.", ge=0
     )
     ray_reward_gpus: float = option(
-        0.0, "GPUs of each of them, for reward models; may be a fraction."
+        0.0, "GPUs of each of them, for reward models; may be a fraction.", ge=0
     )
     ray_ref_workers: int = option(
         0,
         "Actors that compute the reference's log-probabilities, for each learner; 0 computes them"
         " in the learner's process.",
+        ge=0,
     )
-    ray_ref_gpus: float = option(0.0, "GPUs of each of them; may be a fraction.")
+    ray_ref_gpus: float = option(0.0, "GPUs of each of them; may be a fraction.", ge=0)
     ray_wait_seconds: float = option(
-        300.0, "Most seconds to wait until the Ray cluster has room for all actors."
+        300.0,
+        "Most seconds to wait until the Ray cluster has room for all actors.",
+        gt=0,
+        le=SECONDS,
     )
 
 
@@ -56,8 +62,6 @@ def ray_options(config: Any) -> RayOptions:
         ConfigError: an unknown engine, options that nothing reads, or Ray is missing.
     """
     on_ray = config.rollout_engine == "ray"
-    if config.ray_engine not in ("vllm", "embedded"):
-        raise ConfigError(f"ray_engine={config.ray_engine!r} must be 'vllm' or 'embedded'")
     rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
     asked = on_ray or rewards or references
     anything = "rollout_engine='ray', ray_reward_workers or ray_ref_workers"
@@ -71,7 +75,7 @@ def ray_options(config: Any) -> RayOptions:
     for name, (read, reader) in needed.items():
         value = getattr(config, name)
         if not read and value != RayArguments.__dataclass_fields__[name].default:
-            raise ConfigError(f"{name}={value!r} is not read without {reader}; leave it out")
+            raise ConfigError(f"{name}={shown(value)} is not read without {reader}; leave it out")
     if asked and not installed("ray"):
         raise ConfigError(
             f"rollout_engine={config.rollout_engine!r} with"

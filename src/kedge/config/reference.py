@@ -12,12 +12,13 @@ import transformers
 from transformers import TrainingArguments
 
 from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.config.declare import default_of
 from kedge.config.grpo import GRPOConfig
 from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.removed import REMOVED
 from kedge.config.rloo import RLOOConfig
-from kedge.config.support import UNKNOWN, Honoured, Ignored, Moved, Refused, default_of
+from kedge.config.support import UNKNOWN, Honoured, Ignored, Moved, Refused
 
 HEAD = """\
 # Options of {trainer}

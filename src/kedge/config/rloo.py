@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from kedge.config.declare import check_fields, option
 from kedge.config.field_support import FIELD_SUPPORT
 from kedge.config.newer import NEWER, NewerArguments, settle_newer
-from kedge.config.on_policy import OnPolicyConfig, option
+from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.resolve import RunSettings, shared_parts
 from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
@@ -108,15 +110,20 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         None, "Weight of the KL penalty in the reward. Unset: 0.05."
     )
     cliprange: float | None = option(
-        None, "The probability ratio is clipped to 1 - this .. 1 + this. Unset: 0.2."
+        None,
+        "The probability ratio is clipped to 1 - this .. 1 + this. Unset: 0.2.",
+        gt=0,
+        le=math.inf,
     )
     normalize_advantage: bool | None = option(
         None, "Advantages to mean 0 and deviation 1 over the batch of all processes. Unset: no."
     )
 
     # RLOO.
-    rloo_k: int | None = option(None, "Older name of num_generations.")
-    cliprange_high: float | None = option(None, "Clip above 1, if it is another. Unset: cliprange.")
+    rloo_k: int | None = option(None, "Older name of num_generations.", ge=1)
+    cliprange_high: float | None = option(
+        None, "Clip above 1, if it is another. Unset: cliprange.", gt=0, le=math.inf
+    )
     ratio_level: Literal["sequence", "token"] | None = option(
         None,
         "Clip the ratio of whole responses or of tokens. Unset: sequence, token with "
@@ -129,7 +136,9 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         False, "Scores to mean 0 and deviation 1 over the batch of all processes, then clipped."
     )
     reward_clip_range: list[float] | None = option(
-        None, "Clip scores to low, high, or one number c for -c, c; without normalize_reward too."
+        None,
+        "Clip scores to low, high, or one number c for -c, c; without normalize_reward too.",
+        accepts=list[float] | float | None,
     )
     mask_truncated_completions: bool = option(
         False, "Do not train on responses that the length limit cut off."
@@ -148,6 +157,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         return "max_completion_length" if self._newer else "response_length"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self._newer = newer = self._spelling()
         settle_newer(self)
         apply_support(self, self.SUPPORT)

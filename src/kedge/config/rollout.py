@@ -5,16 +5,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
+from kedge.config.declare import option
 from kedge.config.ray import RayArguments, RayOptions, ray_options
-from kedge.config.support import Honoured, Support, installed, option
+from kedge.config.support import Honoured, Support, installed
+from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
 
 LOWEST_VLLM = "0.32"  # the first with weight_versions and reload_weights(weights_iterator=)
@@ -47,9 +49,9 @@ class RolloutArguments(RayArguments):
         None, "Engine arguments of vLLM by name, as JSON on the command line."
     )
     vllm_num_engines: int = option(
-        1, "Engines that share the rows of each batch; for ray and vllm_server."
+        1, "Engines that share the rows of each batch; for ray and vllm_server.", ge=1
     )
-    vllm_tensor_parallel_size: int = option(1, "GPUs that one vLLM is cut over.")
+    vllm_tensor_parallel_size: int = option(1, "GPUs that one vLLM is cut over.", ge=1)
     vllm_python: str | None = option(
         None, "Python that has vLLM, for vllm_server. Unset: the one that runs."
     )
@@ -58,24 +60,35 @@ class RolloutArguments(RayArguments):
         "Folder through which weights travel to a server, which has to see it under the same name."
         " Unset: this machine's shared memory.",
     )
-    vllm_transfer: str = option(
+    vllm_transfer: Literal["auto", "nccl", "host"] = option(
         "auto",
         "How weights travel to engines on Ray: nccl (from GPU to GPU), host (through memory of the"
         " machines), or auto: nccl where learner and engines have GPUs of their own.",
     )
     vllm_start_timeout: float = option(
-        600.0, "Most seconds that a server or actor may take to start, or to exchange weights."
+        600.0,
+        "Most seconds that a server or actor may take to start, or to exchange weights.",
+        gt=0,
+        le=SECONDS,
     )
     vllm_heartbeat: float = option(
-        5.0, "Seconds between two signs of life asked of a server or actor while it generates."
+        5.0,
+        "Seconds between two signs of life asked of a server or actor while it generates.",
+        gt=0,
+        le=SECONDS,
     )
     vllm_patience: float = option(
-        60.0, "Seconds without a sign of life after which a server or actor counts as hung."
+        60.0,
+        "Seconds without a sign of life after which a server or actor counts as hung.",
+        gt=0,
+        le=SECONDS,
     )
     rollout_timeout: float = option(
         3600.0,
         "Most seconds that sampling one batch may take, on Ray or for several processes; then the"
         " engine counts as hung.",
+        gt=0,
+        le=SECONDS,
     )
     vllm_sleep: bool = option(
         False, "Free vLLM's memory between one batch of responses and the next; GPUs only."
@@ -84,6 +97,7 @@ class RolloutArguments(RayArguments):
         None,
         "Largest mean gap between vLLM and the learner after a sync, nats per token. Unset: 1e-3 in"
         " full precision, 5e-2 in bfloat16 and float16.",
+        gt=0,
     )
 
 
@@ -139,7 +153,7 @@ def rollout_options(config: Any) -> RolloutOptions:
     kind: Any = "url" if name.startswith(("http://", "https://")) else name
     if kind not in (*ENGINES, "url"):
         raise ConfigError(
-            f"rollout_engine={name!r} must be one of {', '.join(map(repr, ENGINES))}, or the"
+            f"rollout_engine={shown(name)} must be one of {', '.join(map(repr, ENGINES))}, or the"
             " http:// address of a vLLM server"
         )
     ray = ray_options(config)
@@ -148,8 +162,10 @@ def rollout_options(config: Any) -> RolloutOptions:
     _check_unread(config, readers | ({"workers"} if workers else set()))
     _check_installed(config, kind)
     folder = config.vllm_sync_folder
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"vllm_sync_folder={folder!r} is no folder; make it, or leave it out")
+    if folder is not None and not os.path.isdir(folder):
+        raise ConfigError(
+            f"vllm_sync_folder={shown(folder)} is not a folder; make it, or leave it out"
+        )
     return RolloutOptions(
         kind=kind,
         url=name if kind == "url" else "",
@@ -197,15 +213,15 @@ def _check_unread(config: Any, active: set[str]) -> None:
                 f" and ray_engine={config.ray_engine!r}" if config.rollout_engine == "ray" else ""
             )
             raise ConfigError(
-                f"{name}={value!r} is not read with rollout_engine={config.rollout_engine!r}"
+                f"{name}={shown(value)} is not read with rollout_engine={config.rollout_engine!r}"
                 f"{engine}; leave it out"
             )
 
 
 def _check_installed(config: Any, kind: str) -> None:
     python = config.vllm_python
-    if python is not None and not Path(python).is_file():
-        raise ConfigError(f"vllm_python={python!r} is no file; name a Python that has vLLM")
+    if python is not None and not os.path.isfile(python):
+        raise ConfigError(f"vllm_python={shown(python)} is not a file; name a Python that has vLLM")
     here = kind == "vllm" or (kind == "vllm_server" and python is None)
     here = here or (kind == "ray" and config.ray_engine == "vllm")
     found = installed_vllm() if here else None
@@ -254,12 +270,14 @@ def json_object(name: str, given: dict[str, Any] | str | None) -> dict[str, Any]
     """
     if isinstance(given, str):
         try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{name}={given!r} is no JSON object: {error}") from error
-    if not isinstance(given or {}, dict):
-        raise ConfigError(f"{name}={given!r} must be a JSON object of names and values")
-    return given or {}  # type: ignore[return-value]
+            parsed = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name}={shown(given)} must be a JSON object: {error}") from error
+    else:
+        parsed = given or {}
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{name}={shown(given)} must be a JSON object of names and values")
+    return parsed
 
 
 def _engine_args(config: Any) -> Mapping[str, Any]:

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from kedge.config.declare import default_of
+from kedge.config.values import Range, shown
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,9 +27,17 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """The field does what it says; ``where`` names the part that reads it."""
+    """The field does what it says.
+
+    Args:
+        where: the part that reads it.
+        limits: bounds of a number, for a field of transformers.
+        accepts: type of the values that Python code may give, where the annotation says less.
+    """
 
     where: str
+    limits: Range | None = None
+    accepts: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,19 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing would read the field; ``also`` lists values that mean the default."""
+    """Nothing would read the field.
+
+    Args:
+        reason: why nothing reads it.
+        way_out: what to do instead.
+        also: values that mean the default.
+        typed: it is read and reset while the config is made, so its type is checked first.
+    """
 
     reason: str
     way_out: str
     also: tuple[Any, ...] = ()
+    typed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +97,6 @@ def installed(package: str) -> bool:
 Support = Honoured | Moved | Refused | Ignored
 
 UNKNOWN = Refused("this version of Kedge does not know what it asks for", "leave it at its default")
-
-
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with the help text that the command line and the docs show."""
-    return field(default=default, metadata={"help": text})
-
-
-def default_of(field: Field[Any]) -> Any:
-    """The value that a dataclass field has when it is not given."""
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def refuse_unread(config: Any, readers: Collection[str], rule: str) -> None:
@@ -128,14 +136,14 @@ def apply_support(config: Any, table: Mapping[str, Support]) -> None:
     defaults = {f.name: default_of(f) for f in fields(config)}
     for name, default in defaults.items():
         value, support = getattr(config, name), table.get(name, UNKNOWN)
-        if value == default:
+        if _equal(value, default):
             continue
-        if isinstance(support, Refused) and value not in support.also:
+        if isinstance(support, Refused) and not any(_equal(value, each) for each in support.also):
             raise ConfigError(
-                f"{name}={value!r} is not supported: {support.reason}; {support.way_out}"
+                f"{name}={shown(value)} is not supported: {support.reason}; {support.way_out}"
             )
-        if isinstance(support, Ignored) and value not in support.also:
-            _warn_once(config, name, f"{name}={value!r} has no effect: {support.reason}")
+        if isinstance(support, Ignored) and not any(_equal(value, x) for x in support.also):
+            _warn_once(config, name, f"{name}={shown(value)} has no effect: {support.reason}")
         if isinstance(support, Moved):
             _hand_over(config, name, support, default, defaults[support.to])
 
@@ -147,11 +155,23 @@ def _warn_once(config: Any, name: str, text: str) -> None:
         logger.warning("%s", text)
 
 
+def _equal(value: Any, other: Any) -> bool:
+    """Equality in which True is not 1, and which no odd value can make raise."""
+    if value is other:
+        return True
+    if isinstance(value, bool) != isinstance(other, bool):
+        return False
+    try:
+        return bool(value == other)
+    except Exception:  # whatever an unknown object's __eq__ raises
+        return False
+
+
 def _hand_over(config: Any, name: str, move: Moved, default: Any, target_default: Any) -> None:
     value, target = getattr(config, name), getattr(config, move.to)
     if target not in (target_default, move.convert(value)):
         raise ConfigError(
-            f"{name}={value!r} is another name of {move.to}, which is set to {target!r}; "
+            f"{name}={shown(value)} is another name of {move.to}, which is set to {shown(target)}; "
             f"set {move.to} alone"
         )
     setattr(config, move.to, move.convert(value))

@@ -14,6 +14,7 @@ At start: ``tidy``, then ``latest_good``, then ``load``.  While training: ``save
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -132,16 +133,34 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         refused = e.__cause__ if isinstance(e, CheckpointError) else e
         if isinstance(refused, OSError | SafetensorError):
-            raise CheckpointError(f"could not write {final}: {refused}; {_kept(final)}") from e
+            raise CheckpointError(
+                f"could not write {final}: {refused}; {_kept(final, refused)}"
+            ) from e
         raise
     return final
 
 
-def _kept(lost: Path) -> str:
+def _kept(lost: Path, cause: BaseException) -> str:
     before = [folder.name for folder in checkpoints(lost.parent)]
     if not before:
-        return "make room, or name another output_dir; there is no checkpoint before it"
-    return f"make room; {before[-1]} is whole, and resume_from_checkpoint=True goes on from it"
+        return f"{way_out(cause)}, or name another output_dir; there is no checkpoint before it"
+    return f"{way_out(cause)}; {before[-1]} is whole, and resume_from_checkpoint=True continues it"
+
+
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room on that disk"),
+    errno.EROFS: "mount it writable",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user write there"),
+}
+
+
+def way_out(refused: BaseException) -> str:
+    """What helps where a disk refused to write."""
+    code = getattr(refused, "errno", None)
+    if code is None:  # safetensors and tokenizers tell it in the text
+        found = re.search(r"\(os error (\d+)\)", str(refused))
+        code = int(found[1]) if found else 0
+    return _WAYS_OUT.get(code, "see what is there")
 
 
 def load(

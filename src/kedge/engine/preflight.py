@@ -6,6 +6,7 @@ likely cause when it does not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ class Tolerance:
     engines: float = 1e-3  # sampler against learner
 
 
+LARGEST_SCORE = 1e18  # the sum of some hundred of its squares is finite in float32
 FULL_PRECISION = Tolerance()
 LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16 or fp16 autocast
 
@@ -105,6 +107,13 @@ def _rewards_are_finite(judgement: Judgement) -> None:
             f"preflight: the score of row {row} is {float(judgement.scores[row])}; a reward must be"
             " a finite number. A reward model in float16 may overflow; a reward function may divide"
             " by zero"
+        )
+    large = judgement.valid & (judgement.scores.abs() > LARGEST_SCORE)
+    if large.any():
+        row = int(large.nonzero()[0])
+        raise PreflightError(
+            f"preflight: the score of row {row} is {float(judgement.scores[row]):g}, and above"
+            f" {LARGEST_SCORE:g} squares of scores overflow float32; scale the rewards down"
         )
 
 
@@ -222,6 +231,12 @@ def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> N
         losses = [algorithm.loss(learner.probe(part.rows), part).total for part in parts]
         totals.append([float(x.detach()) for x in losses])
     (whole,), apart = totals
+    if not math.isfinite(whole) or not all(map(math.isfinite, apart)):
+        raise PreflightError(
+            f"preflight: the loss of {algorithm.name} is {whole:g} for {rows} rows whose largest"
+            f" advantage is {float(same_sign.advantages.max()):.3g}: it overflows, or divides by"
+            " zero; scale large rewards down, or fix the loss"
+        )
     if not abs(whole - sum(apart)) <= 0.1 * sum(map(abs, apart)) + 1e-6:
         raise PreflightError(
             f"preflight: the loss of {algorithm.name} is {whole:.4g} for {rows} rows and"

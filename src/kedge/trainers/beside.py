@@ -5,7 +5,6 @@ Only checkpoints and models are worth ending a run for.
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +12,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from kedge.engine.checkpoint import way_out
 from kedge.errors import CheckpointError, ConfigError
 from kedge.protocols import Tracker
 
 logger = logging.getLogger(__name__)
-
-_WAYS_OUT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on that disk"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "let this user write there"),
-}
 
 
 class Beside:
@@ -51,7 +46,7 @@ class Beside:
                     what,
                     where,
                     cause,
-                    _way_out(cause),
+                    way_out(cause),
                 )
 
 
@@ -95,9 +90,5 @@ def opening(option: str, folder: str | Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"{option}={str(folder)!r} cannot be written to ({error}); nothing was trained yet:"
-            f" {_way_out(error)}, or name another folder"
+            f" {way_out(error)}, or name another folder"
         ) from error
-
-
-def _way_out(cause: BaseException) -> str:
-    return _WAYS_OUT.get(getattr(cause, "errno", None) or 0, "see what is there")

@@ -33,7 +33,7 @@ def completion_rows(
                         prompts.ids[i][prompts.mask[i]], skip_special_tokens=True
                     ),
                     "model response": tokenizer.decode(rollout.ids[i][rollout.present[i]]),
-                    "score": float(judgement.scores[i]),
+                    "score": float(judgement.scores[i]) if judgement.valid[i] else None,
                     **_by_source(judgement, i),
                     **{name: shown(values[i]) for name, values in judgement.extras.items()},
                 }

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
 from kedge.config.resolve import RunSettings
-from kedge.engine.checkpoint import checkpoints
+from kedge.engine.checkpoint import checkpoints, way_out
 from kedge.engine.loop import Engine
 from kedge.engine.recording import Recorder
 from kedge.errors import CheckpointError
@@ -41,8 +41,8 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
         # tokenizers reports what the disk says as a bare Exception
         if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
             raise CheckpointError(
-                f"the models could not be written to {folder}: {error}; make room, or give"
-                " save_model() another folder"
+                f"the models could not be written to {folder}: {error}; {way_out(error)}, or"
+                " give save_model() another folder"
             ) from error
         raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from kedge.errors import DataError
 
 logger = logging.getLogger(__name__)
 CHUNK = 1000  # rows tokenised at a time
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SOURCES = ("input_ids", "prompt", "query")  # the first one found is used
 
 
@@ -250,9 +252,23 @@ def _tokenize(
             )
     if chat:
         texts = [_render(tokenizer, messages, template) for messages in prompts]
+        _check_texts(texts, column, rows)
         return {"input_ids": tokenizer(texts, add_special_tokens=False)["input_ids"]}
+    _check_texts(prompts, column, rows)
     ids = tokenizer(prompts)["input_ids"]
     return {"input_ids": [one[:-1] for one in ids] if drop_eos else ids}
+
+
+def _check_texts(texts: Sequence[str], column: str, rows: Sequence[int]) -> None:
+    """Refuse lone surrogates, which no tokenizer takes."""
+    for row, text in zip(rows, texts, strict=True):
+        at = None if text.isascii() else LONE_SURROGATE.search(text)
+        if at is not None:
+            raise DataError(
+                f"column {column!r}, row {row}: character {at.start()} is the lone surrogate"
+                f" {at.group()!r}, which UTF-8 cannot hold; repair it, for example with"
+                " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+            )
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: dict[str, Any]) -> str:

@@ -64,7 +64,12 @@ class ArrowTable:
         """The given columns of the given rows."""
         if not names:
             return {}
-        return dict(self.dataset.select_columns(list(names))[list(rows)])
+        try:
+            return dict(self.dataset.select_columns(list(names))[list(rows)])
+        except Exception as error:  # a damaged file, a disk that is gone
+            raise DataError(
+                f"rows of the dataset cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
 
 def read_table(dataset: Any) -> Table:
@@ -102,10 +107,10 @@ def read_table(dataset: Any) -> Table:
 def _row(dataset: Any, row: int) -> Any:
     try:
         return dataset[row]
-    except (LookupError, TypeError) as error:
+    except Exception as error:  # whatever the user's class raises
         raise DataError(
             f"row {row} of the dataset, a {type(dataset).__name__}, cannot be read:"
-            f" {type(error).__name__} {error}; give a datasets.Dataset (of a pandas frame:"
+            f" {type(error).__name__}: {error}; give a datasets.Dataset (of a pandas frame:"
             " datasets.Dataset.from_pandas(frame)) or a list of dicts"
         ) from error
 

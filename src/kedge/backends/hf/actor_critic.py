@@ -12,6 +12,7 @@ from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.packing import Packed
 from kedge.backends.hf.sharding import inside
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
+from kedge.errors import ConfigError
 from kedge.math.logprob import Draw, linear_logprob
 
 
@@ -72,13 +73,23 @@ class ActorCritic(nn.Module):
         return isinstance(self.value, ScalarHead)
 
     def compile_trunks(self, backend: str | None, mode: str | None) -> None:
-        """Run the trunks through torch.compile; the models themselves stay as they are."""
+        """Run the trunks through torch.compile; the models themselves stay as they are.
+
+        Raises:
+            ConfigError: torch does not know the backend or the mode.
+        """
         how: dict[str, Any] = {"backend": backend or "inductor", "dynamic": True}
         if mode is not None:
             how["mode"] = mode
-        self._parts = (self.parts.compiled(how),)
-        if isinstance(self.value, ScalarModel):
-            self.value.compile_trunk(**how)
+        try:
+            self._parts = (self.parts.compiled(how),)
+            if isinstance(self.value, ScalarModel):
+                self.value.compile_trunk(**how)
+        except RuntimeError as error:  # InvalidBackend, of a module that is slow to import
+            raise ConfigError(
+                f"torch_compile_backend={backend!r} with torch_compile_mode={mode!r}:"
+                f" {' '.join(str(error).split())}"
+            ) from error
 
     def forward(self, ask: Ask) -> Said:
         """Everything asked for, from one pass through each trunk that is needed."""

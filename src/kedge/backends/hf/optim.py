@@ -108,13 +108,26 @@ def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Op
     if _style(args) == "tf":
         betas = (args.adam_beta1, args.adam_beta2)
         return TFAdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
-    made, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    try:
+        made, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{_asked(args)}: {error}") from error
     if not isinstance(made, type) or not issubclass(made, Optimizer) or "params" in options:
         raise ConfigError(
             f"optim={str(args.optim)!r} needs more than parameter groups and is not supported; "
             "pass optimizers=(optimizer, scheduler)"
         )
-    return made(groups, **options)
+    if "betas" in options:
+        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses the integer 0
+    try:
+        return made(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_asked(args)}: {error}") from error
+
+
+def _asked(args: TrainingArguments) -> str:
+    kind = getattr(args.optim, "value", args.optim)
+    return f"optim={kind!r} with optim_args={args.optim_args!r} cannot be made"
 
 
 def _style(args: TrainingArguments) -> str:

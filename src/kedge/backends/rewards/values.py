@@ -45,7 +45,7 @@ def read_values(
         RewardError: it is not one entry per row.
     """
     padded = getattr(returned, "ndim", 1) == 2
-    rows = returned.tolist() if hasattr(returned, "tolist") else returned
+    rows = _plain(returned, name)
     if not isinstance(rows, (list, tuple)):
         raise RewardError(
             f"reward function {name} returned {type(returned).__name__}; it must return a list"
@@ -58,7 +58,7 @@ def read_values(
         )
     values = values or Values()
     for row, (entry, length) in enumerate(zip(rows, lengths, strict=True), first):
-        plain = entry.tolist() if hasattr(entry, "tolist") else entry
+        plain = _plain(entry, name)
         if plain is None:
             values.absent.add(row)
         elif isinstance(plain, Real):
@@ -73,14 +73,37 @@ def read_values(
     return values
 
 
+def _plain(returned: Any, name: str) -> Any:
+    """Arrays and tensors as lists and numbers, anything else as it is."""
+    if not hasattr(returned, "tolist"):
+        return returned
+    try:
+        return returned.tolist()
+    except Exception as error:  # a tensor on meta or a sparse one, a library's own array
+        kind = getattr(returned, "layout", None) or type(returned).__name__
+        where = f" on {returned.device}" if hasattr(returned, "device") else ""
+        raise RewardError(
+            f"reward function {name} returned a {type(returned).__name__} ({kind}{where}) whose"
+            f" numbers cannot be read ({type(error).__name__}: {error}); return a list of numbers"
+            " or a dense tensor"
+        ) from error
+
+
 def _number(values: Values, row: int, number: Real) -> None:
     if _finite(number):
         values.scores[row] = float(number)
     else:
         values.errors[row] = (
-            f"returned {str(number)[:80]}, no finite float32; return None where the reward does not"
-            " apply"
+            f"returned {_short(number)}, which is not a finite float32; return None where the"
+            " reward does not apply"
         )
+
+
+def _short(number: Any) -> str:
+    try:
+        return str(number)[:80]
+    except ValueError:  # Python does not print more than 4,300 digits
+        return "a number of more than 4,300 digits"
 
 
 def _finite(number: Any) -> bool:
@@ -94,6 +117,6 @@ def _per_token(values: Values, row: int, numbers: Sequence[Any], length: int) ->
         )
     elif not all(map(_finite, numbers)):
         bad = next(n for n in numbers if not _finite(n))
-        values.errors[row] = f"returned the per-token reward {bad!r}, not a finite number"
+        values.errors[row] = f"returned the per-token reward {_short(bad)}, not a finite number"
     else:
         values.dense[row] = [float(n) for n in numbers]

@@ -146,7 +146,9 @@ class Screen:
 
     def _cell(self, value: object, *, end: bool) -> Text:
         """Plain text, never markup or control sequences; of long text the beginning, or the end."""
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        text = (
+            f"{value:.4g}" if isinstance(value, float) else "n/a" if value is None else str(value)
+        )
         text = "".join(c if c.isprintable() or c in "\n\t" else _UNPRINTABLE for c in text)
         most = self.max_chars // 2 if end else self.max_chars
         if len(text) > most:
