@@ -19,6 +19,9 @@ A message names the thing, its value, and the way out.
 
 from __future__ import annotations
 
+import errno
+import re
+
 
 class KedgeError(Exception):
     """Base of all errors that Kedge raises on purpose."""
@@ -70,3 +73,19 @@ class JudgeError(KedgeError, RuntimeError):
 
 class HubError(KedgeError, RuntimeError):
     """The Hugging Face Hub refused, or cannot be reached."""
+
+
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room on that disk"),
+    errno.EROFS: "mount it writable",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user write there"),
+}
+
+
+def way_out(refused: BaseException) -> str:
+    """What helps where a disk refused to write."""
+    code = getattr(refused, "errno", None)
+    if code is None:  # safetensors and tokenizers tell it in the text
+        found = re.search(r"\(os error (\d+)\)", str(refused))
+        code = int(found[1]) if found else 0
+    return _WAYS_OUT.get(code, "see what is there")

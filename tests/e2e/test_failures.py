@@ -148,7 +148,7 @@ def test_pieces_as_completed_begin_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({}, "save_strategy='no'"), ({"output_dir": ""}, "output_dir is not set")],
+    [({}, "save_strategy='no'"), ({"output_dir": None}, "output_dir is not set")],
     ids=["no", "nowhere"],
 )
 def test_who_asked_for_no_checkpoints_gets_none(
@@ -161,7 +161,7 @@ def test_who_asked_for_no_checkpoints_gets_none(
     with pytest.raises(RewardError):
         made.train()
     assert saved(tmp_path) == []
-    assert f"after update 2 with RewardError, and {why}: what it learned is lost" in caplog.text
+    assert f"after iteration 2 with RewardError, and {why}: what it learned is lost" in caplog.text
 
 
 def test_models_alone_are_saved_for_who_wants_no_more(

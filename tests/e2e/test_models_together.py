@@ -16,13 +16,13 @@ from kedge.backends.hf.value_head import ScalarHead
 from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, rows, small
-from tests.unit.text_toys import bert_reward, neox_reward, word_tokenizer
+from tests.unit.text_toys import EOS, bert_reward, neox_reward, word_tokenizer
 
 LORA = {"r": 2, "target_modules": "all-linear"}
 
 
 def policy(**config: Any) -> Any:
-    return tiny_policy("gpt_neox", vocab_size=VOCAB, **config)
+    return tiny_policy("gpt_neox", vocab_size=VOCAB, **{"eos_token_id": EOS} | config)
 
 
 # -- weights that must stand still ----------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_layers_that_do_not_train_may_be_shared() -> None:
         (
             {"train_dataset": [*PROMPTS, {"prompt": "w3 " * 125}]},
             ConfigError,
-            "the policy .* has 128. Set max_prompt_length=122",
+            "the policy .* has 128. Set response_length=3 or less, or max_prompt_length=122",
         ),
         (
             {"eval_dataset": [{"prompt": "w3 " * 125}]},

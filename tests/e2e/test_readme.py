@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kedge import PPOConfig
 from kedge.cli.main import main
 
 ROOT = Path(__file__).parents[2]

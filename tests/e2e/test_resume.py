@@ -225,9 +225,9 @@ def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     made.train()
     shown = capsys.readouterr()
     assert shown.err == ""  # no bars of other libraries in between
-    assert [line.split()[:2] for line in shown.out.splitlines()] == [
-        ["step", f"{n}/6"] for n in (2, 4, 6)
-    ]
+    *table, last = shown.out.splitlines()
+    assert [line.split()[:2] for line in table] == [["step", f"{n}/6"] for n in (2, 4, 6)]
+    assert "kedge report" in last
     made.save_model()
     made.create_model_card()
     folder = tmp_path / "run"
@@ -236,7 +236,8 @@ def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert expected <= {p.name for p in (folder / "checkpoint-6").iterdir()}
     assert (folder / "checkpoint-6" / "value_model").is_dir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert [row["step"] for row in rows] == [2, 4, 6, 6]  # the last is the summary
+    assert "train_runtime" in rows[-1]
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "## Results" in (folder / "README.md").read_text()
     assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".pkl")]

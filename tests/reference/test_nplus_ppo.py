@@ -26,7 +26,7 @@ from kedge.types import (
     Rollout,
 )
 from tests.e2e.small import PROMPTS, VOCAB, rows, small
-from tests.unit.text_toys import neox_reward, word_tokenizer
+from tests.unit.text_toys import EOS, neox_reward, word_tokenizer
 
 LENGTHS = [3, 5, 1, 4]
 
@@ -109,7 +109,13 @@ def test_row_10_no_dropout_anywhere() -> None:
     plain.train()
     dropping = small(
         total_episodes=8,
-        model=tiny_policy("gpt_neox", vocab_size=VOCAB, hidden_dropout=0.5, attention_dropout=0.5),
+        model=tiny_policy(
+            "gpt_neox",
+            vocab_size=VOCAB,
+            eos_token_id=EOS,
+            hidden_dropout=0.5,
+            attention_dropout=0.5,
+        ),
         reward_model=neox_reward(vocab=VOCAB, hidden_dropout=0.5, classifier_dropout=0.5),
     )
     dropping.train()

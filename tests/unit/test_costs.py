@@ -90,7 +90,9 @@ def test_the_plan_says_where_the_time_goes(tmp_path, capsys) -> None:
     tiny_policy(vocab_size=32).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
     flags = ["--model_name_or_path", str(tmp_path), "--use_cpu"]  # on Ray, wherever that is
-    flags += ["--reward_funcs", "rewards.py:f", "--total_episodes", "640"]
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def f(completions):\n    return [0.0] * len(completions)\n")
+    flags += ["--reward_funcs", f"{rewards}:f", "--total_episodes", "640"]
     assert main(["plan", "async-ppo", *flags, "--hardware", "h100", "--devices", "3"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "seconds of an update on H100, estimated" in said

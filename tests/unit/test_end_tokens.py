@@ -159,6 +159,10 @@ def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
 def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, expected) -> None:
     rollout = rollout_of([([3], [4, 5]), ([3], [6, 7])], finished=[finished, False])
     judgement = ConstantReward().score(rollout)
-    found = [w for w in _unusual(rollout, judgement, ToyLearner(), stops) if "none of the" in w]
+    found = [
+        w
+        for w in _unusual(rollout, judgement, ToyLearner(), stops, "response_length")
+        if "none of the" in w
+    ]
     assert bool(found) == (expected is not None)
     assert expected is None or expected in found[0]

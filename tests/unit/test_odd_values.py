@@ -19,7 +19,7 @@ from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.grpo import GRPOConfig
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rloo import RLOOConfig
-from kedge.config.support import elsewhere
+from kedge.config.support import Ignored, elsewhere
 from kedge.errors import ConfigError, KedgeError
 
 
@@ -120,6 +120,8 @@ def judged(cls: type, base: dict[str, Any], field: Field[Any], hint: Any, value:
         return _unclear(str(error), cls, field.name, value)
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
+    if isinstance(getattr(cls, "SUPPORT", {}).get(field.name), Ignored):
+        return None  # without effect, and a warning says so
     beside = BESIDE.get(field.name, Literal["no such"])
     if not (meaningful(hint, value, field.name) or meaningful(beside, value, field.name)):
         return "is accepted"

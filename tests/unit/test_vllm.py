@@ -226,9 +226,12 @@ def test_nan_is_an_error_that_names_row_and_version():
         ),
         (
             {"rollout_engine": "vllm", "vllm_engine_args": "no json"},
-            "vllm_engine_args='no json' is no JSON object",
+            "vllm_engine_args='no json' must be a mapping of names to values",
         ),
-        ({"rollout_engine": "vllm", "vllm_tolerance": 0.0}, "vllm_tolerance=0.0 must be a number"),
+        (
+            {"rollout_engine": "vllm", "vllm_tolerance": 0.0},
+            "vllm_tolerance=0.0 must be a finite number above 0",
+        ),
     ],
 )
 def test_options_that_cannot_work(tmp_path, monkeypatch, options, message):

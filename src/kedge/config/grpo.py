@@ -178,13 +178,13 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         "sequence_mask", "token_ or sequence_, with truncate or mask: which weights, and the bound."
     )
     vllm_importance_sampling_clip_max: float | None = option(
-        3.0, "Weights above it are lowered or masked. Unset: no bound."
+        3.0, "Weights above it are lowered or masked. Unset: no bound.", ge=0
     )
     vllm_importance_sampling_clip_min: float | None = option(
-        None, "Weights below it are raised or masked. Unset: no bound."
+        None, "Weights below it are raised or masked. Unset: no bound.", ge=0
     )
     vllm_importance_sampling_cap: float | None = option(
-        None, "Older name of vllm_importance_sampling_clip_max."
+        None, "Older name of vllm_importance_sampling_clip_max.", ge=0
     )
     off_policy_mask_threshold: float | None = _refused(None)
 

@@ -77,7 +77,7 @@ class NewerArguments:
     ref_model_sync_steps: int = _refused(512)
     log_multimodal: bool = _ignored(True)
     num_completions_to_print: int | None = option(
-        None, "Rows of each table of completions on screen. Unset: 5."
+        None, "Rows of each table of completions on screen. Unset: 5.", ge=1
     )
     log_unique_prompts: bool = option(
         False, "Tables of completions show one response to each prompt."

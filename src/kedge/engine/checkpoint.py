@@ -14,7 +14,6 @@ At start: ``tidy``, then ``latest_good``, then ``load``.  While training: ``save
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -45,7 +44,7 @@ from kedge.engine.checkpoint_folders import (
 )
 from kedge.engine.checkpoint_twins import find_twins, read_twins
 from kedge.engine.tree import join, read_tensors, split, write_tensors
-from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError
+from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
 
 __all__ = [
     "Checkpoint",
@@ -145,22 +144,6 @@ def _kept(lost: Path, cause: BaseException) -> str:
     if not before:
         return f"{way_out(cause)}, or name another output_dir; there is no checkpoint before it"
     return f"{way_out(cause)}; {before[-1]} is whole, and resume_from_checkpoint=True continues it"
-
-
-_WAYS_OUT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room on that disk"),
-    errno.EROFS: "mount it writable",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user write there"),
-}
-
-
-def way_out(refused: BaseException) -> str:
-    """What helps where a disk refused to write."""
-    code = getattr(refused, "errno", None)
-    if code is None:  # safetensors and tokenizers tell it in the text
-        found = re.search(r"\(os error (\d+)\)", str(refused))
-        code = int(found[1]) if found else 0
-    return _WAYS_OUT.get(code, "see what is there")
 
 
 def load(

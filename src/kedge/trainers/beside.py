@@ -12,8 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from kedge.engine.checkpoint import way_out
-from kedge.errors import CheckpointError, ConfigError
+from kedge.errors import CheckpointError, ConfigError, way_out
 from kedge.protocols import Tracker
 
 logger = logging.getLogger(__name__)

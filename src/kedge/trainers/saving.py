@@ -15,10 +15,10 @@ from transformers.utils import logging
 from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
 from kedge.config.resolve import RunSettings
-from kedge.engine.checkpoint import checkpoints, way_out
+from kedge.engine.checkpoint import checkpoints
 from kedge.engine.loop import Engine
 from kedge.engine.recording import Recorder
-from kedge.errors import CheckpointError
+from kedge.errors import CheckpointError, way_out
 from kedge.trainers.beside import opening
 
 VALUE_FOLDER = "value_model"
