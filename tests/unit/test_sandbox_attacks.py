@@ -200,7 +200,8 @@ def test_bombs_meet_limits(level: str) -> None:
     for what, (body, error) in BOMBS.items():
         inner = body.replace("\n", "\n    ")
         caught = f"import os\ntry:\n    {inner}\nexcept BaseException as e: print(type(e).__mro__)"
-        assert error in sandbox.run(caught).output, what
+        outcome = sandbox.run(caught)
+        assert error in outcome.output or outcome.stopped == "timeouts", what
 
 
 def test_the_program_is_refused_where_nothing_isolates_it(monkeypatch: pytest.MonkeyPatch) -> None:
