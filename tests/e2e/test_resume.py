@@ -266,7 +266,6 @@ KILLED = """
         real(folder)
 
     from kedge.engine import checkpoint
-from kedge.engine.checkpoint_folders import write_manifest
     checkpoint.write_manifest = dying
     trainer(Path(os.environ["RUN"]), save_steps=2).train()
 """

@@ -552,7 +552,6 @@ ENDLESS = """
     from pathlib import Path
     import torch
     from kedge.engine import checkpoint
-from kedge.engine.checkpoint_folders import write_manifest
     root = Path(sys.argv[1])
     print("go", flush=True)
     for step in range(1, 10**6):
