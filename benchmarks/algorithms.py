@@ -1,4 +1,4 @@
-"""All learning rules on the same model, reward and number of responses.
+"""All algorithms on the same model, reward and number of responses.
 
     python -m benchmarks.algorithms --seeds 0 1 2
     python -m benchmarks.algorithms --draw          the pictures in docs/images, from the results
@@ -35,14 +35,14 @@ NAMES = {
     "remax": "ReMax",
     "reinforce_pp_baseline": "REINFORCE++-baseline",
 }
-COLOURS = dict(
+COLORS = dict(
     zip(
         NAMES,
         ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:olive"),
         strict=True,
     )
 )
-# Picture, and what is drawn in it in colour; the rest is grey.
+# Picture, and what is drawn in it in color; the rest is gray.
 PICTURES = {
     "algorithms": ["ppo", "rloo", "reinforce_pp", "grpo", "remax"],
     "reinforce_pp": ["reinforce_pp", "reinforce_pp_baseline"],
@@ -115,8 +115,8 @@ def run(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def draw(runs: list[dict[str, Any]], coloured: list[str], file: Path) -> None:
-    """Mean score by responses trained on, with the range over seeds; the others in grey."""
+def draw(runs: list[dict[str, Any]], colored: list[str], file: Path) -> None:
+    """Mean score by responses trained on, with the range over seeds; the others in gray."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -130,13 +130,13 @@ def draw(runs: list[dict[str, Any]], coloured: list[str], file: Path) -> None:
         by_update = list(zip(*curves, strict=True))
         x = [64 * (i + 1) for i in range(len(by_update))]
         means = [statistics.fmean(v) for v in by_update]
-        if name not in coloured:
-            if len(coloured) <= 2:  # an overview has enough lines of its own
+        if name not in colored:
+            if len(colored) <= 2:  # an overview has enough lines of its own
                 axes.plot(x, means, color="0.8", linewidth=1, zorder=1)
             continue
-        axes.plot(x, means, color=COLOURS[name], label=title)
+        axes.plot(x, means, color=COLORS[name], label=title)
         low, high = [min(v) for v in by_update], [max(v) for v in by_update]
-        axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.15)
+        axes.fill_between(x, low, high, color=COLORS[name], alpha=0.15)
     axes.set_xlabel("responses trained on")
     axes.set_ylabel("score of the reward model")
     axes.legend()
@@ -184,8 +184,8 @@ def main() -> None:
         runs = [r for r in runs if (r["algorithm"], r["seed"]) != (name, seed)] + [new]
         RESULTS.write_text(json.dumps(runs, indent=1))
         print(name, seed, round(new["last_five"], 3), round(new["seconds"]), flush=True)
-    for picture, coloured in PICTURES.items():
-        draw(runs, coloured, IMAGES / f"{picture}.png")
+    for picture, colored in PICTURES.items():
+        draw(runs, colored, IMAGES / f"{picture}.png")
     print(table(runs))
 
 

@@ -19,8 +19,8 @@ import torch
 from benchmarks.ppo_vs_trl.cases import CASES, RESPONSE, models, prompts, tokenizer
 from benchmarks.ppo_vs_trl.side import common
 from kedge import PPOConfig, PPOTrainer
-from kedge.cli import costs
-from kedge.cli.memory import shape_of
+from kedge.cli.planning import costs
+from kedge.cli.planning.memory import read_shape
 
 RESULTS = Path(__file__).parent / "results" / "cost_model.json"
 UPDATES = 3
@@ -37,7 +37,7 @@ def one(name: str) -> dict[str, Any]:
     case = CASES[name]
     policy, reference, reward, value = models(case)
     given = prompts(case, case.batch * UPDATES)
-    shape = shape_of(policy.config)
+    shape = read_shape(policy.config)
     job = costs.Job(
         policy=_model(policy, shape),
         value=_model(value, shape),

@@ -76,9 +76,9 @@ def made(engine: str, model: Any) -> Any:
 
     if engine == "embedded":
         return EmbeddedEngine(model, pad_id=1, chunk_rows=256)
-    from kedge.backends.vllm import Blueprint, InProcess, VLLMEngine
+    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 256 * PROMPT}
     return VLLMEngine(InProcess(blueprint, policy_weights(model), arguments), blueprint, pad_id=1)
 

@@ -21,8 +21,8 @@ import torch
 from tests.property.test_as_completed import Batches, Judge, Wide, writing
 from tests.property.test_staleness import Run, Sampler, engine
 
-from kedge.engine.joining import joined, pieces_of
-from kedge.engine.resample import rows_of
+from kedge.engine.rollout.dynamic_sampling import rows_of
+from kedge.engine.rollout.joining import joined, split_groups
 from kedge.types import PromptBatch, Rollout, Sampling
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
@@ -55,7 +55,7 @@ def seconds(lag: int) -> float:
 class Engines:
     """Four engines: one batch is handed to all of them, or each is given pieces of its own."""
 
-    live, logprobs = False, "none"
+    shares_weights, logprobs = False, "none"
 
     def __init__(self, seed: int) -> None:
         self.lanes = [Uneven(random.Random(seed + n), 0.0) for n in range(4)]
@@ -65,7 +65,7 @@ class Engines:
         return receipts[-1]
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        shares = pieces_of(prompts, len(self.lanes))
+        shares = split_groups(prompts, len(self.lanes))
         with ThreadPoolExecutor(len(self.lanes)) as pool:
             parts = pool.map(
                 lambda lane, rows: lane.generate(
@@ -106,15 +106,15 @@ def uneven_seconds(pieces: int, seed: int) -> float:
     run = writing(1, engines.lanes, pieces or 1)
     made = Training(
         source=Prompts24(),
-        rollouts=engines,
-        judge=Judge(),
+        rollout_engine=engines,
+        reward=Judge(),
         learner=run.learner,
         algorithm=run.algorithm,
         kl=run.kl,
-        plan=run.plan,
+        batch_sizes=run.batch_sizes,
         sampling=run.sampling,
         max_lag=1,
-        pieces=pieces,
+        partial_batches=pieces,
     )
     made.log = []
     begin = time.perf_counter()

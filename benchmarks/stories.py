@@ -80,11 +80,11 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    colours = {"last": "tab:blue", "after_last": "tab:orange"}
+    colors = {"last": "tab:blue", "after_last": "tab:orange"}
     for each in runs:
-        axes.plot(each["scores"], color=colours[each["position"]], alpha=0.7)
-    for position, colour in colours.items():
-        axes.plot([], [], color=colour, label=f'score_position="{position}"')
+        axes.plot(each["scores"], color=colors[each["position"]], alpha=0.7)
+    for position, color in colors.items():
+        axes.plot([], [], color=color, label=f'score_position="{position}"')
     axes.set_xlabel("update")
     axes.set_ylabel("score of the reward model")
     axes.legend()

@@ -72,7 +72,7 @@ def run(side: str, seed: int, updates: int) -> dict[str, Any]:
     begin = time.perf_counter()
     made.train()
     seconds = time.perf_counter() - begin
-    close = getattr(made.engine.rollouts, "close", None)
+    close = getattr(made.engine.rollout_engine, "close", None)
     if close is not None:
         close()
     rows = [row for row in made.state.log_history if "objective/scores" in row]

@@ -22,7 +22,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.trainers import token_rows
+from kedge.trainers.reporting import token_log
 
 RESULTS = Path(__file__).parent / "results" / "token_rows.json"
 UPDATES = 12
@@ -36,7 +36,7 @@ def measured(rows: int) -> dict[str, float]:
     """Median seconds of writing and of a whole update, and bytes a response."""
     where = Path(os.environ["KEDGE_SHARED"]) / "data" / "stories260k"
     written: list[float] = []
-    usual = token_rows.TokenRows.write
+    usual = token_log.TokenLog.write
 
     def timed(self: Any, report: Any) -> Path | None:
         begin = time.perf_counter()
@@ -44,7 +44,7 @@ def measured(rows: int) -> dict[str, float]:
         written.append(time.perf_counter() - begin)
         return file
 
-    token_rows.TokenRows.write = timed
+    token_log.TokenLog.write = timed
     try:
         with tempfile.TemporaryDirectory() as folder:
             args = PPOConfig(
@@ -71,7 +71,7 @@ def measured(rows: int) -> dict[str, float]:
             trainer.train()
             size = sum(f.stat().st_size for f in Path(folder).glob("tokens/*.jsonl"))
     finally:
-        token_rows.TokenRows.write = usual
+        token_log.TokenLog.write = usual
     steps = [row["time/step"] for row in trainer.state.log_history if "time/step" in row]
     share = median(written) / median(steps)
     return {

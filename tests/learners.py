@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import TrainingArguments
 
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.reference import copy_of
+from kedge.backends.hf.reference import frozen_copy
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.value_head import load_value
 from kedge.engine.stages import cut
@@ -42,9 +42,9 @@ def rollout(rows=6, prompt=7, response=SLOTS, *, seed=0, extra_padding=0) -> Rol
     return Rollout(
         prompts=prompts,
         ids=torch.nn.functional.pad(ids[:, prompt:], (0, extra_padding)) * present,
-        mask=present,
-        present=present,
-        finished=rlen < response,
+        loss_mask=present,
+        response_mask=present,
+        terminated=rlen < response,
         version=torch.zeros(rows, dtype=torch.int64),
     )
 
@@ -53,17 +53,17 @@ def experience(r: Rollout, *, seed=0) -> Experience:
     """Random credit on a rollout; the same on real tokens whatever the padding."""
     shape = r.ids.shape
     g = torch.Generator().manual_seed(seed)
-    noise = torch.randn(3, shape[0], 64, generator=g)[:, :, : shape[1]] * r.present
+    noise = torch.randn(3, shape[0], 64, generator=g)[:, :, : shape[1]] * r.response_mask
     slots = torch.arange(shape[1])
-    after = (slots <= r.present.sum(1)[:, None]) & (slots < SLOTS)
+    after = (slots <= r.response_mask.sum(1)[:, None]) & (slots < SLOTS)
     return Experience(
         prompt_ids=r.prompts.ids,
         prompt_mask=r.prompts.mask,
         ids=r.ids,
-        mask=r.mask,
-        present=r.present,
-        value_mask=after & (r.present.sum(1) > 0)[:, None],
-        old_logprobs=(noise[0] * 0.1 - 4) * r.present,
+        loss_mask=r.loss_mask,
+        response_mask=r.response_mask,
+        value_mask=after & (r.response_mask.sum(1) > 0)[:, None],
+        old_logprobs=(noise[0] * 0.1 - 4) * r.response_mask,
         rewards=noise[1],
         advantages=noise[1],
         old_values=noise[2] * 0.1,
@@ -84,7 +84,7 @@ def learner(
     if value == "model":
         value = load_value(tiny_reward_model(family, vocab_size=VOCAB))
     if reference is True:
-        reference = copy_of(policy)
+        reference = frozen_copy(policy)
     return HFLearner(
         policy,
         args or arguments(),
@@ -97,7 +97,7 @@ def learner(
 
 
 class Recorder(torch.optim.SGD):
-    """An optimiser that keeps the gradients of every step."""
+    """An optimizer that keeps the gradients of every step."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.0)
@@ -118,17 +118,19 @@ def one_rank(x):
 
 
 def gradient(batch: Experience, algorithm, *, micro_rows=100, order=None, cutter=cut, make=learner):
-    """Every gradient of one optimiser step over the batch, as one vector, and the metrics."""
+    """Every gradient of one optimizer step over the batch, as one vector, and the metrics."""
     found = make()
     recorder = Recorder([p for p in found.module.parameters() if p.requires_grad])
     found.optimizer = recorder
     index = torch.arange(len(batch)) if order is None else order
-    metrics = found.update(cutter(batch, index, algorithm, micro_rows, one_rank), algorithm.loss)
+    metrics = found.optimizer_step(
+        cutter(batch, index, algorithm, micro_rows, one_rank), algorithm.loss
+    )
     flat = [g.flatten() for g in recorder.seen[0] if g is not None]
     return torch.cat(flat), metrics
 
 
 def drop_rows(r: Rollout, rows) -> Rollout:
-    mask = r.mask.clone()
+    mask = r.loss_mask.clone()
     mask[rows] = False
-    return replace(r, mask=mask)
+    return replace(r, loss_mask=mask)

@@ -23,7 +23,7 @@ GROUP = 4
 
 
 def texts(case: Any, count: int) -> list[dict[str, str]]:
-    """Prompts as text: TRL's trainers tokenise for themselves."""
+    """Prompts as text: TRL's trainers tokenize for themselves."""
     decode = tokenizer(case).decode
     return [{"prompt": decode(ids, skip_special_tokens=True)} for ids in prompts(case, count)]
 
@@ -37,7 +37,7 @@ def options(case: Any, updates: int, passes: int, *, peer: bool) -> dict[str, An
         "num_iterations": passes,
         "steps_per_generation": 1,
         "max_completion_length": RESPONSE,
-        "max_steps": updates * (passes if peer else 1),  # TRL counts optimiser steps
+        "max_steps": updates * (passes if peer else 1),  # TRL counts optimizer steps
         "learning_rate": 3e-4,
         "beta": 0.05,
         "temperature": 0.7,

@@ -32,8 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kedge import GRPOConfig, GRPOTrainer
 from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.rewards import exact_match
 from kedge.types import PromptBatch, Sampling
+from kedge.verifiers import exact_match
 
 LARGEST = 99
 HELD_OUT = 500
@@ -160,7 +160,7 @@ def accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]]) -> floa
     rollout = engine.generate(prompts, sampling=greedy, seed=0)
     texts = [
         tokenizer.decode(ids[mask], skip_special_tokens=True)
-        for ids, mask in zip(rollout.ids, rollout.mask, strict=True)
+        for ids, mask in zip(rollout.ids, rollout.loss_mask, strict=True)
     ]
     right = exact_match(texts, ground_truth=[row["ground_truth"] for row in rows])
     return sum(right) / len(rows)

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from task import gold
 
-from kedge.cli import pipeline
 from kedge.cli.main import guarded
+from kedge.cli.pipeline import pipeline
 
 JUDGEMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")
 QUICK = ("supervised=640", "compared=128", "episodes=192", "judged=32", "epochs=1")

@@ -1,10 +1,10 @@
 """The demo's task: short posts, their one-line summaries, and a gold judge.
 
-    POST : it was monday . the sky was grey . mia went to the harbour . the animal was a fox .
+    POST : it was monday . the sky was gray . mia went to the harbour . the animal was a fox .
            the crowd was loud . it was red . TL;DR :
     mia saw a red fox at the harbour on monday . <eos>
 
-A post tells what somebody saw, in what colour, where and when, among remarks that do not matter.  A
+A post tells what somebody saw, in what color, where and when, among remarks that do not matter.  A
 good summary tells all of it and nothing else, and ends.  Writers differ in care: they leave things
 out, make things up, repeat themselves and add remarks.  Annotators say which of two summaries they
 like better; they read in a hurry and are sometimes wrong.  The gold judge marks a summary by rules
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 
 FACTS = {
     "name": ["mia", "tom", "ada", "ben", "eva", "sam", "lea", "max", "zoe", "ian"],
-    "colour": ["red", "blue", "green", "black", "white", "brown", "golden", "striped"],
+    "color": ["red", "blue", "green", "black", "white", "brown", "golden", "striped"],
     "animal": ["fox", "owl", "cat", "bear", "wolf", "hare", "frog", "crow", "goat", "swan"],
     "place": ["harbour", "market", "station", "museum", "bridge", "castle", "garden", "forest"],
     "day": ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"],
 }
 TOLD = {
     "name": "a person called {} was there",
-    "colour": "it was {}",
+    "color": "it was {}",
     "animal": "the animal was a {}",
     "place": "it was at the {}",
     "day": "that was on {}",
 }
 TOPICS = ["sky", "sea", "road", "town", "hill", "house", "dog", "crowd"]
-MOODS = ["grey", "calm", "loud", "cold", "busy", "happy", "quiet", "late"]
+MOODS = ["gray", "calm", "loud", "cold", "busy", "happy", "quiet", "late"]
 REMARKS = 2
 WORDS = sorted(
     {
@@ -72,7 +72,7 @@ def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
         return rng.choice(FACTS[kind]) if made_up else post.facts[kind]
 
     said = [word("name"), "saw a"]
-    said += [word("colour")] if rng.random() > 0.5 * slip else []
+    said += [word("color")] if rng.random() > 0.5 * slip else []
     said += [word("animal")]
     said += [f"at the {word('place')}"] if rng.random() > 0.5 * slip else []
     said += [f"on {word('day')}"] if rng.random() > 0.5 * slip else []

@@ -8,25 +8,25 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from kedge.types import (
-    Annotation,
     Experience,
-    Judgement,
     Loss,
     MicroBatch,
+    ModelOutputs,
     PolicyOutput,
     PromptBatch,
     Receipt,
+    RewardOutput,
     Rollout,
     Sampling,
 )
 
 LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
 Total = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
-Admit = Callable[[Mapping[str, float]], bool]  # the metrics of an optimiser step -> take it
+ShouldApply = Callable[[Mapping[str, float]], bool]  # the metrics of an optimizer step -> take it
 
 
 def always(metrics: Mapping[str, float]) -> bool:
-    """Take every optimiser step."""
+    """Take every optimizer step."""
     return True
 
 
@@ -54,7 +54,7 @@ class RolloutEngine(Protocol):
     """Samples responses."""
 
     @property
-    def live(self) -> bool:
+    def shares_weights(self) -> bool:
         """True if it samples from the learner's own modules, so that no weights need copying."""
         ...
 
@@ -78,13 +78,13 @@ class RolloutEngine(Protocol):
 class RewardSource(Protocol):
     """Scores responses."""
 
-    def score(self, rollout: Rollout) -> Judgement:
-        """One judgement for all rows; raises RewardError, never returns None."""
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """One reward output for all rows; raises RewardError, never returns None."""
         ...
 
 
 class Learner(Stateful, Protocol):
-    """Holds the models that train and the optimiser."""
+    """Holds the models that train and the optimizer."""
 
     version: int  # training steps (updates) finished; end_batch adds 1
 
@@ -94,38 +94,38 @@ class Learner(Stateful, Protocol):
         ...
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """How many processes train together."""
         ...
 
-    def annotate(
+    def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
-    ) -> Annotation:
+    ) -> ModelOutputs:
         """Log-probabilities, reference and values of a rollout, without gradient."""
         ...
 
-    def update(
+    def optimizer_step(
         self,
         step: Iterable[MicroBatch],
         loss: LossFn,
         *,
         only_value: bool = False,
-        admit: Admit = always,
+        should_apply: ShouldApply = always,
     ) -> dict[str, float]:
-        """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks.
+        """ONE optimizer step.  Returns the loss's metrics summed over micro-batches and ranks.
 
         The step is taken if ``admit`` says so of these metrics; else the gradient is dropped.
         """
         ...
 
-    def probe(self, rows: Experience) -> PolicyOutput:
+    def forward_no_grad(self, rows: Experience) -> PolicyOutput:
         """The forward pass of ``update`` (train mode, autocast), without gradient or step.
 
         The output is on the device of ``rows``.
         """
         ...
 
-    def end_batch(self) -> None:
+    def advance_version(self) -> None:
         """A training step is over: the version and the learning-rate schedule move on by one."""
         ...
 

@@ -68,31 +68,33 @@ class Rollout(Record):
 
     prompts: PromptBatch
     ids: Tensor  # int64 [B, R]
-    mask: Tensor  # bool  [B, R]; tokens the policy produced (the stop token too): these get loss
-    present: Tensor  # bool [B, R]; all real tokens, a prefix of each row; mask implies present
-    finished: Tensor  # bool [B]; ended by a stop token or stop string, not by the length limit
+    # bool  [B, R]; tokens the policy produced (the stop token too): these get loss
+    loss_mask: Tensor
+    # bool [B, R]; all real tokens, a prefix of each row; mask implies present
+    response_mask: Tensor
+    terminated: Tensor  # bool [B]; ended by a stop token or stop string, not by the length limit
     version: Tensor  # int64 [B]; policy version that sampled the row, -1 = unknown
     behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded while sampling
     # int64 [B, R, K]; tokens that could be sampled, -1 = unused slot
-    support: Tensor | None = rows_field(fill=-1, default=None)
+    allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement(Record):
+class RewardOutput(Record):
     """What the reward source said of each response."""
 
     scores: Tensor  # float32 [B]
     valid: Tensor  # bool [B]; False: the row could not be scored and takes no part in training
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
+    components: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
     # float32 [B, R]; dense rewards, on top of the score
     token_rewards: Tensor | None = rows_field(absent="fill", default=None)
     # float32 [B]; score of the greedy response to the same prompt
-    baseline: Tensor | None = rows_field(absent="drop", default=None)
+    greedy_scores: Tensor | None = rows_field(absent="drop", default=None)
     # What reward functions measured: sum and count.
-    said: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
-    extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # and said of each row
+    metrics: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # and said of each row
 
-    def widened_to(self, rollout: Rollout) -> Judgement:
+    def widened_to(self, rollout: Rollout) -> RewardOutput:
         """With dense rewards as wide as the responses of ``rollout``."""
         if self.token_rewards is None:
             return self
@@ -101,7 +103,7 @@ class Judgement(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Annotation:
+class ModelOutputs:
     """What the models say of a rollout before the update.  No gradients."""
 
     logprobs: Tensor  # float32 [B, R]; current policy, the anchor of the ratio
@@ -113,7 +115,7 @@ class Annotation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class AdvantageOutput:
     """Rewards turned into what the update learns from."""
 
     rewards: Tensor  # float32 [B, R]; per token, score placed and KL subtracted
@@ -121,7 +123,8 @@ class Credit:
     returns: Tensor | None = None  # float32 [B, R]; value targets
     kl: Tensor | None = None  # float32 [B, R]; policy against reference, per token
     value_mask: Tensor | None = None  # bool [B, R]; where the value trains; None: the mask
-    mask: Tensor | None = None  # bool [B, R]; where the policy trains; None: the rollout's mask
+    # bool [B, R]; where the policy trains; None: the rollout's mask
+    loss_mask: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +134,8 @@ class Experience(Record):
     prompt_ids: Tensor = rows_field(left=True)  # int64 [B, P]
     prompt_mask: Tensor = rows_field(left=True)  # bool [B, P]
     ids: Tensor  # int64 [B, R]
-    mask: Tensor  # bool [B, R]
-    present: Tensor  # bool [B, R]
+    loss_mask: Tensor  # bool [B, R]
+    response_mask: Tensor  # bool [B, R]
     value_mask: Tensor  # bool [B, R]
     old_logprobs: Tensor  # float32 [B, R]
     rewards: Tensor  # float32 [B, R]
@@ -141,14 +144,14 @@ class Experience(Record):
     old_values: Tensor | None = None  # float32 [B, R]
     returns: Tensor | None = None  # float32 [B, R]
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
-    support: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
+    allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows of one optimiser step, with loss weights fixed before the step was cut up.
+    """Rows of one optimizer step, with loss weights fixed before the step was cut up.
 
-    Each weight sums to 1 over the whole optimiser step, over all ranks.
+    Each weight sums to 1 over the whole optimizer step, over all ranks.
     """
 
     rows: Experience
@@ -170,7 +173,7 @@ class PolicyOutput:
 class Loss:
     """Weighted sums: micro-batches and ranks just add up."""
 
-    parts: Mapping[str, Tensor]  # scalars; their sum is what is minimised
+    parts: Mapping[str, Tensor]  # scalars; their sum is what is minimized
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # scalars
 
     @property
@@ -207,7 +210,7 @@ class Receipt:
     fingerprint: str
 
 
-def given(x: T | None, name: str) -> T:
+def require(x: T | None, name: str) -> T:
     """Narrow an optional field, naming the one to ask for when it is missing."""
     if x is None:
         raise ValueError(f"{name} was not computed; set needs_{name}=True on the Algorithm")

@@ -32,7 +32,7 @@ def embedded():
 
 def embedded_copy():
     model = tiny_policy("gpt2", initializer_range=0.3)
-    return EmbeddedEngine(model, pad_id=PAD, live=False)
+    return EmbeddedEngine(model, pad_id=PAD, shares_weights=False)
 
 
 def policy(family="llama", **config):
@@ -48,21 +48,21 @@ def trained(model):
 @functools.cache
 def vllm_of(family="llama", **config):
     """An engine in this process; one for each kind of policy."""
-    from kedge.backends.vllm import Blueprint, InProcess, VLLMEngine
+    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
     model = policy(family, **config)
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     return VLLMEngine(InProcess(blueprint, trained(model)), blueprint, pad_id=PAD)
 
 
 @functools.cache
 def server_of():
     """A server of our own, ended with the tests."""
-    from kedge.backends.vllm import Blueprint, VLLMEngine
+    from kedge.backends.vllm import PolicySpec, VLLMEngine
     from kedge.backends.vllm.server import Server
 
     model = policy()
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     return VLLMEngine(
         Server(blueprint, trained(model), heartbeat=0.5, patience=5.0), blueprint, pad_id=PAD
     )
@@ -130,7 +130,7 @@ ENGINES = [
 
 def weights_of(engine):
     """What to send to an engine so that it samples from what it samples from now."""
-    if engine.live:
+    if engine.shares_weights:
         return {}
     if isinstance(engine, EmbeddedEngine):
         return dict(engine.model.named_parameters())

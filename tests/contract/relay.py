@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from kedge.backends.vllm import InProcess
-from kedge.backends.vllm.wire import free_port
+from kedge.backends.vllm.nccl_transfer import free_port
 
 SPOILT: list[str] = []  # weights that get lost on the way
 

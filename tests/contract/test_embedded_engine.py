@@ -75,7 +75,7 @@ def prompts(lengths=(7, 3, 5, 1, 6, 2), width=7, copies=1):
 def full_logits(model, rollout):
     """Logits [B, R, V] of one forward pass over prompts and responses, without a cache."""
     ids = torch.cat([rollout.prompts.ids, rollout.ids], 1)
-    mask = torch.cat([rollout.prompts.mask, rollout.present], 1)
+    mask = torch.cat([rollout.prompts.mask, rollout.response_mask], 1)
     out = []
     for row, real in zip(ids, mask, strict=True):  # one row at a time: no padding at all
         logits = model.eval()(input_ids=row[real][None]).logits[0].detach()
@@ -88,7 +88,7 @@ def full_logits(model, rollout):
 
 def logprobs_of(logits, rollout):
     picked = logits.log_softmax(-1).gather(-1, rollout.ids[..., None])[..., 0]
-    return picked.masked_fill(~rollout.present, 0.0)
+    return picked.masked_fill(~rollout.response_mask, 0.0)
 
 
 class TestAgainstTransformers:
@@ -111,14 +111,14 @@ class TestAgainstTransformers:
     def test_long_responses_outgrow_what_the_cache_first_holds(self, llama):
         sampling = Sampling(max_new_tokens=110, stop_ids=(5,))
         rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
-        assert rollout.present.sum(1).max() > 80  # the first allocation has 64 spare slots
+        assert rollout.response_mask.sum(1).max() > 80  # the first allocation has 64 spare slots
         want = logprobs_of(full_logits(llama, rollout), rollout)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
 
     def test_recorded_logprobs_are_those_of_a_full_forward_pass(self, model):
         sampling = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=(5, 6, 7, 8, 9))
         rollout = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
-        assert rollout.finished.any()
+        assert rollout.terminated.any()
         want = logprobs_of(full_logits(model, rollout) / 0.7, rollout)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
 
@@ -137,7 +137,7 @@ class TestAgainstTransformers:
         stops = tuple(range(5, 50))
         sampling = Sampling(max_new_tokens=9, min_new_tokens=4, stop_ids=stops)
         rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
-        assert rollout.present[:, :5].sum(1).min() >= 5
+        assert rollout.response_mask[:, :5].sum(1).min() >= 5
         logits = full_logits(llama, rollout)
         logits[:, :4, list(stops)] = -math.inf
         want = logprobs_of(logits, rollout)
@@ -156,12 +156,12 @@ class TestWhatChangesNothing:
 
     def same(self, got, want):
         assert torch.equal(got.ids, want.ids)
-        assert torch.equal(got.present, want.present)
-        assert torch.equal(got.finished, want.finished)
+        assert torch.equal(got.response_mask, want.response_mask)
+        assert torch.equal(got.terminated, want.terminated)
         assert torch.allclose(got.behavior_logprobs, want.behavior_logprobs, atol=2e-6)
 
     def test_the_case_is_not_trivial(self, want):
-        lengths = want.present.sum(1)
+        lengths = want.response_mask.sum(1)
         assert len(lengths.unique()) > 4  # rows end at different times, so compaction happens
         assert len({tuple(row) for row in want.ids.tolist()}) == len(want)
 
@@ -179,7 +179,7 @@ class TestWhatChangesNothing:
         got = EmbeddedEngine(llama, pad_id=PAD).generate(shuffled, sampling=self.sampling, seed=4)
         back = order.argsort()
         assert torch.equal(got.ids[back], want.ids)
-        assert torch.equal(got.finished[back], want.finished)
+        assert torch.equal(got.terminated[back], want.terminated)
 
     def test_a_share_of_the_rows(self, llama, want):
         p, rows = want.prompts, torch.arange(1, len(want), 2)
@@ -209,8 +209,8 @@ class TestWhatChangesNothing:
     def test_the_pad_id_even_if_it_is_a_stop_id(self, llama, want, pad_id):
         engine = EmbeddedEngine(llama, pad_id=pad_id)
         got = engine.generate(want.prompts, sampling=self.sampling, seed=4)
-        assert (got.ids[~got.present] == pad_id).all()
-        self.same(replace(got, ids=got.ids.masked_fill(~got.present, PAD)), want)
+        assert (got.ids[~got.response_mask] == pad_id).all()
+        self.same(replace(got, ids=got.ids.masked_fill(~got.response_mask, PAD)), want)
 
     def test_but_the_seed_does(self, llama, want):
         got = EmbeddedEngine(llama, pad_id=PAD).generate(
@@ -245,27 +245,27 @@ class TestEnds:
         sampling = Sampling(max_new_tokens=9, stop_ids=tuple(range(VOCAB)))
         rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
         assert rollout.ids.shape == (6, 1)
-        assert rollout.finished.all()
+        assert rollout.terminated.all()
 
     def test_a_stop_token_in_the_last_place_counts_as_finished(self, llama):
         sampling = Sampling(max_new_tokens=1, stop_ids=tuple(range(VOCAB)))
         rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
-        assert rollout.finished.all()
+        assert rollout.terminated.all()
 
     def test_without_stops_every_row_is_full_and_unfinished(self, llama):
         sampling = Sampling(max_new_tokens=5)
         rollout = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
-        assert rollout.present.all()
+        assert rollout.response_mask.all()
         assert rollout.ids.shape == (6, 5)
-        assert not rollout.finished.any()
+        assert not rollout.terminated.any()
 
     @pytest.mark.parametrize(("limit", "slots"), [(9, 2), (1, 1)])
     def test_the_spare_slot(self, llama, limit, slots):
         sampling = Sampling(max_new_tokens=limit, stop_ids=tuple(range(VOCAB)))
-        engine = EmbeddedEngine(llama, pad_id=PAD, spare_slot=True)
+        engine = EmbeddedEngine(llama, pad_id=PAD, extra_slot=True)
         rollout = engine.generate(prompts(), sampling=sampling, seed=0)
         assert rollout.ids.shape == (6, slots)
-        assert rollout.present.sum(1).tolist() == [1] * 6
+        assert rollout.response_mask.sum(1).tolist() == [1] * 6
 
     def test_compaction_happens_and_the_batch_shrinks(self, llama):
         sizes = []
@@ -283,32 +283,32 @@ class TestEnds:
         assert sizes[1] == 18
         assert sizes[-1] < 18
         assert sizes[1:] == sorted(sizes[1:], reverse=True)
-        assert len(sizes) == rollout.present.sum(1).max()
+        assert len(sizes) == rollout.response_mask.sum(1).max()
 
 
 class TestTruncation:
-    def test_support_is_what_the_logprobs_are_normalised_over(self, llama):
+    def test_support_is_what_the_logprobs_are_normalized_over(self, llama):
         sampling = Sampling(max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, stop_ids=(5, 6))
         rollout = EmbeddedEngine(llama, pad_id=PAD, chunk_rows=4).generate(
             prompts(copies=2), sampling=sampling, seed=0
         )
-        allowed = rollout.support
+        allowed = rollout.allowed_tokens
         assert allowed.shape[:2] == rollout.ids.shape
         assert allowed.shape[2] <= 5
-        assert ((allowed == rollout.ids[..., None]).any(-1) == rollout.present).all()
-        assert (allowed[~rollout.present] == -1).all()
+        assert ((allowed == rollout.ids[..., None]).any(-1) == rollout.response_mask).all()
+        assert (allowed[~rollout.response_mask] == -1).all()
         logits = full_logits(llama, rollout) / 0.8
         inside = logits.gather(-1, allowed.clamp(min=0)).masked_fill(allowed < 0, -math.inf)
         picked = logits.gather(-1, rollout.ids[..., None])[..., 0]
-        want = (picked - inside.logsumexp(-1)).masked_fill(~rollout.present, 0.0)
+        want = (picked - inside.logsumexp(-1)).masked_fill(~rollout.response_mask, 0.0)
         assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
 
     def test_support_is_recorded_only_when_asked_for_and_needed(self, llama):
         cut, plain = Sampling(max_new_tokens=2, top_k=3), Sampling(max_new_tokens=2)
         engine = EmbeddedEngine(llama, pad_id=PAD)
-        assert engine.generate(prompts(), sampling=plain, seed=0).support is None
+        assert engine.generate(prompts(), sampling=plain, seed=0).allowed_tokens is None
         engine = EmbeddedEngine(llama, pad_id=PAD, keep_support=False)
-        assert engine.generate(prompts(), sampling=cut, seed=0).support is None
+        assert engine.generate(prompts(), sampling=cut, seed=0).allowed_tokens is None
 
     def test_a_banned_stop_token_never_leaves_an_empty_support(self, llama):
         sampling = Sampling(
@@ -354,7 +354,7 @@ class TestWeights:
     def test_a_live_engine_follows_the_model(self, llama):
         model = copy.deepcopy(llama)
         engine = EmbeddedEngine(model, pad_id=PAD)
-        assert engine.live
+        assert engine.shares_weights
         before = engine.load_weights({}, 1)
         assert before.fingerprint == fingerprint(policy_weights(model))
         with torch.no_grad():
@@ -363,8 +363,8 @@ class TestWeights:
 
     def test_a_copy_changes_only_when_weights_are_loaded(self, llama):
         model, sampling = copy.deepcopy(llama), Sampling(max_new_tokens=6)
-        engine = EmbeddedEngine(model, pad_id=PAD, live=False)
-        assert not engine.live
+        engine = EmbeddedEngine(model, pad_id=PAD, shares_weights=False)
+        assert not engine.shares_weights
         want = engine.generate(prompts(), sampling=sampling, seed=0)
         with torch.no_grad():
             for p in model.parameters():
@@ -380,7 +380,7 @@ class TestWeights:
 
     def test_the_receipt_tells_what_is_held_not_what_was_sent(self, llama):
         model = copy.deepcopy(llama).bfloat16()
-        engine = EmbeddedEngine(model, pad_id=PAD, live=False)
+        engine = EmbeddedEngine(model, pad_id=PAD, shares_weights=False)
         sent = policy_weights(llama)
         assert engine.load_weights(sent, 1).fingerprint != fingerprint(sent)
 
@@ -393,7 +393,7 @@ class TestWeights:
         ],
     )
     def test_weights_that_do_not_fit(self, llama, weights, words):
-        engine = EmbeddedEngine(llama, pad_id=PAD, live=False)
+        engine = EmbeddedEngine(llama, pad_id=PAD, shares_weights=False)
         with pytest.raises(SyncError, match=words):
             engine.load_weights(weights, 1)
 
@@ -422,7 +422,7 @@ class TestPeft:
         assert torch.equal(merged.generate(prompts(), sampling=sampling, seed=0).ids, rollout.ids)
 
     def test_a_copy_takes_the_adapter_alone(self, adapted):
-        engine = EmbeddedEngine(adapted, pad_id=PAD, live=False)
+        engine = EmbeddedEngine(adapted, pad_id=PAD, shares_weights=False)
         weights = policy_weights(adapted)
         assert weights
         assert all("lora" in name for name in weights)
@@ -572,7 +572,7 @@ class TestEncoderDecoder:
         rollout = EmbeddedEngine(model, pad_id=PAD, chunk_rows=7).generate(
             prompts(copies=2), sampling=sampling, seed=0
         )
-        assert len(rollout.present.sum(1).unique()) > 2
+        assert len(rollout.response_mask.sum(1).unique()) > 2
         start = torch.full((len(rollout), 1), model.config.decoder_start_token_id)
         decoder = torch.cat([start, rollout.ids[:, :-1]], 1)
         for row, (ids, mask) in enumerate(
@@ -580,5 +580,5 @@ class TestEncoderDecoder:
         ):
             out = model.eval()(input_ids=ids[mask][None], decoder_input_ids=decoder[row : row + 1])
             picked = (out.logits[0] / 0.7).log_softmax(-1).gather(-1, rollout.ids[row][:, None])
-            want = picked[:, 0].masked_fill(~rollout.present[row], 0.0)
+            want = picked[:, 0].masked_fill(~rollout.response_mask[row], 0.0)
             assert (rollout.behavior_logprobs[row] - want).abs().max() < 1e-5

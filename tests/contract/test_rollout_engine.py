@@ -44,51 +44,58 @@ class TestRolloutEngine:
         assert rows == len(batch)
         assert size <= self.sampling.max_new_tokens
         assert rollout.ids.dtype == torch.int64
-        assert rollout.mask.dtype == rollout.present.dtype == rollout.finished.dtype == torch.bool
-        assert rollout.mask.shape == rollout.present.shape == (rows, size)
+        assert (
+            rollout.loss_mask.dtype
+            == rollout.response_mask.dtype
+            == rollout.terminated.dtype
+            == torch.bool
+        )
+        assert rollout.loss_mask.shape == rollout.response_mask.shape == (rows, size)
         assert rollout.version.tolist() == [0] * rows
 
     def test_a_response_is_a_prefix_that_ends_at_its_first_stop_token(self, engine):
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
-        lengths = rollout.present.sum(1).tolist()
+        lengths = rollout.response_mask.sum(1).tolist()
         size = rollout.ids.shape[1]
         for ids, present, length, finished in zip(
             rollout.ids.tolist(),
-            rollout.present.tolist(),
+            rollout.response_mask.tolist(),
             lengths,
-            rollout.finished.tolist(),
+            rollout.terminated.tolist(),
             strict=True,
         ):
             assert present == [t < length for t in range(size)]
             stops = [t for t in range(length) if ids[t] in STOP]
             assert finished == bool(stops)
             assert length == (stops[0] + 1 if stops else self.sampling.max_new_tokens)
-        assert rollout.finished.any()
-        assert torch.equal(rollout.mask, rollout.present)
+        assert rollout.terminated.any()
+        assert torch.equal(rollout.loss_mask, rollout.response_mask)
 
-    def test_behaviour_logprobs_are_as_declared(self, engine):
+    def test_behavior_logprobs_are_as_declared(self, engine):
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
         recorded = rollout.behavior_logprobs
         if engine.logprobs == "none":
             assert recorded is None
             return
         assert recorded.dtype == torch.float32
-        assert (recorded[rollout.present] <= 0).all()
-        assert (recorded[rollout.present] < 0).any()
-        assert (recorded[~rollout.present] == 0).all()
+        assert (recorded[rollout.response_mask] <= 0).all()
+        assert (recorded[rollout.response_mask] < 0).any()
+        assert (recorded[~rollout.response_mask] == 0).all()
 
     def test_one_new_token(self, engine):
         one = replace(self.sampling, max_new_tokens=1)
         rollout = engine.generate(prompts(), sampling=one, seed=0)
         assert rollout.ids.shape == (6, 1)
-        assert rollout.present.all()
+        assert rollout.response_mask.all()
 
     def test_tensors_can_be_constants_of_an_autograd_graph(self, engine):
         rollout = engine.generate(prompts(), sampling=self.sampling, seed=0)
         weight = torch.ones(64, requires_grad=True)
-        (weight[rollout.ids] * rollout.present).sum().backward()
-        assert not any(x.is_inference() for x in (rollout.ids, rollout.mask, rollout.present))
-        assert weight.grad.sum() == rollout.present.sum()
+        (weight[rollout.ids] * rollout.response_mask).sum().backward()
+        assert not any(
+            x.is_inference() for x in (rollout.ids, rollout.loss_mask, rollout.response_mask)
+        )
+        assert weight.grad.sum() == rollout.response_mask.sum()
 
     def test_the_version_is_the_one_last_loaded(self, engine):
         receipt = engine.load_weights(weights_of(engine), 7)
@@ -129,7 +136,7 @@ class TestRolloutEngine:
             pytest.skip("a script answers what it holds")
         late = replace(self.sampling, min_new_tokens=4)
         rollout = engine.generate(prompts(), sampling=late, seed=0)
-        assert (rollout.present.sum(1) > 4).all()
+        assert (rollout.response_mask.sum(1) > 4).all()
 
     def test_empty_prompts_are_refused(self, engine):
         if isinstance(engine, ScriptedRollouts):

@@ -22,9 +22,9 @@ KINDS = {
 
 
 def engine_for(model, **options):
-    from kedge.backends.vllm import Blueprint, InProcess, VLLMEngine
+    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     service = InProcess(blueprint, weights, {"kv_cache_memory_bytes": 2**26, **options})
     return VLLMEngine(service, blueprint, pad_id=PAD)
@@ -43,7 +43,7 @@ def shaken(model, by=0.05):
 def learner_says(model, rollout):
     """Log-probabilities of the sampled tokens at the sampling temperature: float [B, R]."""
     out = torch.zeros(rollout.ids.shape)
-    for i, length in enumerate(rollout.present.sum(1).tolist()):
+    for i, length in enumerate(rollout.response_mask.sum(1).tolist()):
         prompt = rollout.prompts.ids[i][rollout.prompts.mask[i]]
         ids = torch.cat([prompt, rollout.ids[i, :length]])
         with torch.no_grad():
@@ -95,13 +95,13 @@ def with_lora(**options):
 
 @pytest.mark.parametrize("place", ["here", "server"])
 def test_an_adapter_is_sent_as_an_adapter(place):
-    from kedge.backends.vllm import Blueprint, Server, VLLMEngine
+    from kedge.backends.vllm import PolicySpec, Server, VLLMEngine
 
     model = with_lora()
     if place == "here":
         engine = engine_for(model)
     else:
-        blueprint = Blueprint.of(model)
+        blueprint = PolicySpec.of(model)
         weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         engine = VLLMEngine(Server(blueprint, weights), blueprint, pad_id=PAD)
     for version in (1, 2):
@@ -117,10 +117,10 @@ def test_an_adapter_is_sent_as_an_adapter(place):
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_adapters_that_vllm_computes_otherwise_are_refused(options):
-    from kedge.backends.vllm import Blueprint
+    from kedge.backends.vllm import PolicySpec
 
     with pytest.raises(ConfigError, match=f"the policy's adapter has {next(iter(options))}"):
-        Blueprint.of(with_lora(target_modules=["q_proj"], **options))
+        PolicySpec.of(with_lora(target_modules=["q_proj"], **options))
 
 
 def test_the_head_sizes_are_those_of_vllm():

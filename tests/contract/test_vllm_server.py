@@ -17,7 +17,7 @@ import torch
 
 from kedge.backends.vllm import remote
 from kedge.backends.vllm.remote import Remote
-from kedge.backends.vllm.requests import asks_of
+from kedge.backends.vllm.requests import build_requests
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 from tests.contract.engines import needs_vllm, policy, server_of, trained
@@ -87,7 +87,7 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
 
     monkeypatch.setattr(remote, "_answer", noting)
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(other.generate, asks_of(prompts(copies=60), LONG, 0))
+        asked = thread.submit(other.generate, build_requests(prompts(copies=60), LONG, 0))
         until = time.monotonic() + 60
         while not spans and time.monotonic() < until:  # some are answered, others are not
             time.sleep(0.01)
@@ -98,7 +98,7 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
     assert {tuple(each) for each in spans} <= {("6",), ("7",)}
     assert spans[0] == ["6"]
     spans.clear()
-    other.generate(asks_of(prompts(), LONG, 0))
+    other.generate(build_requests(prompts(), LONG, 0))
     assert spans == [["7"]] * 6
     other.close()
 

@@ -19,15 +19,15 @@ class Sent:
     """A vLLM in this process, which is sent its weights."""
 
     def __init__(self, model):
-        from kedge.backends.vllm import Blueprint, VLLMEngine
-        from kedge.backends.vllm.wire import Wire
+        from kedge.backends.vllm import PolicySpec, VLLMEngine
+        from kedge.backends.vllm.nccl_transfer import NcclTransfer
         from tests.contract.relay import Relayed, info
 
-        blueprint = Blueprint.of(model)
+        blueprint = PolicySpec.of(model)
         self.service = Relayed(blueprint, trained(model), {"kv_cache_memory_bytes": 2**26})
         self.calls = []
         self.engine = VLLMEngine(self, blueprint, pad_id=PAD)
-        self.wire = Wire(self, info(), limit=60.0)
+        self.wire = NcclTransfer(self, info(), limit=60.0)
 
     def __getattr__(self, name):
         return getattr(self.service, name)
@@ -96,7 +96,7 @@ class TestTransfer:
     def test_the_group_of_gpus_is_named_as_vllm_wants_it(self):
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        from kedge.backends.vllm.wire import nccl
+        from kedge.backends.vllm.nccl_transfer import nccl
 
         info = nccl(address="10.0.0.1", workers=4)
         assert WeightTransferTrainerFactory._registry[info.backend]().init_info_cls is type(info)
@@ -106,7 +106,7 @@ class TestTransfer:
 
 
 def test_what_takes_too_long_is_left_behind():
-    from kedge.backends.vllm.wire import within
+    from kedge.backends.vllm.nccl_transfer import within
 
     begin = time.monotonic()
     with pytest.raises(RolloutError, match=r"sending took longer than 0.1 s .* newest checkpoint"):
@@ -121,7 +121,7 @@ def test_what_takes_too_long_is_left_behind():
     ("device", "gpus", "want"), [("cpu", 1, False), ("cuda", 0.5, False), ("cuda", 2, True)]
 )
 def test_nccl_needs_gpus_of_their_own_on_both_sides(device, gpus, want):
-    from kedge.backends.vllm.wire import reaches
+    from kedge.backends.vllm.nccl_transfer import reaches
 
     class Weight(torch.Tensor):
         is_cuda = device == "cuda"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.generate import described, renewed
 
 from kedge.algorithms import BUILTIN, reinforce_pp, remax
-from kedge.engine.metrics import OF_ALL_RULES, OF_RULE
-from kedge.engine.rules_page import described, renewed
+from kedge.engine.metrics import OF_ALGORITHM, OF_ALL_ALGORITHMS
 from tests.e2e.small import rows, small
 from tests.e2e.test_groups import grpo, rloo
 
@@ -21,7 +21,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "algorithms"
 @pytest.mark.parametrize("name", BUILTIN)
 def test_the_tables_are_those_of_the_code(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    assert renewed(page, name) == page, "python -m kedge.engine.rules_page docs/algorithms"
+    assert renewed(page, name) == page, "python docs/generate.py"
     assert all(described(BUILTIN[name]).values())
 
 
@@ -33,7 +33,7 @@ def test_the_example_runs(name: str) -> None:
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["trainer"].state.global_step == 1
-    assert logged(names["trainer"]) <= {*OF_ALL_RULES, *OF_RULE[name], *OF_GROUPS}
+    assert logged(names["trainer"]) <= {*OF_ALL_ALGORITHMS, *OF_ALGORITHM[name], *OF_GROUPS}
 
 
 OF_GROUPS = {"objective/uniform_groups"}  # logged by every rule that gets several responses
@@ -52,7 +52,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 def test_a_run_logs_every_metric_of_the_page(name: str) -> None:
     trainer = RUNS[name]()
     trainer.train()
-    assert logged(trainer) == {*OF_ALL_RULES, *OF_RULE[name]}
+    assert logged(trainer) == {*OF_ALL_ALGORITHMS, *OF_ALGORITHM[name]}
 
 
 def logged(trainer: Any) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.classic.statistics import KEYS
+from kedge.classic.stats_recorder import KEYS
 from tests.classic_models import gpt2, letters
 
 PAGE = (Path(__file__).parents[2] / "docs" / "classic.md").read_text(encoding="utf-8")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-
-from kedge.config.reference import CONFIGS, options_page
+from docs.generate import CONFIGS, options_page
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -34,4 +33,4 @@ def test_the_page_is_current(file):
     made_with = re.search(r"here with transformers (\S+)\.", written)[1]
     if made_with != transformers.__version__:
         pytest.skip(f"the page was made with transformers {made_with}")
-    assert written == options_page(CONFIGS[file]), "python -m kedge.config.reference docs/reference"
+    assert written == options_page(CONFIGS[file]), "python docs/generate.py"

@@ -32,7 +32,7 @@ class TestExamples:
         }
         exec(engines, names)
         assert names["trainer"].engine.step == 4
-        names["trainer"].engine.rollouts.close()
+        names["trainer"].engine.rollout_engine.close()
         engine = {"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 2}
         names = {"make_trainer": functools.partial(small, **engine)}
         exec(learners, names)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kedge import rewards
+from kedge import verifiers
 from tests.unit import sandbox_attacks as attacks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def test_example(number: int) -> None:
 
 def test_every_public_name_is_on_the_page() -> None:
     helpers = {"Outcome", "RewardMix", "VERIFIERS", "Verifier", "ByColumn", "text_of"}
-    missing = [name for name in rewards.__all__ if name not in PAGE and name not in helpers]
+    missing = [name for name in verifiers.__all__ if name not in PAGE and name not in helpers]
     assert missing == []
 
 

@@ -28,6 +28,6 @@ def test_the_examples_run(shared, tmp_path) -> None:
     }
     exec(training, names)
     assert names["trainer"].engine.step == 4
-    names["trainer"].engine.rollouts.close()
+    names["trainer"].engine.rollout_engine.close()
     exec(by_hand, names)
     assert names["rollout"].ids.shape == (1, 8)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import kedge.trainers.run
+import kedge.trainers.run.run
 from kedge import (
     AsyncPPOConfig,
     AsyncPPOTrainer,
@@ -173,7 +173,7 @@ def contract() -> dict[str, Any]:
 
 def main() -> None:
     strict_device()
-    kedge.trainers.run.draw_curves = lambda *_: None  # slower than the runs
+    kedge.trainers.run.run.draw_curves = lambda *_: None  # slower than the runs
     wanted, found = sys.argv[1:] or list(TRAINERS), {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         for name in wanted:

@@ -1,4 +1,4 @@
-"""Bad input gives one clear error that names the thing, or a documented behaviour."""
+"""Bad input gives one clear error that names the thing, or a documented behavior."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformers import PrinterCallback
 from kedge import PPOConfig, PPOTrainer, PPOv2Trainer
 from kedge.algorithms import Algorithm, ppo
 from kedge.errors import CheckpointError, ConfigError, DataError, KedgeError
-from kedge.rewards import by_column
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.types import PromptBatch, Rollout, Sampling
+from kedge.verifiers import by_column
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 from .small import PROMPTS, VOCAB, length_reward, rows, small
@@ -65,7 +65,7 @@ def resumed_from_the_folder() -> None:
     small(output_dir=folder).train(resume_from_checkpoint=folder)
 
 
-def resumed_with_another_optimiser() -> None:
+def resumed_with_another_optimizer() -> None:
     folder = saved_run()
     with pytest.warns(UserWarning, match='optim: "AdamW" in the checkpoint, "SGD" now'):
         small(output_dir=folder, optim="sgd").train(resume_from_checkpoint=f"{folder}/checkpoint-1")
@@ -98,12 +98,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ConfigError,
         ["value model './no/such/model'", "no such folder"],
     ),
-    "an optimiser alone": (
+    "an optimizer alone": (
         lambda: small(optimizers=torch.optim.SGD([torch.ones(1)], lr=1.0)),
         ConfigError,
         ["optimizers", "SGD", "pair"],
     ),
-    "the class of an optimiser": (
+    "the class of an optimizer": (
         lambda: small(optimizers=(torch.optim.SGD, None)),
         ConfigError,
         ["optimizers[0]", "SGD", "not its class"],
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ConfigError,
         ["no kedge.Algorithm; call it"],
     ),
-    "arguments that the optimiser does not read": (
+    "arguments that the optimizer does not read": (
         lambda: small(optim_args="beta=1"),
         ConfigError,
         ["optim_args='beta=1'", "nothing reads 'beta'"],
@@ -390,7 +390,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ConfigError,
         ["chat_template_kwargs", "JSON object"],
     ),
-    "an optimiser of the policy alone": (
+    "an optimizer of the policy alone": (
         policy_alone,
         ConfigError,
         ["SGD", "no weight of the value model", "give value_model"],
@@ -430,8 +430,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         CheckpointError,
         ["is a run's folder", "checkpoint-2", "resume_from_checkpoint=True"],
     ),
-    "resume with another optimiser": (
-        resumed_with_another_optimiser,
+    "resume with another optimizer": (
+        resumed_with_another_optimizer,
         CheckpointError,
         ["betas", "SGD", "momentum", "set optim as it was"],
     ),
@@ -463,7 +463,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),
     "an algorithm that needs groups": (
         lambda: small(
-            algorithm=Algorithm(name="grouped", credit=ppo().credit, loss=ppo().loss, min_group=2)
+            algorithm=Algorithm(
+                name="grouped",
+                compute_advantages=ppo().compute_advantages,
+                loss=ppo().loss,
+                min_group=2,
+            )
         ),
         ConfigError,
         ["num_generations", "2"],
@@ -488,7 +493,7 @@ def test_there_are_fifty() -> None:
 class Liar:
     """An engine whose log-probabilities are of another distribution."""
 
-    live, logprobs = True, "sampled"
+    shares_weights, logprobs = True, "sampled"
 
     def __init__(self, honest: Any) -> None:
         self.honest = honest
@@ -505,7 +510,7 @@ class Liar:
 
 def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> None:
     trainer = small()
-    trainer.engine.rollouts = Liar(trainer.engine.rollouts)
+    trainer.engine.rollout_engine = Liar(trainer.engine.rollout_engine)
     trainer.engine.learner.settings = replace_settings(trainer)
     with pytest.raises(KedgeError, match="sampler and learner disagree by"):
         trainer.train()

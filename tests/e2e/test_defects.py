@@ -48,7 +48,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("minibatches", "accumulation"), [(1, 4), (2, 4), (4, 4), (4, 1)])
-def test_d1_d2_d6_mini_batches_are_optimiser_steps(minibatches: int, accumulation: int) -> None:
+def test_d1_d2_d6_mini_batches_are_optimizer_steps(minibatches: int, accumulation: int) -> None:
     count = Count()
     trainer = small(
         per_device_train_batch_size=8 // accumulation,
@@ -275,7 +275,7 @@ def test_d25_statistics_do_not_see_padding() -> None:
     padded = small(per_device_train_batch_size=8, total_episodes=8, response_length=6)
     wide = small(per_device_train_batch_size=8, total_episodes=8, response_length=6)
     engine = wide.engine
-    real = engine.rollouts.generate
+    real = engine.rollout_engine.generate
 
     def widened(prompts: Any, **options: Any) -> Any:
         rollout = real(prompts, **options)
@@ -283,12 +283,12 @@ def test_d25_statistics_do_not_see_padding() -> None:
         return replace(
             rollout,
             ids=pad(rollout.ids, (0, 4)),
-            mask=pad(rollout.mask, (0, 4)),
-            present=pad(rollout.present, (0, 4)),
+            loss_mask=pad(rollout.loss_mask, (0, 4)),
+            response_mask=pad(rollout.response_mask, (0, 4)),
             behavior_logprobs=pad(rollout.behavior_logprobs, (0, 4), value=9.0),
         )
 
-    engine.rollouts.generate = widened
+    engine.rollout_engine.generate = widened
     padded.train()
     wide.train()
     for name, value in rows(padded)[0].items():
@@ -318,13 +318,13 @@ def test_d31_the_value_continues_a_response_that_was_cut_off() -> None:
         returns[on] = rows(trainer)[0]["val/return_mean"]
     fresh = small(stop_token=None, total_episodes=4)
     engine = fresh.engine
-    drawn = engine.rollouts.generate(
+    drawn = engine.rollout_engine.generate(
         engine.source.batch(0), sampling=engine.sampling, seed=seed_for(engine.seed, "rollout", 0)
     )
-    note = engine.learner.annotate(drawn, values=True, reference=False, full_kl=False)
+    note = engine.learner.compute_logprobs(drawn, values=True, reference=False, full_kl=False)
     ends = note.last_values
     assert ends is not None
-    assert not drawn.finished.any()  # with gamma and lambda 1 each return grows by the last value
+    assert not drawn.terminated.any()  # with gamma and lambda 1 each return grows by the last value
     assert returns[True] - returns[False] == pytest.approx(float(ends.mean()), abs=1e-5)
     assert abs(float(ends.mean())) > 1e-3
 

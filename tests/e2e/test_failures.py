@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kedge import PPOTrainer
-from kedge.engine import checkpoint
+from kedge.engine.checkpoint import checkpoint
 from kedge.errors import DataError, RewardError, RolloutError
 
 from .small import PROMPTS, length_reward, rows, small
@@ -31,16 +31,16 @@ def break_at(made: PPOTrainer, part: str, method: str, call: int, error: Excepti
 
 
 def saved(folder: Path) -> list[int]:
-    return [checkpoint.step_of(p) for p in checkpoint.checkpoints(folder)]
+    return [checkpoint.parse_step(p) for p in checkpoint.checkpoints(folder)]
 
 
 @pytest.mark.parametrize(
     ("part", "method", "error"),
     [
-        ("judge", "score", RewardError("the judge is out")),
-        ("rollouts", "generate", RolloutError("out of paper")),
+        ("reward", "score", RewardError("the judge is out")),
+        ("rollout_engine", "generate", RolloutError("out of paper")),
         ("source", "batch", DataError("no such row")),
-        ("learner", "annotate", RuntimeError("out of memory")),
+        ("learner", "compute_logprobs", RuntimeError("out of memory")),
     ],
 )
 def test_a_failing_part_costs_no_update(
@@ -66,7 +66,7 @@ def test_a_failing_part_costs_no_update(
 def test_responses_sampled_ahead_wait_for_a_mended_reward(tmp_path: Path, call: int) -> None:
     """They were sampled with weights that are gone, so they are kept, and scored after all."""
     failing = trainer(tmp_path, max_lag=1, save_strategy="epoch")
-    break_at(failing, "judge", "score", call, RewardError("the judge is out"))
+    break_at(failing, "reward", "score", call, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         failing.train()
     second = trainer(tmp_path, max_lag=1, save_strategy="epoch")
@@ -78,7 +78,7 @@ def test_a_failure_before_the_first_step_of_an_update_costs_nothing(tmp_path: Pa
     """As when a batch of long responses runs out of memory in its backward pass."""
     failing = trainer(tmp_path, max_lag=1)
     four_updates = 4 * 2 * 2  # of two passes with two steps each
-    break_at(failing, "learner", "update", four_updates, RuntimeError("out of memory"))
+    break_at(failing, "learner", "optimizer_step", four_updates, RuntimeError("out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         failing.train()
     assert saved(tmp_path) == [3, 4]
@@ -89,7 +89,7 @@ def test_a_failure_before_the_first_step_of_an_update_costs_nothing(tmp_path: Pa
 
 def test_a_failure_in_mid_update_saves_nothing(tmp_path: Path) -> None:
     failing = trainer(tmp_path)
-    break_at(failing, "learner", "update", 4 * 2 * 2 + 1, RuntimeError("out of memory"))
+    break_at(failing, "learner", "optimizer_step", 4 * 2 * 2 + 1, RuntimeError("out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         failing.train()
     assert saved(tmp_path) == [3]
@@ -97,7 +97,7 @@ def test_a_failure_in_mid_update_saves_nothing(tmp_path: Path) -> None:
 
 def test_the_same_trainer_goes_on_after_a_failure(tmp_path: Path) -> None:
     made = trainer(tmp_path, max_lag=1, save_strategy="no")
-    break_at(made, "judge", "score", 3, RewardError("the judge is out"))
+    break_at(made, "reward", "score", 3, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         made.train()
     made.train()
@@ -106,14 +106,14 @@ def test_the_same_trainer_goes_on_after_a_failure(tmp_path: Path) -> None:
 
 def broken_evaluation(made: PPOTrainer) -> None:
     calls = itertools.count(1)
-    score = made.engine.judge.score
+    score = made.engine.reward.score
 
     def fail(rollout: Any) -> Any:
         if next(calls) == 6:  # four updates; the evaluation asks twice, for four prompts each
             raise RewardError("the judge is out")
         return score(rollout)
 
-    made.engine.judge.score = fail  # type: ignore[method-assign]
+    made.engine.reward.score = fail  # type: ignore[method-assign]
 
 
 def test_a_failing_evaluation_costs_no_update(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_pieces_as_completed_begin_anew(tmp_path: Path) -> None:
         "output_dir": str(tmp_path),
     }
     failing = small(**options)
-    break_at(failing, "judge", "score", 7, RewardError("the judge is out"))
+    break_at(failing, "reward", "score", 7, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         failing.train()
     (step,) = saved(tmp_path)
@@ -157,7 +157,7 @@ def test_who_asked_for_no_checkpoints_gets_none(
     made = small(**({"output_dir": str(tmp_path), "total_episodes": 24} | options))
     if options:
         made.args.output_dir = None
-    break_at(made, "judge", "score", 2, RewardError("the judge is out"))
+    break_at(made, "reward", "score", 2, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         made.train()
     assert saved(tmp_path) == []
@@ -168,7 +168,7 @@ def test_models_alone_are_saved_for_who_wants_no_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = trainer(tmp_path, save_only_model=True)
-    break_at(made, "judge", "score", 4, RewardError("the judge is out"))
+    break_at(made, "reward", "score", 4, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         made.train()
     assert saved(tmp_path) == [3, 4]
@@ -179,7 +179,7 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(tmp_path)
-    break_at(made, "judge", "score", 4, RewardError("the judge is out"))
+    break_at(made, "reward", "score", 4, RewardError("the judge is out"))
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -223,7 +223,7 @@ def test_a_replayed_run_goes_on_after_a_failure(tmp_path: Path) -> None:
     trainer(tmp_path / "a", save_rollouts=str(tmp_path / "rec"), save_strategy="no").train()
     options = {"replay_rollouts": str(tmp_path / "rec"), "save_strategy": "epoch"}
     failing = trainer(tmp_path / "b", **options)
-    break_at(failing, "learner", "update", 2 * 2 * 2, RuntimeError("out of memory"))
+    break_at(failing, "learner", "optimizer_step", 2 * 2 * 2, RuntimeError("out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         failing.train()
     assert saved(tmp_path / "b") == [2]

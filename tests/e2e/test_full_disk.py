@@ -14,7 +14,7 @@ import pytest
 from transformers import TrainerCallback
 
 from kedge.backends.trackers import Jsonl
-from kedge.engine import checkpoint
+from kedge.engine.checkpoint import checkpoint
 from kedge.errors import CheckpointError, ConfigError
 
 from .small import PROMPTS, rows, small

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kedge.engine import checkpoint
-from kedge.engine.threads import Worker, interrupt, working
+from kedge.engine.checkpoint import checkpoint
+from kedge.engine.rollout.threads import Worker, interrupt, working
 
 from .small import rows, small
 from .test_resume import assert_same, trainer, whole_run
@@ -26,7 +26,7 @@ from .test_resume import assert_same, trainer, whole_run
 ENDLESS = """
     import os, sys, time
     from pathlib import Path
-    from kedge.cli.ppo import learn
+    from kedge.cli.train.ppo import learn
     from tests.e2e.small import small
 
     pieces = {"rollout_schedule": "as_completed", "rollout_pieces": 2}
@@ -35,7 +35,7 @@ ENDLESS = """
         response_length=60, stop_token=None, preflight=False, max_lag=int(os.environ["LAG"]),
         **(pieces if os.environ["PIECES"] else {}),
     )
-    engine, calls = made.engine.rollouts, []
+    engine, calls = made.engine.rollout_engine, []
     generate = engine.generate
 
     def counted(*args, **kwargs):
@@ -104,7 +104,7 @@ def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, piec
 def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None:
     """In a notebook the process lives on."""
     made = small(output_dir=str(tmp_path), total_episodes=24, max_lag=1, rollout_schedule=schedule)
-    score, calls = made.engine.judge.score, []
+    score, calls = made.engine.reward.score, []
 
     def pressed(rollout: Any) -> Any:
         calls.append(threading.current_thread().name)
@@ -113,7 +113,7 @@ def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None
             time.sleep(0.2)
         return score(rollout)
 
-    made.engine.judge.score = pressed  # type: ignore[method-assign]
+    made.engine.reward.score = pressed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.train()
     assert made.state.global_step < 6
@@ -127,7 +127,7 @@ def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None
 
 def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
     made = small(output_dir=str(tmp_path), total_episodes=12)
-    real, count = made.engine.learner.update, []
+    real, count = made.engine.learner.optimizer_step, []
 
     def pressed(*args: Any, **kwargs: Any) -> Any:
         count.append(1)
@@ -135,12 +135,12 @@ def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    made.engine.learner.update = pressed  # type: ignore[method-assign]
+    made.engine.learner.optimizer_step = pressed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.train()
-    with pytest.warns(UserWarning, match="update 2 was broken off between two of its optimiser"):
+    with pytest.warns(UserWarning, match="update 2 was broken off between two of its optimizer"):
         made.train()
-    assert made.engine.whole
+    assert made.engine.state_consistent
 
 
 def test_a_worker_keeps_the_order_and_hands_errors_over() -> None:
@@ -208,7 +208,7 @@ def test_a_library_that_does_not_come_back_is_left_behind() -> None:
 
 def test_an_interrupt_of_a_run_in_order_changes_no_checkpoint(tmp_path: Path) -> None:
     made = trainer(tmp_path, max_lag=1)
-    real, count = made.engine.learner.update, []
+    real, count = made.engine.learner.optimizer_step, []
 
     def pressed(*args: Any, **kwargs: Any) -> Any:
         count.append(1)
@@ -216,10 +216,10 @@ def test_an_interrupt_of_a_run_in_order_changes_no_checkpoint(tmp_path: Path) ->
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    made.engine.learner.update = pressed  # type: ignore[method-assign]
+    made.engine.learner.optimizer_step = pressed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.train()
-    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path)] == [3]
+    assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path)] == [3]
     second = trainer(tmp_path, max_lag=1)
     second.train(resume_from_checkpoint=True)
     assert_same(second, whole_run(1))

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from kedge import PPOConfig, PPOTrainer
-from kedge.engine import checkpoint
-from kedge.engine.checkpoint_folders import write_manifest
+from kedge.engine.checkpoint import checkpoint
+from kedge.engine.checkpoint.folders import write_manifest
 from kedge.errors import CheckpointError
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
@@ -77,7 +77,7 @@ def trainer(
 
 
 def outcome(made: PPOTrainer) -> Outcome:
-    """Every number of a run: weights of policy and value, optimiser state, logged rows."""
+    """Every number of a run: weights of policy and value, optimizer state, logged rows."""
     rows = [
         {k: v for k, v in row.items() if not k.startswith(TIMED)} for row in made.state.log_history
     ]
@@ -171,7 +171,7 @@ def test_an_exception_in_mid_update_saves_nothing(tmp_path: Path) -> None:
     failing = trainer(tmp_path / "cut", FailAt(5), save_strategy="epoch")
     with pytest.raises(RuntimeError, match="in the middle of an update"):
         failing.train()
-    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path / "cut")] == [4]
+    assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path / "cut")] == [4]
     second = trainer(tmp_path / "cut", save_strategy="epoch")
     second.train(resume_from_checkpoint=True)
     assert_same(second, whole_run())
@@ -231,7 +231,7 @@ def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     made.save_model()
     made.create_model_card()
     folder = tmp_path / "run"
-    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(folder)] == [6]
+    assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(folder)] == [6]
     expected = {"config.json", "model.safetensors", "tokenizer.json", "trainer_state.json"}
     assert expected <= {p.name for p in (folder / "checkpoint-6").iterdir()}
     assert (folder / "checkpoint-6" / "value_model").is_dir()
@@ -255,7 +255,7 @@ KILLED = """
     import os, signal
     from pathlib import Path
     from tests.e2e.test_resume import StopAt, trainer
-    from kedge.engine import checkpoint_folders
+    from kedge.engine.checkpoint import folders as checkpoint_folders
 
     real, calls = checkpoint_folders.write_manifest, []
 
@@ -265,7 +265,7 @@ KILLED = """
             os.kill(os.getpid(), signal.SIGKILL)
         real(folder)
 
-    from kedge.engine import checkpoint
+    from kedge.engine.checkpoint import checkpoint
     checkpoint.write_manifest = dying
     trainer(Path(os.environ["RUN"]), save_steps=2).train()
 """
@@ -278,7 +278,7 @@ def test_a_run_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(run)] == [2]
+    assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(run)] == [2]
     assert (run / ".saving-checkpoint-4").is_dir()
     second = trainer(run, save_steps=2)
     second.train(resume_from_checkpoint=True)

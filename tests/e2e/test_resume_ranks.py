@@ -42,7 +42,7 @@ def work(mode: str, folder: str, out: str) -> None:
     )
     said = ""
     if mode == "broken" and not made.is_world_process_zero():
-        break_at(made, "judge", "score", 4, RewardError("out of order"))
+        break_at(made, "reward", "score", 4, RewardError("out of order"))
     try:
         made.train(resume_from_checkpoint=mode == "second")
     except (RewardError, RolloutError) as error:

@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sentiment"
 
 
 def reviews(folder: Path, rows: int) -> None:
-    """Sentences of seven words; favourable ones have even words."""
+    """Sentences of seven words; favorable ones have even words."""
     rng = random.Random(0)
     for name, kind in (("positive", 0), ("negative", 1)):
         lines = [

@@ -58,10 +58,12 @@ def agreement(made):
     """Mean gap (nats per token) and KL(engine || learner), estimated by k3, of fresh samples."""
     engine = made.engine
     prompts = engine.source.batch(0)
-    rollout = engine.rollouts.generate(prompts, sampling=engine.sampling, seed=99)
+    rollout = engine.rollout_engine.generate(prompts, sampling=engine.sampling, seed=99)
     asked = {"values": False, "reference": False, "full_kl": False}
-    note = engine.learner.annotate(replace(rollout, behavior_logprobs=None), **asked)
-    ours, theirs = (x[rollout.mask].double() for x in (note.logprobs, rollout.behavior_logprobs))
+    note = engine.learner.compute_logprobs(replace(rollout, behavior_logprobs=None), **asked)
+    ours, theirs = (
+        x[rollout.loss_mask].double() for x in (note.logprobs, rollout.behavior_logprobs)
+    )
     ratio = ours - theirs
     return float(ratio.abs().mean()), float((ratio.exp() - 1 - ratio).mean())
 
@@ -71,7 +73,7 @@ def close():
     made = []
     yield made.append
     for each in made:
-        each.engine.rollouts.close()
+        each.engine.rollout_engine.close()
 
 
 @pytest.fixture(scope="module", params=["vllm", "vllm_server"])
@@ -79,7 +81,7 @@ def begun(request, shared, tmp_path_factory):
     """A run that has not trained, with an engine of its own."""
     made = trainer(shared, tmp_path_factory.mktemp("run"), rollout_engine=request.param)
     yield made
-    made.engine.rollouts.close()
+    made.engine.rollout_engine.close()
 
 
 def test_the_engine_agrees_with_the_learner_after_20_updates(begun):
@@ -98,8 +100,8 @@ def test_the_engine_agrees_with_the_learner_after_20_updates(begun):
 
 
 def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
-    made = trainer(shared, tmp_path, updates=4, engine=begun.engine.rollouts)
-    service = made.engine.rollouts.service
+    made = trainer(shared, tmp_path, updates=4, engine=begun.engine.rollout_engine)
+    service = made.engine.rollout_engine.service
     load = service.load
 
     def skip_the_third(weights, version):
@@ -121,7 +123,7 @@ def test_two_servers_share_the_rows_of_a_batch(shared, tmp_path, close):
     made = trainer(shared, tmp_path, updates=2, rollout_engine="vllm_server", vllm_num_engines=2)
     close(made)
     made.train()
-    one, two = made.engine.rollouts.lanes
+    one, two = made.engine.rollout_engine.lanes
     assert one.service.pid != two.service.pid
     assert one.service.version() == two.service.version() == 2
     gap, kl = agreement(made)
@@ -149,7 +151,7 @@ def test_a_server_that_runs_is_attached_to_and_left_running(shared, tmp_path, cl
         made.train()
         gap, kl = agreement(made)
         assert max(gap, kl) <= 1e-4
-        made.engine.rollouts.close()
+        made.engine.rollout_engine.close()
         assert outside.version() == 3
         outside.close()
     finally:

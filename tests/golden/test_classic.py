@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kedge.classic import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from kedge.classic.statistics import KEYS
+from kedge.classic.stats_recorder import KEYS
 from tests.classic_models import letters
 
 pytestmark = pytest.mark.filterwarnings("ignore:no dataset was given")
@@ -103,10 +103,17 @@ def test_advantages_of_each_token(case: str, shared: Path) -> None:
     """TRL logs whole padded rows in the order of its shuffles; ours are the trained tokens."""
     record, found, trainer = train(shared / "golden" / "classic" / case)
     step, own = record["steps"][-1], found[-1]
-    mask, evidence, credit = response_grid(step), trainer._watch.evidence, trainer._watch.credit
+    mask, evidence, advantage_output = (
+        response_grid(step),
+        trainer._watch.evidence,
+        trainer._watch.advantage_output,
+    )
     assert evidence is not None
-    assert credit is not None
-    rows = [a[m].numpy() for a, m in zip(credit.advantages, evidence.rollout.mask, strict=True)]
+    assert advantage_output is not None
+    rows = [
+        a[m].numpy()
+        for a, m in zip(advantage_output.advantages, evidence.rollout.loss_mask, strict=True)
+    ]
     epochs = record["config"].get("ppo_epochs", 4)
     theirs = np.asarray(step["stats"]["ppo/policy/advantages"]).reshape(epochs, *mask.shape)
     for one_pass in theirs:

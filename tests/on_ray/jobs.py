@@ -35,7 +35,7 @@ class Train:
         if self.strike is not None:
             made.add_callback(Strike(*self.strike))
         made.train(resume_from_checkpoint=self.resume or None)
-        close = getattr(made.engine.rollouts, "close", None)
+        close = getattr(made.engine.rollout_engine, "close", None)
         if close is not None:
             close()
         found = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows(made)]
@@ -65,7 +65,7 @@ class AsDone:
 
         type(made.engine).train_on = lambda _, *args, **named: noting(*args, **named)
         made.train()
-        pids = [engine.actor.pid for engine in made.engine.rollouts.lanes]
+        pids = [engine.actor.pid for engine in made.engine.rollout_engine.lanes]
         return rows(made), gather_object([trained]), gather_object([pids])
 
 
@@ -106,15 +106,15 @@ def local_engines() -> Any:
     """What ``ON_RAY`` has, in the process of the first rank."""
     from accelerate import PartialState
 
-    from kedge.backends.engines import SplitEngine, shared
     from kedge.backends.hf.rollout import EmbeddedEngine
+    from kedge.backends.rollout import ShardedEngine, shared
     from kedge.testing import tiny_policy
     from tests.e2e.small import VOCAB
 
-    def make() -> SplitEngine:
+    def make() -> ShardedEngine:
         model = tiny_policy("gpt_neox", vocab_size=VOCAB)
-        made = [EmbeddedEngine(model, pad_id=0, live=False) for _ in range(2)]
-        return SplitEngine(made, pad_id=0)
+        made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(2)]
+        return ShardedEngine(made, pad_id=0)
 
     ranks = PartialState(cpu=True).num_processes
     return shared(make, ranks=ranks, timeout=300, spare=0)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from kedge.backends.engines import SplitEngine
 from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.ray.actor import LostError
+from kedge.backends.ray.actor import LostActorError
+from kedge.backends.rollout import ShardedEngine
 from kedge.errors import ConfigError, RolloutError
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
@@ -25,7 +25,7 @@ from tests.on_ray.clusters import local, needs_ray
 
 pytestmark = needs_ray
 ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded"}
-QUICK = {"vllm_heartbeat": 0.5, "vllm_patience": 5.0}
+QUICK = {"worker_heartbeat": 0.5, "worker_timeout": 5.0}
 LONG = Sampling(max_new_tokens=100)
 DEATHS = 20
 
@@ -35,8 +35,8 @@ def pair():
     """Two engines in actors, as the options of a trainer make them."""
     local()
     made = small(**ON_RAY, vllm_num_engines=2, max_lag=1, **QUICK)
-    yield made.engine.rollouts
-    made.engine.rollouts.close()
+    yield made.engine.rollout_engine
+    made.engine.rollout_engine.close()
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def numbers(trainer):
 def here(engines):
     """Engines in this process that share rows as those on Ray do."""
     model = tiny_policy("gpt_neox", vocab_size=VOCAB)
-    made = [EmbeddedEngine(model, pad_id=0, live=False) for _ in range(engines)]
-    return SplitEngine(made, pad_id=0)
+    made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(engines)]
+    return ShardedEngine(made, pad_id=0)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -196,7 +196,7 @@ def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weight
     def late(mine):
         if not lost:
             lost.append(mine.pid)
-            raise LostError("no sign of life")  # though it lives
+            raise LostActorError("no sign of life")  # though it lives
         revive(mine)
 
     actor._revive = late

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from kedge.backends.ray import Limits, launch
+from kedge.backends.ray import LaunchLimits, launch
 from kedge.errors import ConfigError, LaunchError
 from tests.e2e.small import small
 from tests.on_ray import jobs
@@ -25,7 +25,7 @@ from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.jobs import Both, Train
 
 pytestmark = needs_ray
-QUICK = Limits(heartbeat=0.5, patience=5.0, room=5.0, stop=60.0)
+QUICK = LaunchLimits(heartbeat=0.5, patience=5.0, room=5.0, stop=60.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -178,7 +178,9 @@ def test_a_learner_that_hangs_is_found_and_ends_the_run(tmp_path):
 def test_learners_without_room_are_one_clear_error():
     begin = time.monotonic()
     with pytest.raises(ConfigError) as caught:
-        launch(Train(), learners=[16], engines=1, limits=Limits(room=1.0), say=lambda text: None)
+        launch(
+            Train(), learners=[16], engines=1, limits=LaunchLimits(room=1.0), say=lambda text: None
+        )
     assert time.monotonic() - begin < 10
     assert "CPU: 17 asked for, 8 in the cluster" in str(caught.value)
     assert "bundle 0 fits on no node; the largest has CPU 8" in str(caught.value)
@@ -186,12 +188,12 @@ def test_learners_without_room_are_one_clear_error():
 
 def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):
     code = f"""
-        from kedge.backends.ray import Limits, launch
+        from kedge.backends.ray import LaunchLimits, launch
         from tests.on_ray.jobs import Train
 
         options = {{"total_episodes": 80000, "max_lag": 1, "output_dir": {str(tmp_path)!r}}}
         launch(
-            Train(options=options), learners=[2], limits=Limits(heartbeat=0.5, patience=5.0),
+            Train(options=options), learners=[2], limits=LaunchLimits(heartbeat=0.5, patience=5.0),
             on_row=lambda row: print(row.get("step"), flush=True),
         )
     """

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from kedge.backends.ray import Limits, launch
+from kedge.backends.ray import LaunchLimits, launch
 from kedge.backends.ray.placement import place, plan_seats
 from kedge.errors import ConfigError
 from tests.on_ray.clusters import needs_ray
@@ -46,7 +46,9 @@ def test_learners_of_two_nodes_are_on_two_nodes_and_train_as_on_one(nodes, tmp_p
     calm = {"adam_epsilon": 1e-3, "learning_rate": 1e-3}  # rounding stays small
     options = {"max_lag": 1, **calm}
     job = Train(options=options | {"output_dir": str(tmp_path / "two")}, engine="ray")
-    found, moved = launch(job, learners=[1, 1], engines=2, limits=Limits(room=10), say=said.append)
+    found, moved = launch(
+        job, learners=[1, 1], engines=2, limits=LaunchLimits(room=10), say=said.append
+    )
     placement = place(plan_seats(learners=[1, 1]), wait_seconds=10)
     assert len(set(where(placement))) == 2
     placement.release()

@@ -47,12 +47,12 @@ class TestOnRay:
     def test_a_worker_that_dies_is_made_again_and_computes_its_share_once_more(self, workers):
         learner = workers.engine.learner
         one, two = learner.elsewhere.workers
-        rollout = workers.engine.rollouts.generate(
+        rollout = workers.engine.rollout_engine.generate(
             workers.engine.source.batch(0), sampling=workers.engine.sampling, seed=0
         )
 
         def refer():
-            return learner.annotate(rollout, values=False, reference=True, full_kl=False)
+            return learner.compute_logprobs(rollout, values=False, reference=True, full_kl=False)
 
         want = refer().ref_logprobs
         assert float(want.abs().max()) > 0

@@ -1,4 +1,4 @@
-"""Reward workers: the judgements of this process, through any death of theirs."""
+"""Reward workers: the reward outputs of this process, through any death of theirs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TestOnRay:
         want = numbers(here)
         there = made(reward_funcs=[wanted])
         found = numbers(there)
-        there.engine.judge.close()
+        there.engine.reward.close()
         assert len(want) == 4
         for a, b in zip(found, want, strict=True):
             assert a.keys() == b.keys()
@@ -95,25 +95,25 @@ class TestOnRay:
     def test_a_worker_that_dies_scores_its_share_once_more_or_ends_the_run(self, flag, monkeypatch):
         here = small(reward_model=None, reward_funcs=[deadly], train_dataset=PROMPTS)
         there = made(workers=1, reward_model=None, reward_funcs=[deadly])
-        rollout = here.engine.rollouts.generate(
+        rollout = here.engine.rollout_engine.generate(
             here.engine.source.batch(0), sampling=here.engine.sampling, seed=0
         )
-        want = here.engine.judge.score(rollout)
+        want = here.engine.reward.score(rollout)
         flag.write_text("once")
-        found = there.engine.judge.score(rollout)
-        assert there.engine.judge._source.workers[0].restarts == 1
+        found = there.engine.reward.score(rollout)
+        assert there.engine.reward._source.workers[0].restarts == 1
         assert torch.equal(found.scores, want.scores)
-        struck = there.engine.judge._source.workers[0].pid
+        struck = there.engine.reward._source.workers[0].pid
         timer = threading.Timer(0.1, os.kill, [struck, signal.SIGKILL])
         timer.start()
         timer.join()
-        assert torch.equal(there.engine.judge.score(rollout).scores, want.scores)
-        assert there.engine.judge._source.workers[0].restarts == 2
+        assert torch.equal(there.engine.reward.score(rollout).scores, want.scores)
+        assert there.engine.reward._source.workers[0].restarts == 2
         monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 0)
         flag.write_text("always")
         with pytest.raises(RewardError, match="reward worker 0 was lost 1 times in a row"):
             there.train()
-        there.engine.judge.close()
+        there.engine.reward.close()
 
     def test_an_error_of_a_function_names_function_and_row(self):
         def broken(completions, **_):
@@ -122,7 +122,7 @@ class TestOnRay:
         there = made(workers=1, reward_model=None, reward_funcs=[broken])
         with pytest.raises(RewardError, match=r"reward function broken .*on_reward_error"):
             there.train()
-        there.engine.judge.close()
+        there.engine.reward.close()
 
     def test_what_cannot_be_sent_is_refused(self):
         lock = threading.Lock()

@@ -41,7 +41,7 @@ def stories(shared, folder, **changes):
         **changes,
     )
     made.train()
-    close = getattr(made.engine.rollouts, "close", None)
+    close = getattr(made.engine.rollout_engine, "close", None)
     if close is not None:
         close()
     rows = [row for row in made.state.log_history if "objective/scores" in row]
@@ -53,7 +53,7 @@ def stories(shared, folder, **changes):
 def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_trainer_does(
     shared, tmp_path
 ):
-    from kedge.backends.ray import Limits, launch
+    from kedge.backends.ray import LaunchLimits, launch
 
     want = stories(shared, tmp_path / "here")
     apart = {**ON_RAY, "max_lag": 1, "sampler_correction": "truncate"}
@@ -61,7 +61,7 @@ def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_train
         functools.partial(stories, shared, tmp_path / "ray", **apart),
         learners=[2],
         engines=2,
-        limits=Limits(room=30.0),
+        limits=LaunchLimits(room=30.0),
         say=lambda text: None,
     )
     assert [lag for _, lag, _ in found] == [0] + [1] * 9
@@ -75,13 +75,17 @@ def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_train
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
     from kedge.backends.ray import service
-    from kedge.backends.vllm.wire import Wire
+    from kedge.backends.vllm.nccl_transfer import NcclTransfer
     from tests.contract.relay import Relayed, info
 
     plain = service.RayService
 
     def make(name, *args, **named):
-        wire = None if name == "engine 0" else lambda control: Wire(control, info(), limit=120.0)
+        wire = (
+            None
+            if name == "engine 0"
+            else lambda control: NcclTransfer(control, info(), limit=120.0)
+        )
         return plain(name, *args, **named | {"wire": wire})
 
     monkeypatch.setattr(service, "RayService", make)
@@ -93,7 +97,7 @@ def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
 ):
     send_to_the_second(monkeypatch)
     made = trainer(shared, tmp_path, **ON_RAY)
-    engine = made.engine.rollouts
+    engine = made.engine.rollout_engine
     try:
         made.train()
         gap, kl = agreement(made)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.engine.as_completed import Piece, chosen
-from kedge.engine.drawing import Sample
-from kedge.engine.in_order import InOrder
-from kedge.engine.joining import joined, pieces_of
+from kedge.engine.rollout.as_completed import PartialBatch, chosen
+from kedge.engine.rollout.collector import Sample
+from kedge.engine.rollout.fifo import FifoScheduler
+from kedge.engine.rollout.joining import joined, split_groups
 from kedge.errors import CheckpointError, SyncError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -27,8 +27,8 @@ def simulate(number: int, *, bounded: bool = True) -> tuple[int, list[int]]:
     lag, per_step, engines = rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 6)
     tail = rng.choice([1.0, 10.0, 100.0])
     updates, now, begun, busy = 12, 0.0, 0, engines
-    done: list[Piece] = []
-    running: list[tuple[float, int, Piece]] = []
+    done: list[PartialBatch] = []
+    running: list[tuple[float, int, PartialBatch]] = []
     ages: list[int] = []
 
     def begin(newest: int) -> None:
@@ -36,7 +36,7 @@ def simulate(number: int, *, bounded: bool = True) -> tuple[int, list[int]]:
         bound = (newest + lag + 1) * per_step if bounded else 10**6
         while len(running) < busy and begun < min(bound, updates * per_step):
             takes = rng.random() * (tail if rng.random() < 0.2 else 1.0)
-            piece = Piece(number=begun, since=newest)
+            piece = PartialBatch(number=begun, since=newest)
             heapq.heappush(running, (now + takes, begun, piece))
             begun += 1
 
@@ -108,25 +108,27 @@ class Wide(Sampler):
         return Rollout(
             prompts=prompts,
             ids=prompts.ids.expand(-1, width),
-            mask=torch.ones(len(prompts), width, dtype=torch.bool),
-            present=torch.ones(len(prompts), width, dtype=torch.bool),
-            finished=torch.ones(len(prompts), dtype=torch.bool),
+            loss_mask=torch.ones(len(prompts), width, dtype=torch.bool),
+            response_mask=torch.ones(len(prompts), width, dtype=torch.bool),
+            terminated=torch.ones(len(prompts), dtype=torch.bool),
             version=torch.full((len(prompts),), self.version),
         )
 
 
 class Judge:
     def score(self, rollout: Rollout) -> Any:
-        from kedge.types import Judgement
+        from kedge.types import RewardOutput
 
         rows = len(rollout)
-        return Judgement(scores=torch.zeros(rows), valid=torch.ones(rows, dtype=torch.bool))
+        return RewardOutput(scores=torch.zeros(rows), valid=torch.ones(rows, dtype=torch.bool))
 
 
 class Writing(Run):
     """Writes down every response that it was given."""
 
-    def train_on(self, rollout: Rollout, judgement: Any, times: Any, *, begin: Any = None) -> Any:
+    def train_on(
+        self, rollout: Rollout, reward_output: Any, times: Any, *, begin: Any = None
+    ) -> Any:
         assert rollout.prompts.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
         assert rollout.prompts.row.tolist() == list(range(12))
         for prompt, answer, version in zip(
@@ -145,15 +147,15 @@ def writing(lag: int, samplers: list[Any], pieces: int) -> Writing:
     samplers[0].lanes = samplers  # the first stands for all
     run = Writing(
         source=Batches(),
-        rollouts=samplers[0],
-        judge=Judge(),
+        rollout_engine=samplers[0],
+        reward=Judge(),
         learner=plain.learner,
         algorithm=plain.algorithm,
         kl=plain.kl,
-        plan=plain.plan,
+        batch_sizes=plain.batch_sizes,
         sampling=plain.sampling,
         max_lag=lag,
-        pieces=pieces,
+        partial_batches=pieces,
     )
     run.log = []
     return run
@@ -171,7 +173,7 @@ def threads(number: int) -> None:
         run = writing(lag, samplers, pieces)
         if state is not None:
             run.load_state_dict(state)
-            run.put_back(flight)
+            run.restore(flight)
         hooks = Checkpoints(run, every=rng.randint(1, 3), stop=rng.randint(1, 8))
         run.hooks = hooks
         try:
@@ -203,19 +205,19 @@ def test_many_threads_keep_the_bound_and_lose_nothing() -> None:
 
 def test_joined_pieces_are_the_batch() -> None:
     run = writing(1, [Wide(random.Random(0), 0.0)], 3)
-    drawing = run.supply.drawing  # type: ignore[attr-defined]
+    collector = run.scheduler.collector  # type: ignore[attr-defined]
     batch = Batches().batch(4)
     sampler = Wide(random.Random(1), 0.0)
-    parts: list[Sample] = [drawing.draw(4, sampler, rows) for rows in pieces_of(batch, 3)]
-    rollout, judgement, times = joined(parts, batch)
+    parts: list[Sample] = [collector.draw(4, sampler, rows) for rows in split_groups(batch, 3)]
+    rollout, reward_output, times = joined(parts, batch)
     assert rollout.prompts.ids.tolist() == batch.ids.tolist()
-    assert rollout.mask.sum(1).tolist() == [
-        part[0].mask.shape[1] for part in parts for _ in range(4)
+    assert rollout.loss_mask.sum(1).tolist() == [
+        part[0].loss_mask.shape[1] for part in parts for _ in range(4)
     ]
-    assert len(judgement.scores) == 12
+    assert len(reward_output.scores) == 12
     assert times["time/rollout"] == pytest.approx(sum(p[2]["time/rollout"] for p in parts))
     with pytest.raises(ValueError, match="6 prompts cannot be cut into 4"):
-        pieces_of(batch, 4)
+        split_groups(batch, 4)
 
 
 def test_a_lane_that_keeps_old_weights_is_caught() -> None:
@@ -232,17 +234,17 @@ def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:
     sampler = Wide(random.Random(0), 0.0)
     run, batch = writing(2, [sampler], 3), Batches().batch(2)
     sampler.version = 2
-    drawing = run.supply.drawing  # type: ignore[attr-defined]
-    flight = [drawing.draw(2, sampler, rows) for rows in pieces_of(batch, 3)]
+    collector = run.scheduler.collector  # type: ignore[attr-defined]
+    flight = [collector.draw(2, sampler, rows) for rows in split_groups(batch, 3)]
     other = writing(2, [Wide(random.Random(0), 0.0)], 6)
     other.step = 2
     with pytest.raises(CheckpointError, match="in pieces of 4 responses, and this run's have 2"):
-        other.put_back(flight)
+        other.restore(flight)
     nearer = writing(1, [Wide(random.Random(0), 0.0)], 3)
     nearer.step = 4
     with pytest.raises(CheckpointError, match="too old for max_lag=1"):
-        nearer.put_back(flight)
+        nearer.restore(flight)
 
 
 def test_whole_batches_in_order_are_the_default() -> None:
-    assert isinstance(engine(1, Sampler(random.Random(0), 0.0)).supply, InOrder)
+    assert isinstance(engine(1, Sampler(random.Random(0), 0.0)).scheduler, FifoScheduler)

@@ -1,4 +1,4 @@
-"""The gradient of an optimiser step is a property of its rows: not of how they were cut or padded.
+"""The gradient of an optimizer step is a property of its rows: not of how they were cut or padded.
 
 Each property comes with a broken way of computing that must be seen.
 """
@@ -67,7 +67,7 @@ def test_grouping_by_length(whole, spare):
 @given(dropped=st.integers(0, ROWS - 1))
 def test_rows_without_loss_change_nothing(dropped):
     full = batch()
-    empty = {name: getattr(full, name).clone() for name in ("mask", "value_mask")}
+    empty = {name: getattr(full, name).clone() for name in ("loss_mask", "value_mask")}
     for mask in empty.values():
         mask[dropped] = False
     kept = torch.tensor([i for i in range(ROWS) if i != dropped])
@@ -88,7 +88,7 @@ def mean_of_means(experience, index, algorithm, micro_rows, total):
 def mean_over_slots(experience, index, algorithm, micro_rows, total):
     """Broken: padding counts in the mean."""
     for part in cut(experience, index, algorithm, micro_rows, total):
-        weight = part.rows.mask / (experience.mask.numel() / len(experience) * len(index))
+        weight = part.rows.loss_mask / (experience.loss_mask.numel() / len(experience) * len(index))
         yield replace(part, token_weight=weight)
 
 

@@ -105,7 +105,7 @@ def test_a_response_depends_on_prompt_row_and_seed_alone(model, data):
     together = engine.generate(batch(range(len(which))), sampling=sampling, seed=9)
     for r in range(len(which)):
         alone = engine.generate(batch([r]), sampling=sampling, seed=9)
-        n = int(alone.present.sum())
-        assert together.present[r].sum() == n
+        n = int(alone.response_mask.sum())
+        assert together.response_mask[r].sum() == n
         assert torch.equal(together.ids[r, :n], alone.ids[0])
-        assert together.finished[r] == alone.finished[0]
+        assert together.terminated[r] == alone.terminated[0]

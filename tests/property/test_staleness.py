@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.engine.drawing import Sample
 from kedge.engine.hooks import NoHooks, StepReport
 from kedge.engine.loop import Engine
-from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
+from kedge.engine.rollout.collector import Sample
+from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 SCHEDULES = 10_000
@@ -39,7 +39,7 @@ class Prompts:
 class Sampler:
     """Answers with the version it holds; slow, and failing, as a schedule says."""
 
-    live = False
+    shares_weights = False
     logprobs = "none"
 
     def __init__(self, rng: random.Random, failures: float) -> None:
@@ -56,9 +56,9 @@ class Sampler:
         return Rollout(
             prompts=prompts,
             ids=prompts.ids,
-            mask=ONE,
-            present=ONE,
-            finished=ONE[0],
+            loss_mask=ONE,
+            response_mask=ONE,
+            terminated=ONE[0],
             version=torch.tensor([self.version]),
         )
 
@@ -71,7 +71,7 @@ class Sampler:
 class Learner:
     """Its weights are its version."""
 
-    rank, ranks = 0, 1
+    rank, world_size = 0, 1
 
     def __init__(self) -> None:
         self.version = 0
@@ -95,10 +95,10 @@ class Judge:
     def __init__(self, rng: random.Random | None = None, failures: float = 0.0) -> None:
         self.rng, self.failures = rng, failures
 
-    def score(self, rollout: Rollout) -> Judgement:
+    def score(self, rollout: Rollout) -> RewardOutput:
         if self.rng is not None and self.rng.random() < self.failures:
             raise Broken
-        return Judgement(scores=torch.zeros(1), valid=ONE[0])
+        return RewardOutput(scores=torch.zeros(1), valid=ONE[0])
 
 
 class Run(Engine):
@@ -109,7 +109,7 @@ class Run(Engine):
     def train_on(
         self,
         rollout: Rollout,
-        judgement: Judgement,
+        reward_output: RewardOutput,
         times: dict[str, float],
         *,
         begin: float | None = None,
@@ -145,12 +145,12 @@ class Rescue(Checkpoints):
 def engine(lag: int, sampler: Sampler) -> Run:
     run = Run(
         source=Prompts(),
-        rollouts=sampler,  # type: ignore[arg-type]
-        judge=Judge(),
+        rollout_engine=sampler,  # type: ignore[arg-type]
+        reward=Judge(),
         learner=Learner(),  # type: ignore[arg-type]
         algorithm=SimpleNamespace(needs_greedy=False, resample=0, min_group=1, name="none"),  # type: ignore[arg-type]
         kl=SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None),  # type: ignore[arg-type]
-        plan=SimpleNamespace(group=1),  # type: ignore[arg-type]
+        batch_sizes=SimpleNamespace(group=1),  # type: ignore[arg-type]
         sampling=Sampling(max_new_tokens=1),
         max_lag=lag,
     )
@@ -170,7 +170,7 @@ def schedule(number: int) -> tuple[int, int, list[tuple[int, int, int]]]:
         run = engine(lag, Sampler(rng, failures))
         if state is not None:
             run.load_state_dict(state)
-            run.put_back(flight)
+            run.restore(flight)
         hooks = Checkpoints(run, every=rng.randint(1, 3), stop=rng.randint(1, 12))
         run.hooks = hooks
         try:
@@ -194,10 +194,10 @@ def rescued(number: int) -> tuple[int, int, list[tuple[int, int, int]]]:
     flight: list[Any] = []
     while True:
         run = engine(lag, Sampler(rng, 0.0))
-        run.judge = Judge(rng, rng.choice([0.1, 0.5]))
+        run.reward = Judge(rng, rng.choice([0.1, 0.5]))
         if state is not None:
             run.load_state_dict(state)
-            run.put_back(flight)
+            run.restore(flight)
         run.hooks = hooks = Rescue(run, every=99, stop=99)
         try:
             run.run(updates)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from kedge.engine.metrics import NAMES, OF_ALL_RULES, OF_RULE
+from kedge.engine.metrics import NAMES, OF_ALGORITHM, OF_ALL_ALGORITHMS
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, VOCAB, rows
 
@@ -22,7 +22,7 @@ TIMED = {"eps", "tokens_per_second", *(name for name in NAMES if name.startswith
 
 
 class Models(TrainerCallback):
-    """Keeps the models as each optimiser step left them."""
+    """Keeps the models as each optimizer step left them."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -37,11 +37,11 @@ def mean(parts: list[Tensor]) -> float:
 
 
 def of_batch(b: Batch) -> dict[str, float]:
-    """What is known before the first optimiser step."""
+    """What is known before the first optimizer step."""
     scores = torch.tensor([b.score(row) for row in b.rows]).double()
     kls = {k: mean([b.kl(row, k).sum()[None] for row in b.rows]) for k in ("k1", "k2", "k3")}
     lengths = [len(b.tokens(row)[1]) for row in b.rows]
-    ended = [bool(b.rollout.finished[row]) for row in b.rows]
+    ended = [bool(b.rollout.terminated[row]) for row in b.rows]
     found = {
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(correction=0)),
@@ -70,14 +70,14 @@ def of_batch(b: Batch) -> dict[str, float]:
         found[f"completions/{kind}_terminated_length"] = number
     sizes = [sum(len(tokens) for tokens in b.tokens(row)) for row in range(len(b.rollout))]
     found["rollout/tokens"] = found["num_tokens"] = sum(sizes)
-    for name, part in b.judgement.parts.items():
+    for name, part in b.reward_output.components.items():
         found[f"rewards/{name}"] = mean([part[row : row + 1].double() for row in b.rows])
         found[f"rewards/{name}/std"] = float(part[torch.tensor(b.rows)].double().std())
     return found
 
 
 def of_tokens(b: Batch, models: list[tuple[Any, Any]]) -> dict[str, float]:
-    """What the optimiser steps met, each with the models that it began with."""
+    """What the optimizer steps met, each with the models that it began with."""
     values = [b.values(row).detach() for row in b.rows]
     rewards = [-COEF * b.kl(row) for row in b.rows]
     for reward, row in zip(rewards, b.rows, strict=True):
@@ -159,6 +159,6 @@ def test_every_metric_is_what_its_line_in_the_table_says(monkeypatch: pytest.Mon
     assert want["rollout/dropped_rows"] > 0
     assert 0 < want["completions/truncated_ratio"] < 1
     assert set(row) - TIMED == set(want)
-    assert {*OF_ALL_RULES, *OF_RULE["ppo"]} - set(want) == set()
+    assert {*OF_ALL_ALGORITHMS, *OF_ALGORITHM["ppo"]} - set(want) == set()
     for name, value in want.items():
         assert row[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.algorithms import Evidence, ppo
+from kedge.algorithms import AdvantageInputs, ppo
 from kedge.engine.kl_control import AdaptiveKL
 from kedge.math.advantage import gae
 from kedge.math.masked import extend, whiten
 from kedge.types import (
-    Annotation,
     Experience,
-    Judgement,
     MicroBatch,
+    ModelOutputs,
     PolicyOutput,
     PromptBatch,
+    RewardOutput,
     Rollout,
 )
 from tests.e2e.small import PROMPTS, VOCAB, rows, small
@@ -31,7 +31,7 @@ from tests.unit.text_toys import EOS, neox_reward, word_tokenizer
 LENGTHS = [3, 5, 1, 4]
 
 
-def evidence(**annotation: Tensor) -> Evidence:
+def evidence(**annotation: Tensor) -> AdvantageInputs:
     """Four responses of 3, 5, 1 and 4 tokens in 5 slots; the second was cut off."""
     g = torch.Generator().manual_seed(0)
     mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
@@ -45,9 +45,9 @@ def evidence(**annotation: Tensor) -> Evidence:
     rollout = Rollout(
         prompts=prompts,
         ids=torch.ones(shape, dtype=torch.long),
-        mask=mask,
-        present=mask,
-        finished=torch.tensor([True, False, True, True]),
+        loss_mask=mask,
+        response_mask=mask,
+        terminated=torch.tensor([True, False, True, True]),
         version=torch.zeros(4, dtype=torch.long),
     )
     note = {
@@ -55,28 +55,30 @@ def evidence(**annotation: Tensor) -> Evidence:
         "ref_logprobs": torch.randn(shape, generator=g),
         "values": torch.randn(shape, generator=g),
     } | annotation
-    judged = Judgement(
+    judged = RewardOutput(
         scores=torch.tensor([1.0, -2.0, 0.5, 3.0]), valid=torch.ones(4, dtype=torch.bool)
     )
-    return Evidence(rollout=rollout, judgement=judged, annotation=Annotation(**note))
+    return AdvantageInputs(
+        rollout=rollout, reward_output=judged, model_outputs=ModelOutputs(**note)
+    )
 
 
-def experience(e: Evidence, credit: Any) -> MicroBatch:
+def experience(e: AdvantageInputs, advantage_output: Any) -> MicroBatch:
     x = Experience(
         prompt_ids=e.rollout.prompts.ids,
         prompt_mask=e.rollout.prompts.mask,
         ids=e.rollout.ids,
-        mask=e.rollout.mask,
-        present=e.rollout.present,
-        value_mask=credit.value_mask,
-        old_logprobs=e.annotation.logprobs,
-        rewards=credit.rewards,
-        advantages=credit.advantages,
-        old_values=e.annotation.values,
-        returns=credit.returns,
+        loss_mask=e.rollout.loss_mask,
+        response_mask=e.rollout.response_mask,
+        value_mask=advantage_output.value_mask,
+        old_logprobs=e.model_outputs.logprobs,
+        rewards=advantage_output.rewards,
+        advantages=advantage_output.advantages,
+        old_values=e.model_outputs.values,
+        returns=advantage_output.returns,
     )
-    mask, spare = x.mask.float(), x.value_mask.float()
-    alive = x.mask.any(1).float()
+    mask, spare = x.loss_mask.float(), x.value_mask.float()
+    alive = x.loss_mask.any(1).float()
     return MicroBatch(
         rows=x,
         token_weight=mask / mask.sum(),
@@ -122,7 +124,7 @@ def test_row_10_no_dropout_anywhere() -> None:
     assert rows(plain)[1]["loss/policy_avg"] == rows(dropping)[1]["loss/policy_avg"]
 
 
-def test_row_11_optimiser_and_its_epsilon() -> None:
+def test_row_11_optimizer_and_its_epsilon() -> None:
     trainer = small(adam_epsilon=1e-5, learning_rate=3e-6)
     group = trainer.optimizer.param_groups[0]
     assert isinstance(trainer.optimizer, torch.optim.AdamW)
@@ -161,9 +163,9 @@ def test_row_16_17_30_the_score_is_that_of_the_last_real_token(finished: bool) -
     rollout = Rollout(
         prompts=prompts,
         ids=ids,
-        mask=present[None],
-        present=present[None],
-        finished=torch.tensor([finished]),
+        loss_mask=present[None],
+        response_mask=present[None],
+        terminated=torch.tensor([finished]),
         version=e.rollout.version[:1],
     )
     seen = torch.tensor([[7, 8, 5, 6, 0] if finished else [7, 8, 5, 6, 0, 9, 9]])
@@ -204,24 +206,25 @@ def test_row_31_the_eos_trick_replaces_or_subtracts() -> None:
 
 def test_row_33_34_masks_of_policy_and_value() -> None:
     e = evidence()
-    credit = ppo(score_position="after_last").credit(e, 0.05)
-    assert credit.value_mask is not None
-    assert credit.value_mask.sum(1).tolist() == [4, 5, 2, 5]  # one more slot where there is room
-    assert e.rollout.mask.sum(1).tolist() == LENGTHS
-    assert ppo().credit(e, 0.05).value_mask.sum(1).tolist() == LENGTHS  # type: ignore[union-attr]
+    advantage_output = ppo(score_position="after_last").compute_advantages(e, 0.05)
+    assert advantage_output.value_mask is not None
+    # one more slot where there is room
+    assert advantage_output.value_mask.sum(1).tolist() == [4, 5, 2, 5]
+    assert e.rollout.loss_mask.sum(1).tolist() == LENGTHS
+    assert ppo().compute_advantages(e, 0.05).value_mask.sum(1).tolist() == LENGTHS  # type: ignore[union-attr]
 
 
 def test_row_35_padding_has_no_part_in_ratio_or_loss() -> None:
     e = evidence()
     rule = ppo(score_position="after_last")
-    mb = experience(e, rule.credit(e, 0.05))
+    mb = experience(e, rule.compute_advantages(e, 0.05))
     new = PolicyOutput(
-        logprobs=e.annotation.logprobs + 0.1,
+        logprobs=e.model_outputs.logprobs + 0.1,
         entropy=torch.ones(4, 5),
-        values=e.annotation.values,
+        values=e.model_outputs.values,
     )
     noisy = PolicyOutput(
-        logprobs=torch.where(mb.rows.mask, new.logprobs, 50.0),
+        logprobs=torch.where(mb.rows.loss_mask, new.logprobs, 50.0),
         entropy=new.entropy,
         values=torch.where(mb.rows.value_mask, new.values, 99.0),
     )
@@ -234,11 +237,11 @@ def test_row_35_padding_has_no_part_in_ratio_or_loss() -> None:
 
 def test_row_36_the_kl_penalty_is_per_token_and_signed() -> None:
     e = evidence()
-    credit = ppo().credit(e, 0.05)
-    kl = e.annotation.logprobs - e.annotation.ref_logprobs  # type: ignore[operator]
+    advantage_output = ppo().compute_advantages(e, 0.05)
+    kl = e.model_outputs.logprobs - e.model_outputs.ref_logprobs  # type: ignore[operator]
     inner = torch.arange(5) < torch.tensor(LENGTHS)[:, None] - 1
-    torch.testing.assert_close(credit.rewards[inner], -0.05 * kl[inner])
-    assert (credit.kl < 0).any()  # type: ignore[operator]
+    torch.testing.assert_close(advantage_output.rewards[inner], -0.05 * kl[inner])
+    assert (advantage_output.kl < 0).any()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -246,9 +249,9 @@ def test_row_36_the_kl_penalty_is_per_token_and_signed() -> None:
 )
 def test_row_37_where_the_score_goes(position: Any, slots: list[int]) -> None:
     e = evidence()
-    credit = ppo(score_position=position).credit(e, 0.0)
-    assert credit.rewards.nonzero()[:, 1].tolist() == slots
-    assert credit.rewards.sum(1).tolist() == pytest.approx([1.0, -2.0, 0.5, 3.0])
+    advantage_output = ppo(score_position=position).compute_advantages(e, 0.0)
+    assert advantage_output.rewards.nonzero()[:, 1].tolist() == slots
+    assert advantage_output.rewards.sum(1).tolist() == pytest.approx([1.0, -2.0, 0.5, 3.0])
 
 
 def test_row_38_43_the_value_starts_from_the_reward_model_and_is_a_model_of_its_own() -> None:
@@ -265,21 +268,23 @@ def test_row_38_43_the_value_starts_from_the_reward_model_and_is_a_model_of_its_
         not torch.equal(p, q) for p, q in zip(value.parameters(), reward.parameters(), strict=True)
     )
     names = {group["name"] for group in trainer.optimizer.param_groups}
-    assert names == {"policy", "value"}  # one optimiser over both
+    assert names == {"policy", "value"}  # one optimizer over both
 
 
 def test_row_39_a_value_is_of_the_state_before_its_token() -> None:
     trainer = small()
     engine = trainer.engine
     prompts = engine.source.batch(0)
-    rollout = engine.rollouts.generate(prompts, sampling=engine.sampling, seed=1)
-    note = engine.learner.annotate(rollout, values=True, reference=False, full_kl=False)
+    rollout = engine.rollout_engine.generate(prompts, sampling=engine.sampling, seed=1)
+    note = engine.learner.compute_logprobs(rollout, values=True, reference=False, full_kl=False)
     model: Any = trainer.value_model
     row = 0
-    ids = torch.cat([prompts.ids[row][prompts.mask[row]], rollout.ids[row][rollout.present[row]]])
+    ids = torch.cat(
+        [prompts.ids[row][prompts.mask[row]], rollout.ids[row][rollout.response_mask[row]]]
+    )
     with torch.no_grad():
         every = model.score(model.gpt_neox(ids[None]).last_hidden_state)[0, :, 0]
-    n = int(rollout.present[row].sum())
+    n = int(rollout.response_mask[row].sum())
     start = int(prompts.mask[row].sum()) - 1
     assert note.values is not None
     assert note.last_values is not None
@@ -289,39 +294,39 @@ def test_row_39_a_value_is_of_the_state_before_its_token() -> None:
 
 def test_row_40_returns_are_advantages_before_whitening_plus_values() -> None:
     e = evidence()
-    credit = ppo(gamma=1.0, lam=0.95).credit(e, 0.05)
-    values: Tensor = e.annotation.values  # type: ignore[assignment]
-    raw = gae(credit.rewards, values, e.rollout.mask, gamma=1.0, lam=0.95)
-    torch.testing.assert_close(credit.returns, (raw + values) * e.rollout.mask)
-    torch.testing.assert_close(credit.advantages, whiten(raw, e.rollout.mask))
+    advantage_output = ppo(gamma=1.0, lam=0.95).compute_advantages(e, 0.05)
+    values: Tensor = e.model_outputs.values  # type: ignore[assignment]
+    raw = gae(advantage_output.rewards, values, e.rollout.loss_mask, gamma=1.0, lam=0.95)
+    torch.testing.assert_close(advantage_output.returns, (raw + values) * e.rollout.loss_mask)
+    torch.testing.assert_close(advantage_output.advantages, whiten(raw, e.rollout.loss_mask))
 
 
 def test_row_41_reward_whitening_keeps_the_mean() -> None:
     e = evidence()
-    plain = ppo().credit(e, 0.05).rewards[e.rollout.mask]
-    white = ppo(whiten_rewards=True).credit(e, 0.05).rewards[e.rollout.mask]
+    plain = ppo().compute_advantages(e, 0.05).rewards[e.rollout.loss_mask]
+    white = ppo(whiten_rewards=True).compute_advantages(e, 0.05).rewards[e.rollout.loss_mask]
     assert float(white.mean()) == pytest.approx(float(plain.mean()), abs=1e-5)
     assert float(white.std()) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_row_42_advantages_are_whitened_over_real_tokens() -> None:
     e = evidence()
-    got = ppo().credit(e, 0.05).advantages
-    kept = got[e.rollout.mask]
+    got = ppo().compute_advantages(e, 0.05).advantages
+    kept = got[e.rollout.loss_mask]
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(kept.std()) == pytest.approx(1.0, abs=1e-4)
-    assert float(got[~e.rollout.mask].abs().sum()) == 0.0
+    assert float(got[~e.rollout.loss_mask].abs().sum()) == 0.0
 
 
 def test_row_44_45_clipped_losses_over_their_masks() -> None:
     e = evidence()
     rule = ppo(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1)
-    mb = experience(e, rule.credit(e, 0.05))
+    mb = experience(e, rule.compute_advantages(e, 0.05))
     g = torch.Generator().manual_seed(1)
     new = PolicyOutput(
-        logprobs=e.annotation.logprobs + 0.5 * torch.randn(4, 5, generator=g),
+        logprobs=e.model_outputs.logprobs + 0.5 * torch.randn(4, 5, generator=g),
         entropy=torch.zeros(4, 5),
-        values=e.annotation.values + torch.randn(4, 5, generator=g),  # type: ignore[operator]
+        values=e.model_outputs.values + torch.randn(4, 5, generator=g),  # type: ignore[operator]
     )
     loss, x, policy, value = rule.loss(new, mb), mb.rows, [], []
     for i, n in enumerate(LENGTHS):
@@ -338,18 +343,18 @@ def test_row_44_45_clipped_losses_over_their_masks() -> None:
     assert float(loss.parts["value"]) == pytest.approx(0.1 * sum(value) / len(value), rel=1e-5)
 
 
-def test_row_46_four_passes_in_fresh_order_and_one_normaliser() -> None:
+def test_row_46_four_passes_in_fresh_order_and_one_normalizer() -> None:
     from kedge.engine import stages
 
     seen: list[list[int]] = []
 
     class Watch:
-        version, rank, ranks = 0, 0, 1
+        version, rank, world_size = 0, 0, 1
 
         def total(self, x: Tensor) -> Tensor:
             return x
 
-        def update(self, step: Any, loss: Any, **options: Any) -> dict[str, float]:
+        def optimizer_step(self, step: Any, loss: Any, **options: Any) -> dict[str, float]:
             parts = list(step)
             seen.append([int(r) for mb in parts for r in mb.rows.prompt_ids[:, 0]])
             weights = sum(float(mb.token_weight.sum()) for mb in parts)
@@ -357,12 +362,12 @@ def test_row_46_four_passes_in_fresh_order_and_one_normaliser() -> None:
             return {"val/ratio": 1.0}
 
     e = evidence()
-    mb = experience(e, ppo().credit(e, 0.05))
+    mb = experience(e, ppo().compute_advantages(e, 0.05))
     named = mb.rows.__class__(
         **{f: getattr(mb.rows, f) for f in mb.rows.__slots__}
         | {"prompt_ids": torch.arange(4)[:, None].expand(4, 2)}
     )
-    stages.optimise(
+    stages.optimize(
         named,
         Watch(),
         ppo(),
@@ -397,11 +402,11 @@ def test_row_48_adaptive_kl() -> None:
 def test_row_50_statistics() -> None:
     e = evidence()
     rule = ppo()
-    mb = experience(e, rule.credit(e, 0.05))
+    mb = experience(e, rule.compute_advantages(e, 0.05))
     new = PolicyOutput(
-        logprobs=e.annotation.logprobs + 0.2,
+        logprobs=e.model_outputs.logprobs + 0.2,
         entropy=torch.full((4, 5), 2.0),
-        values=e.annotation.values,
+        values=e.model_outputs.values,
     )
     metrics = rule.loss(new, mb).metrics
     assert float(metrics["policy/approxkl_avg"]) == pytest.approx(0.5 * 0.2**2, rel=1e-4)

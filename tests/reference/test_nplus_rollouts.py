@@ -67,11 +67,11 @@ def test_row_26_fixed_length_sampling(model, texts):
     assert PPOConfig.stop_token == "eos"
     rollout = sample(model, padded(texts, 0))
     assert rollout.ids.shape == (len(texts), LENGTH)
-    assert rollout.present.all()
-    assert not rollout.finished.any()
+    assert rollout.response_mask.all()
+    assert not rollout.terminated.any()
     # min_new_tokens = max_new_tokens fixes the length, too, and keeps the stop token out.
     banned = sample(model, padded(texts, 0), stop_ids=(EOS,), min_new_tokens=LENGTH)
-    assert banned.present.all()
+    assert banned.response_mask.all()
     assert (banned.ids != EOS).all()
 
 
@@ -109,11 +109,11 @@ def test_row_29_nothing_follows_the_first_stop_token(model, texts):
     kept = stops.long().cumsum(1) - stops.long() == 0  # up to and with the first
     size = cut.ids.shape[1]
     assert not kept[:, size:].any()
-    assert torch.equal(cut.present, kept[:, :size])
+    assert torch.equal(cut.response_mask, kept[:, :size])
     assert torch.equal(cut.ids, full.ids.masked_fill(~kept, PAD)[:, :size])
-    assert torch.equal(cut.finished, stops.any(1))
-    assert cut.finished.any()
-    assert not cut.finished.all()
+    assert torch.equal(cut.terminated, stops.any(1))
+    assert cut.terminated.any()
+    assert not cut.terminated.all()
 
 
 def test_row_49_a_low_temperature_is_nearly_greedy(model, texts):
@@ -146,5 +146,5 @@ def test_stop_token_at_the_same_rate_as_its_probability(model):
         batch, sampling=Sampling(max_new_tokens=1, temperature=0.7, stop_ids=(stop,)), seed=0
     )
     p = float(probs[stop])
-    seen = float(rollout.finished.float().mean())
+    seen = float(rollout.terminated.float().mean())
     assert abs(seen - p) < 4.5 * math.sqrt(p * (1 - p) / rows)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kedge.algorithms import grpo, rloo
-from tests.unit.evidence import advantages, evidence
+from tests.unit.advantage_inputs import advantages, evidence
 
 NONE = None
 REWARDS = [1.0, 2, 5, 8, 0.5, NONE, 0.5, -3.25, NONE, 7, NONE, NONE, 0.25, 0.25, 0.25, 0.25]
@@ -54,5 +54,5 @@ RECORDED: dict[str, tuple[Any, list[float], list[float]]] = {
 @pytest.mark.parametrize("name", RECORDED)
 def test_advantages(name: str) -> None:
     algorithm, first, second = RECORDED[name]
-    found = advantages(algorithm.credit(evidence(REWARDS, PROMPT), 0.0))
+    found = advantages(algorithm.compute_advantages(evidence(REWARDS, PROMPT), 0.0))
     assert found == pytest.approx(first + second + [0.0] * 8, rel=1e-6, abs=1e-7)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kedge.rewards import Sandbox, code, code_verifier, gsm8k, ifeval, math, math_verifier
-from kedge.rewards.constraint_checks import CHECKS
+from kedge.verifiers import Sandbox, code, code_verifier, gsm8k, ifeval, math, math_verifier
+from kedge.verifiers.constraint_checks import CHECKS
 from tests.unit.test_verifiers_constraints import TEXTS
 
 
@@ -156,13 +156,13 @@ def test_math500_answers_equal_no_other(shared: Path) -> None:
 
 
 @pytest.mark.slow
-def test_math500_answers_equal_no_neighbour_by_algebra(shared: Path) -> None:
+def test_math500_answers_equal_no_neighbor_by_algebra(shared: Path) -> None:
     pytest.importorskip("math_verify")
     answers, _ = math500(shared)
     for distance in (1, 2, 3, 17):
-        neighbours = answers[distance:] + answers[:distance]
-        scores = math([rf"\boxed{{{a}}}" for a in neighbours], ground_truth=answers)
-        for truth, other, score in zip(answers, neighbours, scores, strict=True):
+        neighbors = answers[distance:] + answers[:distance]
+        scores = math([rf"\boxed{{{a}}}" for a in neighbors], ground_truth=answers)
+        for truth, other, score in zip(answers, neighbors, scores, strict=True):
             alike = other == truth or frozenset((other, truth)) in ALIKE
             assert score == float(alike), (other, truth)
 

@@ -1,4 +1,4 @@
-"""One optimiser step through the public trainers, against a float64 computation of its own.
+"""One optimizer step through the public trainers, against a float64 computation of its own.
 
 The reference shares no code with Kedge: rows one at a time without padding, plain loops for
 advantages, torch's log_softmax over all logits, and one step of plain gradient descent.
@@ -19,7 +19,7 @@ from kedge import GRPOConfig, GRPOTrainer
 from kedge.algorithms import reinforce_pp, rloo
 from kedge.engine import updater
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import Judgement, Rollout
+from kedge.types import RewardOutput, Rollout
 from tests.e2e.small import PROMPTS, VOCAB, length_reward, small
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
@@ -44,14 +44,14 @@ class Batch:
     value: Any
     reference: Any
     rollout: Rollout
-    judgement: Judgement
+    reward_output: RewardOutput
     temperature: float
     rows: list[int] = field(default_factory=list)
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
         prompts, r = self.rollout.prompts, self.rollout
         prompt = prompts.ids[row][prompts.mask[row]].tolist()
-        return prompt, r.ids[row][r.present[row]].tolist()
+        return prompt, r.ids[row][r.response_mask[row]].tolist()
 
     def logprobs(self, model: Any, row: int) -> tuple[Tensor, Tensor]:
         """Of all tokens [R, V] and of those that were written [R]."""
@@ -85,7 +85,7 @@ class Batch:
         return found[len(prompt) - 1 : -1]
 
     def dense(self, row: int) -> Tensor:
-        own = self.judgement.token_rewards
+        own = self.reward_output.token_rewards
         count = len(self.tokens(row)[1])
         return torch.zeros(count).double() if own is None else own[row, :count].double()
 
@@ -95,7 +95,7 @@ class Batch:
             yield [row for row in self.rows if group[row] == name]
 
     def score(self, row: int) -> float:
-        return float(self.judgement.scores[row].double())
+        return float(self.reward_output.scores[row].double())
 
 
 Objective = Callable[[Batch], Tensor]
@@ -313,12 +313,12 @@ CASES: dict[str, tuple[Callable[[], Any], Objective]] = {
 
 def one_step(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Batch]:
     """Train one update; the trainer, and what it read."""
-    seen: list[tuple[Rollout, Judgement]] = []
+    seen: list[tuple[Rollout, RewardOutput]] = []
     real = updater.make_experience
 
-    def watched(rollout: Rollout, judgement: Judgement, *rest: Any) -> Any:
-        seen.append((rollout, judgement))
-        return real(rollout, judgement, *rest)
+    def watched(rollout: Rollout, reward_output: RewardOutput, *rest: Any) -> Any:
+        seen.append((rollout, reward_output))
+        return real(rollout, reward_output, *rest)
 
     monkeypatch.setattr(updater, "make_experience", watched)
     trainer = make()
@@ -329,13 +329,13 @@ def one_step(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[
         value=copy.deepcopy(trainer.value_model).double() if trainer.value_model else None,
         reference=None if reference is None else copy.deepcopy(reference.model).double(),
         rollout=None,  # type: ignore[arg-type]
-        judgement=None,  # type: ignore[arg-type]
+        reward_output=None,  # type: ignore[arg-type]
         temperature=trainer.args.temperature,
     )
     trainer.train()
     assert len(seen) == 1
-    before.rollout, before.judgement = seen[0]
-    before.rows = before.judgement.valid.nonzero()[:, 0].tolist()
+    before.rollout, before.reward_output = seen[0]
+    before.rows = before.reward_output.valid.nonzero()[:, 0].tolist()
     return trainer, before
 
 

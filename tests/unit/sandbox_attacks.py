@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.rewards.sandbox_seccomp import CLONE, CLONE3, REFUSED, SOCKETPAIR, TGKILL
+from kedge.verifiers.sandbox.seccomp import CLONE, CLONE3, REFUSED, SOCKETPAIR, TGKILL
 
 # Bodies of functions.  A true result means that the attack got what it wanted.  Each has a folder
 # of the user's, OUTSIDE, with a file MARK; PARENT is the process that trains, PORT one that listens

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import BUILTIN, Algorithm, grpo, ppo, reinforce_pp, remax, rloo
-from tests.unit.evidence import advantages, evidence, micro_batch, output, prefix
+from tests.unit.advantage_inputs import advantages, evidence, micro_batch, output, prefix
 
 GROUP = [0, 0, 1, 1]
 SCORES = [1.0, 3.0, 10.0, 4.0]
@@ -23,27 +23,31 @@ KL = [[0.1, 0.3], [0.2, 0.0], [0.0, 0.0], [-0.5, 0.5]]
 
 
 def test_rloo_subtracts_the_kl_of_the_response_before_the_baseline() -> None:
-    credit = rloo().credit(evidence(SCORES, GROUP, kl=KL), 0.5)
+    compute_advantages = rloo().compute_advantages(evidence(SCORES, GROUP, kl=KL), 0.5)
     x = [1 - 0.2, 3 - 0.1, 10, 4]
-    assert advantages(credit) == pytest.approx([x[0] - x[1], x[1] - x[0], x[2] - x[3], x[3] - x[2]])
-    assert credit.rewards[0].tolist() == pytest.approx([-0.05, 1 - 0.15])
-    assert credit.kl is not None
-    assert credit.kl[0].tolist() == pytest.approx([0.1, 0.3])
+    assert advantages(compute_advantages) == pytest.approx(
+        [x[0] - x[1], x[1] - x[0], x[2] - x[3], x[3] - x[2]]
+    )
+    assert compute_advantages.rewards[0].tolist() == pytest.approx([-0.05, 1 - 0.15])
+    assert compute_advantages.kl is not None
+    assert compute_advantages.kl[0].tolist() == pytest.approx([0.1, 0.3])
 
 
 def test_rloo_kl_per_token_is_charged_to_that_and_earlier_tokens() -> None:
-    credit = rloo(token_level_kl=True).credit(evidence(SCORES, GROUP, kl=KL), 0.5)
-    assert credit.advantages[0].tolist() == pytest.approx([-2 - 0.2, -2 - 0.15])
-    assert credit.advantages[1].tolist() == pytest.approx([2 - 0.1, 2.0])
-    assert credit.advantages[3].tolist() == pytest.approx([-6.0, -6 - 0.25])
+    compute_advantages = rloo(token_level_kl=True).compute_advantages(
+        evidence(SCORES, GROUP, kl=KL), 0.5
+    )
+    assert compute_advantages.advantages[0].tolist() == pytest.approx([-2 - 0.2, -2 - 0.15])
+    assert compute_advantages.advantages[1].tolist() == pytest.approx([2 - 0.1, 2.0])
+    assert compute_advantages.advantages[3].tolist() == pytest.approx([-6.0, -6 - 0.25])
 
 
-def test_rewards_are_normalised_and_clipped_each_on_its_own() -> None:
+def test_rewards_are_normalized_and_clipped_each_on_its_own() -> None:
     batch = evidence([0.0, 100.0, None, 20.0], GROUP)
     mean, std = 40.0, (((-40) ** 2 + 60**2 + (-20) ** 2) / 2) ** 0.5 + 1e-4
 
     def first(**options: Any) -> float:
-        return advantages(rloo(**options).credit(batch, 0.0))[0]
+        return advantages(rloo(**options).compute_advantages(batch, 0.0))[0]
 
     assert first(reward_clip_range=30.0) == pytest.approx(-30)
     assert first(reward_clip_range=(10.0, 50.0)) == pytest.approx(10 - 50)
@@ -52,7 +56,7 @@ def test_rewards_are_normalised_and_clipped_each_on_its_own() -> None:
     assert first(normalize_reward=True, reward_clip_range=0.5) == pytest.approx(both)
 
 
-def test_advantages_are_normalised_over_all_ranks() -> None:
+def test_advantages_are_normalized_over_all_ranks() -> None:
     """Two ranks, two groups each, against the same four groups on one rank."""
     scores = [1.0, 3, 10, 4, 2.5, 2.5, -7, 0]
     group = [0, 0, 1, 1, 2, 2, 3, 3]
@@ -71,7 +75,9 @@ def test_advantages_are_normalised_over_all_ranks() -> None:
             sums.append(x)
             return x
 
-        whole = algorithm.credit(evidence(scores, group, kl=kl, total=note), 0.5).advantages
+        whole = algorithm.compute_advantages(
+            evidence(scores, group, kl=kl, total=note), 0.5
+        ).advantages
         for own in (slice(0, 4), slice(4, 8)):
             coming = iter(sums)  # what both ranks together would find
 
@@ -79,7 +85,7 @@ def test_advantages_are_normalised_over_all_ranks() -> None:
                 return next(coming)
 
             part = evidence(scores[own], group[own], kl=kl[own], total=total)
-            found = algorithm.credit(part, 0.5).advantages
+            found = algorithm.compute_advantages(part, 0.5).advantages
             torch.testing.assert_close(found, whole[own])
 
 
@@ -89,8 +95,10 @@ def test_rloo_weighs_whole_responses() -> None:
     old = torch.full((2, 3), -2.0) * mask
     step = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.0, 0.0]])
     logp = (old + step).requires_grad_()
-    credit = torch.tensor([[-1.0], [2.0]]).expand(2, 3)
-    found = algorithm.loss(output(logp, mask), micro_batch(algorithm, credit, mask, old=old))
+    compute_advantages = torch.tensor([[-1.0], [2.0]]).expand(2, 3)
+    found = algorithm.loss(
+        output(logp, mask), micro_batch(algorithm, compute_advantages, mask, old=old)
+    )
     want = 0.5 * math.exp(0.6) - 0.5 * 2 * math.exp(0.1)
     assert found.total.item() == pytest.approx(want)
     (grad,) = torch.autograd.grad(found.total, logp)
@@ -103,11 +111,11 @@ def test_rloo_weighs_whole_responses() -> None:
 def test_token_and_response_ratios_agree_at_ratio_1_and_clip_apart() -> None:
     mask = prefix([3, 1])
     old = torch.full((2, 3), -2.0) * mask
-    credit = torch.tensor([[-1.0], [2.0]]).expand(2, 3)
+    compute_advantages = torch.tensor([[-1.0], [2.0]]).expand(2, 3)
 
     def gradient(algorithm: Algorithm, step: float) -> Tensor:
         logp = (old + step).requires_grad_()
-        batch = micro_batch(algorithm, credit, mask, old=old)
+        batch = micro_batch(algorithm, compute_advantages, mask, old=old)
         (grad,) = torch.autograd.grad(algorithm.loss(output(logp, mask), batch).total, logp)
         return grad
 
@@ -116,7 +124,7 @@ def test_token_and_response_ratios_agree_at_ratio_1_and_clip_apart() -> None:
     # 0.1 per token is within the clip for a token, and 0.3 for three is not where A > 0.
     flipped = rloo(cliprange=0.15)
     assert gradient(flipped, 0.1)[1, 0].item() != 0
-    credit = -credit
+    compute_advantages = -compute_advantages
     assert gradient(flipped, 0.1)[0].tolist() == [0.0, 0.0, 0.0]
     assert gradient(rloo(cliprange=0.15, ratio_level="token"), 0.1)[0, 0].item() != 0
 
@@ -132,23 +140,25 @@ def test_rloo_refuses_one_ratio_for_many_advantages() -> None:
 def test_reinforce_pp_sums_later_rewards_and_whitens_over_tokens() -> None:
     batch = evidence([1.0, 3.0], [0, 1], kl=[[0.2, 0.4], [0.0, 9.0]], lengths=[2, 1])
     raw = [1 - 0.5 * 0.6, 1 - 0.5 * 0.4, 3.0]
-    plain = reinforce_pp(normalize_advantage=False).credit(batch, 0.5).advantages
+    plain = reinforce_pp(normalize_advantage=False).compute_advantages(batch, 0.5).advantages
     assert [*plain[0].tolist(), *plain[1].tolist()] == pytest.approx([*raw, 0.0])
     mean = sum(raw) / 3
     std = (sum((x - mean) ** 2 for x in raw) / 2) ** 0.5
-    white = reinforce_pp().credit(batch, 0.5).advantages
+    white = reinforce_pp().compute_advantages(batch, 0.5).advantages
     assert white[white != 0].tolist() == pytest.approx([(x - mean) / std for x in raw], abs=1e-5)
 
 
 def test_reinforce_pp_discounts() -> None:
     batch = evidence([1.0, 1.0], [0, 1], lengths=[3, 3])
-    found = reinforce_pp(gamma=0.5, normalize_advantage=False).credit(batch, 0.0).advantages
+    found = (
+        reinforce_pp(gamma=0.5, normalize_advantage=False).compute_advantages(batch, 0.0).advantages
+    )
     assert found[0].tolist() == [0.25, 0.5, 1.0]
 
 
 def test_reinforce_pp_baseline_subtracts_the_mean_of_the_group_of_valid_rows() -> None:
     batch = evidence([1.0, None, 10.0, 4.0], GROUP)
-    found = reinforce_pp(baseline=True, normalize_advantage=False).credit(batch, 0.0)
+    found = reinforce_pp(baseline=True, normalize_advantage=False).compute_advantages(batch, 0.0)
     assert advantages(found) == [0.0, 0.0, 3.0, -3.0]
 
 
@@ -171,7 +181,7 @@ def test_reinforce_pp_kl_in_the_loss() -> None:
 
 def test_grpo_weights_by_loss_type() -> None:
     mask = prefix([4, 1], 4)
-    credit = torch.tensor([[1.0], [-3.0]]).expand(2, 4)
+    compute_advantages = torch.tensor([[1.0], [-3.0]]).expand(2, 4)
     zero = torch.zeros(2, 4)
     want = {
         "grpo": -0.5 * 1 + 0.5 * 3,
@@ -181,7 +191,7 @@ def test_grpo_weights_by_loss_type() -> None:
     }
     for kind, loss in want.items():
         algorithm = grpo(loss_type=kind, max_length=8)  # type: ignore[arg-type]
-        batch = micro_batch(algorithm, credit, mask, old=zero)
+        batch = micro_batch(algorithm, compute_advantages, mask, old=zero)
         found = algorithm.loss(output(zero, mask), batch)
         assert found.total.item() == pytest.approx(loss), kind
 
@@ -247,22 +257,26 @@ def test_gspo_clips_the_geometric_mean_of_a_response() -> None:
 
 def test_grpo_overlong_responses_lose_score() -> None:
     algorithm = grpo(overlong_buffer=4, max_length=8, scale_rewards="none")
-    found = advantages(algorithm.credit(evidence([1.0, 1.0], [0, 0], lengths=[2, 6]), 0.0))
+    found = advantages(
+        algorithm.compute_advantages(evidence([1.0, 1.0], [0, 0], lengths=[2, 6]), 0.0)
+    )
     assert found == pytest.approx([0.25, -0.25])
 
 
 def test_truncated_responses_and_uniform_groups_are_not_trained_on() -> None:
     batch = evidence([1.0, 3.0, 5.0, 5.0], GROUP, finished=[True, False, True, True])
-    plain = grpo().credit(batch, 0.0)
-    assert plain.mask is not None
-    assert plain.mask[:, 0].tolist() == [True, True, True, True]
-    masked = grpo(mask_truncated_completions=True, scale_rewards="none").credit(batch, 0.0)
-    assert masked.mask is not None
-    assert masked.mask[:, 0].tolist() == [True, False, True, True]
+    plain = grpo().compute_advantages(batch, 0.0)
+    assert plain.loss_mask is not None
+    assert plain.loss_mask[:, 0].tolist() == [True, True, True, True]
+    masked = grpo(mask_truncated_completions=True, scale_rewards="none").compute_advantages(
+        batch, 0.0
+    )
+    assert masked.loss_mask is not None
+    assert masked.loss_mask[:, 0].tolist() == [True, False, True, True]
     assert advantages(masked) == [-1.0, 1.0, 0.0, 0.0]  # the truncated one still counts for others
-    uniform = grpo(drop_uniform_groups=True).credit(batch, 0.0)
-    assert uniform.mask is not None
-    assert uniform.mask[:, 0].tolist() == [True, True, False, False]
+    uniform = grpo(drop_uniform_groups=True).compute_advantages(batch, 0.0)
+    assert uniform.loss_mask is not None
+    assert uniform.loss_mask[:, 0].tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -286,9 +300,12 @@ def test_options_that_cannot_work_are_named(make: Callable[[], Algorithm], words
 
 def test_remax_compares_with_the_greedy_response() -> None:
     batch = evidence(
-        [1.0, None, 5.0], [0, 0, 1], kl=[[0.2, 0.4]] * 3, baseline=torch.tensor([0.5, 0.5, 7.0])
+        [1.0, None, 5.0],
+        [0, 0, 1],
+        kl=[[0.2, 0.4]] * 3,
+        greedy_scores=torch.tensor([0.5, 0.5, 7.0]),
     )
-    found = remax().credit(batch, 0.5).advantages
+    found = remax().compute_advantages(batch, 0.5).advantages
     assert found[0].tolist() == pytest.approx([0.5 - 0.3, 0.5 - 0.2])
     assert found[1].tolist() == [0.0, 0.0]
     assert found[2].tolist() == pytest.approx([-2 - 0.3, -2 - 0.2])
@@ -297,7 +314,7 @@ def test_remax_compares_with_the_greedy_response() -> None:
 def test_remax_needs_the_greedy_score() -> None:
     assert remax().needs_greedy
     with pytest.raises(ValueError, match="needs_greedy=True"):
-        remax().credit(evidence([1.0], [0]), 0.0)
+        remax().compute_advantages(evidence([1.0], [0]), 0.0)
 
 
 # -- PPO ------------------------------------------------------------------------------------------
@@ -307,8 +324,8 @@ def test_ppo_with_another_lambda_for_the_value() -> None:
     values = [[1.0, 2.0, 4.0]]
     batch = evidence([10.0], [0], lengths=[3], values=values)
     plain = {"whiten_advantages": False, "reference": False}
-    one = ppo(lam=0.5, **plain).credit(batch, 0.0)
-    two = ppo(lam=0.5, lam_value=1.0, **plain).credit(batch, 0.0)
+    one = ppo(lam=0.5, **plain).compute_advantages(batch, 0.0)
+    two = ppo(lam=0.5, lam_value=1.0, **plain).compute_advantages(batch, 0.0)
     assert torch.equal(one.advantages, two.advantages)
     assert one.returns is not None
     assert two.returns is not None
@@ -321,9 +338,9 @@ def test_ppo_with_a_lambda_by_length() -> None:
     values = [[1.0, 2.0, 4.0, 5.0], [1.0, 2.0, 0.0, 0.0]]
     batch = evidence([10.0, 10.0], [0, 1], lengths=[4, 2], values=values)
     plain = {"whiten_advantages": False, "reference": False}
-    found = ppo(lam_alpha=0.5, lam=1.0, **plain).credit(batch, 0.0)
-    half = ppo(lam=0.5, **plain).credit(batch, 0.0).advantages
-    none = ppo(lam=0.0, **plain).credit(batch, 0.0).advantages
+    found = ppo(lam_alpha=0.5, lam=1.0, **plain).compute_advantages(batch, 0.0)
+    half = ppo(lam=0.5, **plain).compute_advantages(batch, 0.0).advantages
+    none = ppo(lam=0.0, **plain).compute_advantages(batch, 0.0).advantages
     torch.testing.assert_close(found.advantages[0], half[0])
     torch.testing.assert_close(found.advantages[1], none[1])
     assert found.returns is not None
@@ -361,19 +378,19 @@ def test_order_of_rows_changes_nothing(name: str) -> None:
     lengths[0] = lengths[-1] = 5
     algorithm: Algorithm = BUILTIN[name]()
 
-    def credit(order: list[int]) -> Any:
+    def compute_advantages(order: list[int]) -> Any:
         batch = evidence(
             [scores[i] for i in order],
             [group[i] for i in order],
             kl=kl[order],
             lengths=[lengths[i] for i in order],
             values=kl[order] * 3,
-            baseline=torch.tensor(group)[order] * 0.1,
+            greedy_scores=torch.tensor(group)[order] * 0.1,
         )
-        return algorithm.credit(batch, 0.3)
+        return algorithm.compute_advantages(batch, 0.3)
 
     order = torch.randperm(rows, generator=g).tolist()
-    one, two = credit(list(range(rows))), credit(order)
+    one, two = compute_advantages(list(range(rows))), compute_advantages(order)
     torch.testing.assert_close(two.advantages, one.advantages[order])
     torch.testing.assert_close(two.rewards, one.rewards[order])
     assert one.advantages[4].abs().sum() == 0

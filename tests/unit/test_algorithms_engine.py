@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import BUILTIN, grpo
-from kedge.algorithms.base import Algorithm, Evidence
+from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.engine.stages import collect, cut, make_experience
-from kedge.types import Credit, Experience, Judgement, PolicyOutput, PromptBatch, Rollout, Sampling
-from tests.unit.evidence import one_rank, prefix
+from kedge.types import (
+    AdvantageOutput,
+    Experience,
+    PolicyOutput,
+    PromptBatch,
+    RewardOutput,
+    Rollout,
+    Sampling,
+)
+from tests.unit.advantage_inputs import one_rank, prefix
 from tests.unit.toys import ToyLearner
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=0.7, top_p=0.9)
@@ -32,7 +40,7 @@ def prompts(group: list[int]) -> PromptBatch:
 class Answers:
     """Answers ten times the prompt's id, plus one when sampling; remembers what it was asked."""
 
-    live = True
+    shares_weights = True
     logprobs = "none"
 
     def __init__(self) -> None:
@@ -44,9 +52,9 @@ class Answers:
         return Rollout(
             prompts=prompts,
             ids=10 * prompts.ids + (sampling.temperature > 0),
-            mask=mask,
-            present=mask,
-            finished=mask[:, 0],
+            loss_mask=mask,
+            response_mask=mask,
+            terminated=mask[:, 0],
             version=torch.zeros(len(prompts), dtype=torch.int64),
         )
 
@@ -57,25 +65,25 @@ class Judge:
     def __init__(self, fails: tuple[int, ...] = ()) -> None:
         self.fails = fails
 
-    def score(self, rollout: Rollout) -> Judgement:
+    def score(self, rollout: Rollout) -> RewardOutput:
         first = rollout.ids[:, 0]
         bad = torch.tensor([int(i) in self.fails for i in first])
-        return Judgement(scores=first.float(), valid=~bad)
+        return RewardOutput(scores=first.float(), valid=~bad)
 
 
-def gather(group: list[int], judge: Judge) -> tuple[Judgement, Answers]:
+def gather(group: list[int], judge: Judge) -> tuple[RewardOutput, Answers]:
     engine = Answers()
-    _, judgement, _ = collect(
+    _, reward_output, _ = collect(
         prompts(group), engine, judge, sampling=SAMPLING, seed=0, clock=lambda: 0.0, greedy=True
     )
-    return judgement, engine
+    return reward_output, engine
 
 
 def test_one_greedy_response_per_prompt_is_the_baseline_of_its_group() -> None:
-    judgement, engine = gather([5, 2, 5, 2, 9], Judge())
-    assert judgement.scores.tolist() == [51, 21, 51, 21, 91]
-    assert judgement.baseline is not None
-    assert judgement.baseline.tolist() == [50, 20, 50, 20, 90]
+    reward_output, engine = gather([5, 2, 5, 2, 9], Judge())
+    assert reward_output.scores.tolist() == [51, 21, 51, 21, 91]
+    assert reward_output.greedy_scores is not None
+    assert reward_output.greedy_scores.tolist() == [50, 20, 50, 20, 90]
     (_, (group, names, sampling)) = engine.asked
     assert sorted(group) == [2, 5, 9]
     assert names == [f"prompt {g}" for g in group]
@@ -83,35 +91,35 @@ def test_one_greedy_response_per_prompt_is_the_baseline_of_its_group() -> None:
 
 
 def test_rows_without_baseline_take_no_part() -> None:
-    judgement, _ = gather([5, 2, 5], Judge(fails=(50, 21)))
-    assert judgement.valid.tolist() == [False, False, False]
-    judgement, _ = gather([5, 2, 5], Judge(fails=(50,)))
-    assert judgement.valid.tolist() == [False, True, False]
+    reward_output, _ = gather([5, 2, 5], Judge(fails=(50, 21)))
+    assert reward_output.valid.tolist() == [False, False, False]
+    reward_output, _ = gather([5, 2, 5], Judge(fails=(50,)))
+    assert reward_output.valid.tolist() == [False, True, False]
 
 
-def batch() -> tuple[Rollout, Judgement]:
+def batch() -> tuple[Rollout, RewardOutput]:
     group = [0, 0, 1, 1, 2, 2]
     mask = prefix([3, 1, 2, 2, 3, 3])
     rollout = Rollout(
         prompts=prompts(group),
         ids=torch.ones(6, 3, dtype=torch.int64),
-        mask=mask,
-        present=mask,
-        finished=torch.tensor([True, False, True, True, True, True]),
+        loss_mask=mask,
+        response_mask=mask,
+        terminated=torch.tensor([True, False, True, True, True, True]),
         version=torch.zeros(6, dtype=torch.int64),
     )
     scores = torch.tensor([1.0, 2.0, 3.0, 3.0, 4.0, 9.0])
     valid = torch.tensor([True, True, True, True, True, False])
-    return rollout, Judgement(scores=scores, valid=valid)
+    return rollout, RewardOutput(scores=scores, valid=valid)
 
 
 def test_rows_left_out_by_credit_have_no_weight() -> None:
-    rollout, judgement = batch()
+    rollout, reward_output = batch()
     rule = grpo(mask_truncated_completions=True, drop_uniform_groups=True)
-    experience, metrics = make_experience(rollout, judgement, ToyLearner(), rule, 0.0)
+    experience, metrics = make_experience(rollout, reward_output, ToyLearner(), rule, 0.0)
     # Truncated; equal scores; alone in its group, where no two scores differ; not valid.
-    assert experience.mask.any(1).tolist() == [True, False, False, False, False, False]
-    assert experience.value_mask is experience.mask
+    assert experience.loss_mask.any(1).tolist() == [True, False, False, False, False, False]
+    assert experience.value_mask is experience.loss_mask
     assert metrics["rollout/untrained_rows"] == 4
     assert metrics["objective/uniform_groups"] == pytest.approx(2 / 4)
     (whole,) = cut(experience, torch.arange(6), rule, 6, one_rank)
@@ -120,10 +128,10 @@ def test_rows_left_out_by_credit_have_no_weight() -> None:
 
 
 def test_metrics_about_groups_are_absent_without_groups() -> None:
-    rollout, judgement = batch()
+    rollout, reward_output = batch()
     rollout = replace(rollout, prompts=replace(rollout.prompts, group=torch.arange(6)))
     algorithm = BUILTIN["reinforce_pp"]()
-    _, metrics = make_experience(rollout, judgement, ToyLearner(), algorithm, 0.0)
+    _, metrics = make_experience(rollout, reward_output, ToyLearner(), algorithm, 0.0)
     assert "objective/uniform_groups" not in metrics
     assert "rollout/untrained_rows" not in metrics
 
@@ -148,8 +156,8 @@ def experience(rows: int = 7) -> Experience:
         prompt_ids=torch.zeros(rows, 1, dtype=torch.int64),
         prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
         ids=torch.arange(rows)[:, None].expand(rows, 5),
-        mask=mask,
-        present=mask,
+        loss_mask=mask,
+        response_mask=mask,
         value_mask=mask,
         old_logprobs=(noise[0] * 0.2 - 2) * mask,
         ref_logprobs=(noise[1] * 0.2 - 2) * mask,
@@ -171,7 +179,7 @@ def test_cutting_a_step_changes_no_gradient(name: str) -> None:
         total = torch.zeros(())
         for mb in cut(whole, index, rule, micro_rows, one_rank):
             at = mb.rows.ids[:, 0]  # the row's number
-            mask = mb.rows.mask
+            mask = mb.rows.loss_mask
             found = PolicyOutput(
                 logprobs=logp[at] * mask, entropy=mask.float(), values=values[at] * mask
             )
@@ -189,13 +197,15 @@ def test_cutting_a_step_changes_no_gradient(name: str) -> None:
 
 
 def test_a_mask_of_credit_never_adds_rows() -> None:
-    def credit(e: Evidence, kl_coef: float) -> Credit:
-        everything = torch.ones_like(e.rollout.mask)
-        return Credit(
-            rewards=e.rollout.mask * 1.0, advantages=e.rollout.mask * 1.0, mask=everything
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        everything = torch.ones_like(e.rollout.loss_mask)
+        return AdvantageOutput(
+            rewards=e.rollout.loss_mask * 1.0,
+            advantages=e.rollout.loss_mask * 1.0,
+            loss_mask=everything,
         )
 
-    rollout, judgement = batch()
-    rule = replace(BUILTIN["rloo"](), credit=credit)
-    found, _ = make_experience(rollout, judgement, ToyLearner(), rule, 0.0)
-    assert torch.equal(found.mask, rollout.mask & judgement.valid[:, None])
+    rollout, reward_output = batch()
+    rule = replace(BUILTIN["rloo"](), compute_advantages=compute_advantages)
+    found, _ = make_experience(rollout, reward_output, ToyLearner(), rule, 0.0)
+    assert torch.equal(found.loss_mask, rollout.loss_mask & reward_output.valid[:, None])

@@ -10,23 +10,23 @@ from torch import Tensor
 
 from kedge.math.advantage import (
     group_mean,
-    group_normalise,
+    group_normalize,
     group_std,
     leave_one_out,
     length_adaptive_lambda,
     rewards_to_go,
 )
+from kedge.math.importance import Correction, importance_weights
 from kedge.math.losses import (
     Clip,
     clipped_policy_loss,
     policy_is_clipped,
     weighted_policy_loss,
 )
-from kedge.math.masked import first_true, moments, standardise
-from kedge.math.offpolicy import Correction, importance_weights
+from kedge.math.masked import first_true, moments, standardize
+from kedge.math.ratios import mean_over_tokens, ratios
 from kedge.math.rewards import overlong_penalty
-from kedge.math.sequences import mean_over_tokens, ratios
-from tests.unit.evidence import one_rank, prefix
+from tests.unit.advantage_inputs import one_rank, prefix
 
 ALL = torch.ones(12, dtype=torch.bool)
 # Three prompts with four responses each, first responses first.
@@ -72,17 +72,17 @@ def test_the_only_survivor_of_a_group_has_advantage_0(scale: str) -> None:
     scores = torch.tensor([4.0, math.nan, 1.0, 3.0])
     group, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, False, True, True])
     assert leave_one_out(scores, group, valid).tolist() == [0.0, 0.0, -2.0, 2.0]
-    found = group_normalise(scores, group, valid, scale=scale, total=one_rank)
+    found = group_normalize(scores, group, valid, scale=scale, total=one_rank)
     assert found[:2].tolist() == [0.0, 0.0]
     assert found[2].item() < 0 < found[3].item()
 
 
-def test_group_normalise_by_hand() -> None:
+def test_group_normalize_by_hand() -> None:
     scores, group = torch.tensor([1.0, 3.0, 10.0, 10.0]), torch.tensor([0, 0, 1, 1])
     valid = torch.ones(4, dtype=torch.bool)
 
     def found(scale: str) -> Tensor:
-        return group_normalise(scores, group, valid, scale=scale, total=one_rank)
+        return group_normalize(scores, group, valid, scale=scale, total=one_rank)
 
     assert found("none").tolist() == [-1.0, 1.0, 0.0, 0.0]
     assert found("group").tolist() == pytest.approx(
@@ -98,15 +98,15 @@ def test_equal_scores_give_exactly_0() -> None:
     assert group_std(scores, group, valid).tolist() == [0.0] * 6
     assert leave_one_out(scores, group, valid).tolist() == [0.0] * 6
     assert (
-        group_normalise(scores, group, valid, scale="group", total=one_rank).tolist() == [0.0] * 6
+        group_normalize(scores, group, valid, scale="group", total=one_rank).tolist() == [0.0] * 6
     )
 
 
-def test_moments_and_standardise() -> None:
+def test_moments_and_standardize() -> None:
     x, mask = torch.tensor([1.0, 2.0, 3.0, math.nan]), torch.tensor([True, True, True, False])
     mean, std = moments(x, mask)
     assert (mean.item(), std.item()) == (2.0, 1.0)
-    assert standardise(x, mask, eps=1.0).tolist() == [-0.5, 0.0, 0.5, 0.0]
+    assert standardize(x, mask, eps=1.0).tolist() == [-0.5, 0.0, 0.5, 0.0]
 
 
 def test_rewards_to_go_steps_over_tokens_off_the_mask() -> None:

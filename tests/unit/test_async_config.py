@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kedge import AsyncPPOConfig
-from kedge.cli import async_ppo
 from kedge.cli.arguments import ModelArguments, ScriptArguments
-from kedge.cli.async_data import asked, dressed, load_mixed
+from kedge.cli.train import async_ppo
+from kedge.cli.train.async_data import asked, dressed, load_mixed
 from kedge.config.declare import default_of
-from kedge.config.support import Refused, elsewhere
+from kedge.config.options import Refused, elsewhere
 from kedge.errors import ConfigError, DataError
 
 from .text_toys import word_tokenizer
@@ -276,7 +276,7 @@ def flags_of(script: Path, tmp_path: Path) -> list[str]:
 )  # fmt: skip
 def test_the_scripts_say_what_they_mean(name: str, means: dict[str, Any], tmp_path: Path) -> None:
     with elsewhere():
-        options = async_ppo.options_of([*flags_of(SCRIPTS / name, tmp_path), "--use_cpu"])
+        options = async_ppo.parse_options([*flags_of(SCRIPTS / name, tmp_path), "--use_cpu"])
     assert {key: getattr(options.config, key) for key in means} == means
     assert options.script.value_model_path == options.config.reward_model_path
     assert options.script.apply_verifiable_reward
@@ -287,7 +287,7 @@ def test_the_scripts_say_what_they_mean(name: str, means: dict[str, Any], tmp_pa
 
 def options(tmp_path: Path, *flags: str) -> Any:
     base = ["--rollout_engine", "embedded", "--use_cpu", "--output_dir", str(tmp_path / "out")]
-    return async_ppo.options_of([*base, *flags])
+    return async_ppo.parse_options([*base, *flags])
 
 
 @pytest.fixture

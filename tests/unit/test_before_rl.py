@@ -78,9 +78,9 @@ def test_a_supervised_model_learns_completions_and_to_stop(
 @pytest.mark.slow
 def test_references_score_nothing_on_average_wherever_the_model_is_loaded(place: Path) -> None:
     assert main(["reward", *flags(place, "pairs", "reward")]) == 0
-    from kedge.cli.judge import scores_of
+    from kedge.cli.tools.judge import load_scores
 
-    score = scores_of(str(place / "reward"))
+    score = load_scores(str(place / "reward"))
     prompts = [f"w{i} w4" for i in range(9, 29)]
     chosen = score(prompts, [" w5 w6 w7"] * 20)
     assert abs(sum(chosen) / 20) < 1e-5
@@ -110,7 +110,7 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
 ) -> None:
     from trl.trainer.reward_trainer import RewardTrainer
 
-    from kedge.cli.judge import scores_of
+    from kedge.cli.tools.judge import load_scores
 
     seen: list[list[int]] = []
     train = RewardTrainer.train
@@ -140,7 +140,7 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
         ),
     )
     rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
-    scores_of(str(place / "reward"))(*([row[n] for row in rows] for n in ("prompt", "chosen")))
+    load_scores(str(place / "reward"))(*([row[n] for row in rows] for n in ("prompt", "chosen")))
     assert seen
     assert sorted(read) == sorted(seen)
 
@@ -175,7 +175,12 @@ def batch() -> Rollout:
     row = torch.arange(2)
     prompts = PromptBatch(ids=ids, mask=real, group=row, row=row)
     return Rollout(
-        prompts=prompts, ids=ids, mask=real, present=real, finished=flag, version=row * 0
+        prompts=prompts,
+        ids=ids,
+        loss_mask=real,
+        response_mask=real,
+        terminated=flag,
+        version=row * 0,
     )
 
 

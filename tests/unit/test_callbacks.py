@@ -9,12 +9,12 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, T
 from transformers.trainer_callback import ExportableState
 
 from kedge.backends.trackers import Memory
-from kedge.engine import checkpoint
+from kedge.engine.checkpoint import checkpoint
 from kedge.engine.hooks import StepReport
 from kedge.errors import CheckpointError, ConfigError
-from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
-from kedge.trainers.hooks import TrainerHooks
-from kedge.trainers.services import tables_of
+from kedge.trainers.reporting.trackers import build_tables
+from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
+from kedge.trainers.run.hooks import TrainerHooks
 from kedge.types import PromptBatch, Rollout
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
@@ -100,7 +100,7 @@ class Run:
                 "episode": (step + 1) * 8.0,
                 "lr": 1 / 2**step,
             }
-            report = StepReport(step=step + 1, metrics=metrics, rollout=None, judgement=None)
+            report = StepReport(step=step + 1, metrics=metrics, rollout=None, reward_output=None)
             if hooks.on_step_end(report):
                 break
         hooks.end_pass()
@@ -133,7 +133,7 @@ def test_events_come_in_the_order_of_the_transformers_trainer(tmp_path):
     }
 
 
-def test_the_optimiser_itself_fires_the_event_before_its_step(tmp_path):
+def test_the_optimizer_itself_fires_the_event_before_its_step(tmp_path):
     spy = Spy()
     callbacks = Callbacks(args(tmp_path), [spy])
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
@@ -205,7 +205,7 @@ def test_a_flag_set_on_another_rank_counts_here(tmp_path):
         run.callbacks, steps_per_epoch=2.0, total=lambda x: x + torch.tensor([1.0, 0, 0, 0])
     )
     hooks.on_step_begin(0)
-    report = StepReport(step=1, metrics={}, rollout=None, judgement=None)
+    report = StepReport(step=1, metrics={}, rollout=None, reward_output=None)
     assert hooks.on_step_end(report) is True
 
 
@@ -255,7 +255,7 @@ def test_evaluation_cadence(tmp_path, kwargs, steps):
 def test_save_cadence(tmp_path, kwargs, steps):
     run = Run(args(tmp_path, **kwargs), max_steps=7).train()
     assert run.saved == steps
-    assert [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path)] == steps
+    assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path)] == steps
 
 
 def test_rows_between_two_logs_are_averaged(tmp_path):
@@ -308,7 +308,7 @@ def test_early_stopping_works(tmp_path):
 def test_rotation_spares_the_best(tmp_path):
     arguments = args(tmp_path, **BEST, save_strategy="steps", save_steps=1, save_total_limit=2)
     run = Run(arguments, max_steps=6, evals=[1.0, 3.0, 2.0, 2.5, 1.0, 0.5]).train()
-    left = [checkpoint.step_of(p) for p in checkpoint.checkpoints(tmp_path)]
+    left = [checkpoint.parse_step(p) for p in checkpoint.checkpoints(tmp_path)]
     assert left == [2, 6]
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
 
@@ -343,9 +343,9 @@ def rollout_of(prompt_lengths, response_lengths):
     return Rollout(
         prompts=prompts,
         ids=torch.zeros(n, R, dtype=torch.long),
-        mask=present,
-        present=present,
-        finished=present[:, 0],
+        loss_mask=present,
+        response_mask=present,
+        terminated=present[:, 0],
         version=torch.zeros(n),
     )
 
@@ -360,7 +360,7 @@ def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
     for step in (1, 2):
         hooks.on_step_begin(step - 1)
         rollout = rollout_of([1, 3], [2, 3])
-        hooks.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, judgement=None))
+        hooks.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, reward_output=None))
     assert run.state.num_input_tokens_seen == (want or 0)
     assert run.memory.rows[-1].get("num_input_tokens_seen") == want
 
@@ -461,7 +461,7 @@ def test_tensorboard_gets_the_rows(tmp_path):
     run = Run(args(tmp_path, report_to="tensorboard"), max_steps=2).train()
     assert [type(c).__name__ for c in run.callbacks.handler.callbacks][1] == "TensorBoardCallback"
     run.callbacks.begin(max_steps=2, epochs=1, batch_size=8)  # opens the writer again
-    tables_of(run.callbacks).table("completions", [{"query": "q"}], step=2)
+    build_tables(run.callbacks).table("completions", [{"query": "q"}], step=2)
     run.callbacks.fire("on_train_end")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

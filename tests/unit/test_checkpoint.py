@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kedge.engine import checkpoint
-from kedge.engine.checkpoint_folders import write_manifest
-from kedge.engine.tree import join, split
+from kedge.engine.checkpoint import checkpoint
+from kedge.engine.checkpoint.folders import write_manifest
+from kedge.engine.checkpoint.serialization import join, split
 from kedge.errors import CheckpointError
 
 
@@ -115,7 +115,7 @@ def test_keys_that_spell_the_same_path_stay_apart():
     assert same(join(*split(tree)), tree)
 
 
-class Colour(str, Enum):
+class Color(str, Enum):
     RED = "red"
 
 
@@ -125,7 +125,7 @@ class Colour(str, Enum):
         ({"a": [1, object()]}, "state/kl/a/1 is a builtins.object"),
         ({"a": {1, 2}}, "state/kl/a is a builtins.set"),
         ({"a": b"bytes"}, "state/kl/a is a builtins.bytes"),
-        ({"a": Colour.RED}, "state/kl/a is <Colour.RED"),
+        ({"a": Color.RED}, "state/kl/a is <Color.RED"),
         ({(1, 2): 1}, r"state/kl has the key \(1, 2\)"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, "state/kl/a is a torch.complex64"),
         ({"a": torch.zeros(2).to_sparse()}, "state/kl/a is a torch.float32 tensor of layout"),
@@ -138,7 +138,7 @@ def test_what_cannot_be_stored_is_named_and_leaves_nothing(tmp_path, bad, where)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_and_optimiser_are_separate_files_and_none_is_a_pickle(tmp_path):
+def test_weights_and_optimizer_are_separate_files_and_none_is_a_pickle(tmp_path):
     folder = checkpoint.save(tmp_path, 1, state())
     names = {p.name for p in folder.iterdir()}
     assert {"state-learner.model.safetensors", "state-learner.optimizer.safetensors"} <= names
@@ -357,7 +357,7 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
 
 
 def steps(root: Path) -> list[int]:
-    return [checkpoint.step_of(p) for p in checkpoint.checkpoints(root)]
+    return [checkpoint.parse_step(p) for p in checkpoint.checkpoints(root)]
 
 
 def test_rotation_orders_by_number_and_keeps_the_best(tmp_path):
@@ -467,7 +467,9 @@ KILLS = """
     import json, os, shutil, signal, sys
     from pathlib import Path
     import torch
-    from kedge.engine import checkpoint, checkpoint_folders, tree
+    from kedge.engine.checkpoint import checkpoint
+    from kedge.engine.checkpoint import folders as checkpoint_folders
+    from kedge.engine.checkpoint import serialization as tree
 
     root = Path(sys.argv[1])
     state = lambda step: {"m": {"a": {"w": torch.full((300,), float(step))}}, "n": step}
@@ -551,7 +553,7 @@ ENDLESS = """
     import sys
     from pathlib import Path
     import torch
-    from kedge.engine import checkpoint
+    from kedge.engine.checkpoint import checkpoint
     root = Path(sys.argv[1])
     print("go", flush=True)
     for step in range(1, 10**6):

@@ -59,7 +59,7 @@ def test_keys_and_values_on_request() -> None:
     torch.testing.assert_close(values[:, 0], said(model)[1][:, 3])
 
 
-def test_initialisation() -> None:
+def test_initialization() -> None:
     class Config:
         hidden_size = 4096
 
@@ -311,7 +311,7 @@ def strange() -> Any:
 @pytest.mark.filterwarnings("ignore::UserWarning:bitsandbytes")
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_bases_train_their_adapters(bits: int, tmp_path: Path) -> None:
+def test_quantized_bases_train_their_adapters(bits: int, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="8- and 4-bit bases need bitsandbytes")
     from peft import LoraConfig
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kedge.classic import PPOTrainer
-from kedge.classic.pieces import STEPS
-from kedge.classic.statistics import KEYS
+from kedge.classic.stats_recorder import KEYS
+from kedge.classic.step_parts import STEPS
 from kedge.errors import ConfigError, DataError
 from tests.classic_models import gpt2, lora, samples, t5, trainer
 

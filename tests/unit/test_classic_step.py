@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.classic import PPOTrainer, RunningMoments
-from kedge.classic.statistics import KEYS
+from kedge.classic.stats_recorder import KEYS
 from tests.classic_models import bart, gpt2, letters, lora, samples, t5, trainer
 
 MAKERS = [gpt2, t5, bart]
@@ -192,7 +192,7 @@ def test_what_step_refuses(change: Any, message: str) -> None:
 
 
 def test_early_stopping_leaves_the_offending_step_out() -> None:
-    """The second optimiser step is the first to start away from the policy that sampled."""
+    """The second optimizer step is the first to start away from the policy that sampled."""
     once, _ = after({"ppo_epochs": 1})
     twice, _ = after({"ppo_epochs": 2})
     limits = {"early_stopping": True, "target_kl": 1e-9, "ppo_epochs": 4}

@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from kedge import GRPOConfig, PPOConfig, RLOOConfig
-from kedge.cli import memory
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import COMMANDS, guarded, main
-from kedge.cli.plan import human, plan, short
-from kedge.cli.ppo import load_algorithm, model_names
-from kedge.cli.resume import command_to_repeat, resume_point
-from kedge.cli.rewards import check_rewards, sources_of
+from kedge.cli.planning import memory
+from kedge.cli.planning.plan import human, plan, short
+from kedge.cli.rewards import build_sources, check_rewards
+from kedge.cli.train.ppo import load_algorithm, model_names
+from kedge.cli.train.resume import command_to_repeat, resume_point
 from kedge.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -106,9 +106,11 @@ def test_python_m_kedge_is_the_command():
 def test_an_occupied_folder_and_an_unknown_rule_are_refused_before_any_weight_loads(
     tmp_path, rows, monkeypatch, capsys
 ):
-    import kedge.cli.ppo
+    import kedge.cli.train.ppo
 
-    monkeypatch.setattr(kedge.cli.ppo, "load_policy", lambda *_: pytest.fail("weights loaded"))
+    monkeypatch.setattr(
+        kedge.cli.train.ppo, "load_policy", lambda *_: pytest.fail("weights loaded")
+    )
     flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(rows)]
     flags += ["--reward_funcs", "math:fsum", "--output_dir", str(tmp_path / "run")]
     assert main(["ppo", *flags, "--algorithm", "kedge.algorithms:nope"]) == 2
@@ -490,7 +492,7 @@ def test_reward_flags(flags, model, names, weights):
     given = flags.split() if isinstance(flags, str) else flags
     made = options(*MODEL, *given)
     check_rewards(made)
-    found = sources_of(made, model=model)
+    found = build_sources(made, model=model)
     assert [f if isinstance(f, str) else f.__name__ for f in found.functions] == names
     assert found.weights == weights
 
@@ -513,7 +515,7 @@ def test_reward_flags_that_contradict(flags, message):
 
     def read():
         check_rewards(made)
-        sources_of(made, model=False)
+        build_sources(made, model=False)
 
     with pytest.raises(ConfigError) as error:
         read()
@@ -599,7 +601,7 @@ def test_a_plan_needs_no_weights(tiny):
     assert policy.generation == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
 
 
-def test_checkpointing_optimiser_and_adapters_change_the_plan(tiny):
+def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8"]
     plain = plan(options(*flags, "--no_gradient_checkpointing"))[3][0]
     saving = plan(options(*flags))[3][0]
@@ -620,7 +622,7 @@ def test_no_kl_no_reference(tiny):
     ("optim", "size"),
     [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("rmsprop_bnb_8bit", 1)],
 )
-def test_optimiser_state(optim, size):
+def test_optimizer_state(optim, size):
     assert memory.optimizer_bytes(optim) == size
 
 
@@ -635,7 +637,7 @@ def test_sizes_that_do_not_divide_are_found_by_the_plan(tiny, capsys):
     [("rloo", ["policy", "reference", "reward"]), ("grpo", ["policy", "reward"])],
 )
 def test_runs_without_a_value_model_are_planned(tiny, kind, roles):
-    from kedge.cli.plan import CONFIGS
+    from kedge.cli.planning.plan import CONFIGS
 
     made = parse(
         [

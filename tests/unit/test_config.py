@@ -1,4 +1,4 @@
-"""PPOConfig: every field of the printed signature, honoured or refused; values; resolve()."""
+"""PPOConfig: every field of the printed signature, honored or refused; values; resolve()."""
 
 import json
 import math
@@ -11,14 +11,14 @@ import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
 import kedge
-from kedge.config.cadence import cadence, warmup_updates
+from kedge.config.compat.transformers4 import REMOVED, RemovedArguments
 from kedge.config.declare import default_of
-from kedge.config.field_support import FIELD_SUPPORT, INHERITED, OWN
+from kedge.config.option_status import FIELD_SUPPORT, INHERITED, OWN
+from kedge.config.options import Honored, Moved, Refused
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.config.removed import REMOVED, RemovedArguments
 from kedge.config.resolve import resolve
 from kedge.config.sampling import sampling_of
-from kedge.config.support import Honoured, Moved, Refused
+from kedge.config.schedule import build_schedule, warmup_updates
 from kedge.config.values import shown
 from kedge.errors import ConfigError
 
@@ -92,12 +92,12 @@ def test_a_refused_field_raises_when_changed(config, name):
     assert support.way_out in str(error.value)
 
 
-def test_honoured_fields_say_where_they_act():
-    assert all(s.where for s in FIELD_SUPPORT.values() if isinstance(s, Honoured))
+def test_honored_fields_say_where_they_act():
+    assert all(s.where for s in FIELD_SUPPORT.values() if isinstance(s, Honored))
     assert len(REFUSED) > 25  # the walk above is not empty
 
 
-# Honoured by transformers itself, in the file named, or by being accepted.
+# Honored by transformers itself, in the file named, or by being accepted.
 ELSEWHERE = {
     **dict.fromkeys(("tf32", "log_on_each_node", "ddp_backend", "ddp_timeout"), "training_args.py"),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "training_args.py"),
@@ -113,13 +113,13 @@ ELSEWHERE = {
 }
 
 
-def test_every_honoured_field_is_read_somewhere():
+def test_every_honored_field_is_read_somewhere():
     root = Path(kedge.__file__).parent
     tables = {"field_support.py", "removed.py", "checks.py"}
     text = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name not in tables)
     missing = []
     for name, support in FIELD_SUPPORT.items():
-        if not isinstance(support, Honoured):
+        if not isinstance(support, Honored):
             continue
         where = ELSEWHERE.get(name, "")
         if where:
@@ -192,7 +192,7 @@ def test_precision_on_a_cpu_is_never_an_error(config):
 
 
 def test_precision_on_a_gpu_is_bf16(config, monkeypatch):
-    monkeypatch.setattr("kedge.config.on_policy.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("kedge.config.base.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
     monkeypatch.setattr(TrainingArguments, "distributed_state", None, raising=False)
     assert config().bf16 is True
@@ -202,7 +202,7 @@ def test_precision_on_a_gpu_is_bf16(config, monkeypatch):
 
 def test_processes_that_do_not_find_one_another_are_an_error(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("kedge.config.on_policy.is_torch_cuda_available", lambda: True)
+    monkeypatch.setattr("kedge.config.base.is_torch_cuda_available", lambda: True)
     with pytest.raises(ConfigError, match="2 processes were launched, but this one is one of 1"):
         config()
 
@@ -387,7 +387,7 @@ def due(c, what, updates=20):
 
 def test_cadence_counts_updates(config):
     made = config(logging_steps=6, save_steps=0.25, eval_strategy="epoch", logging_first_step=True)
-    c = cadence(made, updates=20, updates_per_epoch=2.5)
+    c = build_schedule(made, updates=20, updates_per_epoch=2.5)
     assert due(c, "logs") == [1, 6, 12, 18, 20]
     assert due(c, "saves") == [5, 10, 15, 20]
     assert due(c, "evaluates") == [3, 5, 8, 10, 13, 15, 18, 20]
@@ -396,15 +396,19 @@ def test_cadence_counts_updates(config):
 
 def test_cadence_can_be_silent(config):
     made = config(logging_strategy="no", save_strategy="no", num_sample_generations=0)
-    c = cadence(made, updates=20, updates_per_epoch=None)
+    c = build_schedule(made, updates=20, updates_per_epoch=None)
     assert [due(c, w) for w in ("logs", "saves", "evaluates", "samples")] == [[], [], [], []]
     with pytest.raises(ConfigError, match="does not know its length"):
-        cadence(config(save_strategy="epoch"), updates=20, updates_per_epoch=None)
+        build_schedule(config(save_strategy="epoch"), updates=20, updates_per_epoch=None)
 
 
 def test_evaluation_can_start_late(config):
     made = config(eval_strategy="steps", eval_steps=4, eval_delay=9)
-    assert due(cadence(made, updates=20, updates_per_epoch=None), "evaluates") == [12, 16, 20]
+    assert due(build_schedule(made, updates=20, updates_per_epoch=None), "evaluates") == [
+        12,
+        16,
+        20,
+    ]
 
 
 def test_the_parser_takes_the_printed_command_line():

@@ -11,14 +11,14 @@ import pytest
 
 import kedge
 from kedge import GRPOConfig, RLOOConfig
-from kedge.backends.hf.fit import check_length
+from kedge.backends.hf.compatibility import check_length
+from kedge.config.compat.trl import NEWER, NewerArguments
 from kedge.config.declare import default_of
 from kedge.config.grpo import resolve_grpo
-from kedge.config.newer import NEWER, NewerArguments
+from kedge.config.options import Honored, Moved, Refused
 from kedge.config.ppo import PPOConfig
 from kedge.config.resolve import batch_options
 from kedge.config.rloo import DEFAULTS, PAIRS, resolve_rloo
-from kedge.config.support import Honoured, Moved, Refused
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 
@@ -61,12 +61,12 @@ def test_every_refused_field_raises_when_changed(config: Any, out: dict[str, Any
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_honoured_field_is_read(config: Any) -> None:
+def test_every_honored_field_is_read(config: Any) -> None:
     text = "\n".join(p.read_text() for p in Path(kedge.__file__).parent.rglob("*.py"))
     own = [f.name for f in fields(config) if f.name not in SHARED]
-    honoured = [n for n in own if isinstance(config.SUPPORT[n], Honoured)]
-    assert len(honoured) > 5
-    assert [n for n in honoured if not re.search(rf"\bconfig\.{n}\b", text)] == []
+    honored = [n for n in own if isinstance(config.SUPPORT[n], Honored)]
+    assert len(honored) > 5
+    assert [n for n in honored if not re.search(rf"\bconfig\.{n}\b", text)] == []
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -254,7 +254,7 @@ def test_vllm_in_the_names_of_trl(config, tmp_path, monkeypatch):
     assert here.vllm_engine_args["gpu_memory_utilization"] == 0.3
     place = {"vllm_server_host": "box", "vllm_server_port": 7, "vllm_server_timeout": 9.0}
     there = config(output_dir=str(tmp_path), use_vllm=True, vllm_mode="server", **place)
-    assert (there.rollout_engine, there.vllm_start_timeout) == ("http://box:7", 9.0)
+    assert (there.rollout_engine, there.worker_start_timeout) == ("http://box:7", 9.0)
     with pytest.raises(ConfigError, match="use_vllm=True and rollout_engine='vllm' both say"):
         config(output_dir=str(tmp_path), use_vllm=True, rollout_engine="vllm")
 

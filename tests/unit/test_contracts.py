@@ -13,7 +13,7 @@ import torch
 from kedge.algorithms import Algorithm, ppo, reinforce_pp
 from kedge.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
 from kedge.testing import ScriptedRollouts
-from kedge.types import Judgement, Loss, MicroBatch, PolicyOutput
+from kedge.types import Loss, MicroBatch, PolicyOutput, RewardOutput
 from tests.e2e.small import small
 
 
@@ -22,12 +22,14 @@ def rule(**changes: Any) -> Algorithm:
 
 
 def credited(change: Callable[[Any], Any]) -> Algorithm:
-    return rule(credit=lambda e, kl_coef: change(reinforce_pp().credit(e, kl_coef)))
+    return rule(
+        compute_advantages=lambda e, kl_coef: change(reinforce_pp().compute_advantages(e, kl_coef))
+    )
 
 
 def averaged(new: PolicyOutput, mb: MicroBatch) -> Loss:
     """The usual slip: a mean, where a weighted sum is asked for."""
-    ratio = ((new.logprobs - mb.rows.old_logprobs) * mb.rows.mask).exp()
+    ratio = ((new.logprobs - mb.rows.old_logprobs) * mb.rows.loss_mask).exp()
     return Loss(parts={"policy": -(ratio * mb.rows.advantages).mean()})
 
 
@@ -41,7 +43,7 @@ class Says:
 
 def judged(scores: int, valid: int) -> Says:
     return Says(
-        lambda rows: Judgement(
+        lambda rows: RewardOutput(
             scores=torch.zeros(rows + scores), valid=torch.ones(rows + valid, dtype=torch.bool)
         )
     )
@@ -50,11 +52,11 @@ def judged(scores: int, valid: int) -> Says:
 calls: list[int] = []
 
 
-def late_nan(rows: int) -> Judgement:
+def late_nan(rows: int) -> RewardOutput:
     calls.append(rows)
     scores = torch.arange(rows).float()
     scores[1] = torch.nan if len(calls) > 1 else 1.0
-    return Judgement(scores=scores, valid=torch.ones(rows, dtype=torch.bool))
+    return RewardOutput(scores=scores, valid=torch.ones(rows, dtype=torch.bool))
 
 
 CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
@@ -91,7 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
     "a source that gives a list": (
         {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
         RewardError,
-        "Says.score returned list; .* returns a kedge.types.Judgement",
+        "Says.score returned list; .* returns a kedge.types.RewardOutput",
     ),
     "scores for other rows": (
         {"reward_model": None, "reward_funcs": judged(-2, 0)},

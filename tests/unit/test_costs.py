@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kedge.cli import costs
 from kedge.cli.main import main
-from kedge.cli.memory import Shape
-from kedge.cli.plan_split import Asked, take_flags
+from kedge.cli.planning import costs
+from kedge.cli.planning.memory import Shape
+from kedge.cli.planning.plan_split import Asked, take_flags
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 

@@ -1,4 +1,4 @@
-"""Prompts from datasets: what is read, how it is tokenised, and what is refused."""
+"""Prompts from datasets: what is read, how it is tokenized, and what is refused."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_collators_that_cannot_be_used(collate, message):
 
 
 @pytest.mark.slow
-def test_tokenising_in_several_processes_changes_nothing():
+def test_tokenizing_in_several_processes_changes_nothing():
     rows = Dataset.from_list(ROWS * 4)
     one, two = (make(rows, dataset_num_proc=n, prompts_per_step=12).batch(0) for n in (None, 2))
     assert torch.equal(one.ids, two.ids)

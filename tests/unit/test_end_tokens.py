@@ -19,7 +19,7 @@ from kedge import (
     RLOOTrainer,
 )
 from kedge.backends.hf.end_tokens import eos_token_ids
-from kedge.cli.generate import answered
+from kedge.cli.tools.generate import answered
 from kedge.engine.preflight import _unusual
 from kedge.errors import ConfigError
 from kedge.testing import ConstantReward, tiny_policy
@@ -111,9 +111,9 @@ def test_every_trainer_ends_responses_at_them_by_default(trainer, tmp_path) -> N
     engine = trainer(str(tmp_path), model=policy, train_dataset=PROMPTS).engine
     assert engine.sampling.stop_ids == (EOS, *range(3, 32, 2))
     batch = engine.source.batch(0)
-    rollout = engine.rollouts.generate(batch, sampling=engine.sampling, seed=0)
-    last = rollout.ids.gather(1, rollout.present.sum(1, keepdim=True) - 1)[:, 0]
-    assert rollout.finished.all()
+    rollout = engine.rollout_engine.generate(batch, sampling=engine.sampling, seed=0)
+    last = rollout.ids.gather(1, rollout.response_mask.sum(1, keepdim=True) - 1)[:, 0]
+    assert rollout.terminated.all()
     assert all(int(token) in engine.sampling.stop_ids for token in last)
 
 
@@ -158,10 +158,10 @@ def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
 )
 def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, expected) -> None:
     rollout = rollout_of([([3], [4, 5]), ([3], [6, 7])], finished=[finished, False])
-    judgement = ConstantReward().score(rollout)
+    reward_output = ConstantReward().score(rollout)
     found = [
         w
-        for w in _unusual(rollout, judgement, ToyLearner(), stops, "response_length")
+        for w in _unusual(rollout, reward_output, ToyLearner(), stops, "response_length")
         if "none of the" in w
     ]
     assert bool(found) == (expected is not None)

@@ -9,10 +9,9 @@ from transformers import TrainingArguments
 
 from kedge.backends.hub import Hub, repo_name
 from kedge.errors import HubError, KedgeError
-from kedge.trainers.hf_callbacks import Callbacks
-from kedge.trainers.model_card import model_card, write_model_card
-from kedge.trainers.publishing import hub_of
-from kedge.trainers.pushing import PushOnSave
+from kedge.trainers.reporting.hub import PushOnSave, build_hub
+from kedge.trainers.reporting.model_card import model_card, write_model_card
+from kedge.trainers.run.hf_callbacks import Callbacks
 
 
 class FakeApi:
@@ -214,11 +213,11 @@ def test_a_repository_is_private_unless_it_is_said_not_to_be(given, private):
     args = SimpleNamespace(
         hub_model_id="x", output_dir=None, hub_token=None, hub_private_repo=given, hub_revision=None
     )
-    assert hub_of(args).private is private
+    assert build_hub(args).private is private
 
 
 def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
-    from kedge.trainers import publishing
+    from kedge.trainers.reporting import hub as publishing
     from tests.e2e.small import small
 
     api = FakeApi()

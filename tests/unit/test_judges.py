@@ -449,11 +449,11 @@ def test_the_command_with_an_endpoint(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["win_rate"] == 1.0
     assert summary["cost"] == pytest.approx((440 * 2 + 120 * 10) / 1e6)
-    lines = (out / "judgements.jsonl").read_text().splitlines()
+    lines = (out / "judgments.jsonl").read_text().splitlines()
     assert len(lines) == 40
     assert json.loads(lines[3])["ours"] == "good 3"
     assert json.loads(lines[3])["theirs"] == "bad 3"  # by prompt, not by place
-    assert len((out / "judgements.csv").read_text().splitlines()) > 40
+    assert len((out / "judgments.csv").read_text().splitlines()) > 40
     assert "100.0%" in capsys.readouterr().out
     assert main(["judge", *files, *flags]) == 0
     assert len(server.asked) == 40
@@ -468,11 +468,11 @@ def test_everything_asked_is_written_also_what_no_file_can_hold(serve: Any, tmp_
     server = serve(lambda number, body: reply("=HYPERLINK(1) \ud83d\nWinner: A"))
     flags = ["--endpoint", server.url, "--model", "m", "--output_dir", str(out)]
     assert main(["judge", ours, "@reference", *flags]) == 0
-    kept = [json.loads(line) for line in (out / "judgements.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in (out / "judgments.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["ours"], row["theirs"]) for row in kept] == [
         tuple(row.values()) for row in rows
     ]
-    with (out / "judgements.csv").open(newline="") as file:
+    with (out / "judgments.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [row["said"] for row in table] == ["'=HYPERLINK(1) \ufffd\nWinner: A"] * 2
     assert [row["prompt"] for row in table] == ["half \\ud800", "'@p"]

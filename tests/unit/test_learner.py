@@ -1,4 +1,4 @@
-"""The learner on transformers: what it says of rows, and what an optimiser step does."""
+"""The learner on transformers: what it says of rows, and what an optimizer step does."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.model import causal_parts, no_dropout, trunk
 from kedge.backends.hf.packing import by_length, worth_padding
-from kedge.backends.hf.reference import FrozenModel, copy_of
+from kedge.backends.hf.reference import FrozenModel, frozen_copy
 from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
 from kedge.engine.stages import cut
 from kedge.errors import ConfigError, DataError, KedgeError
@@ -27,7 +27,7 @@ FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
 def by_definition(model, value, r):
     """Left-padded, with an attention mask and positions: log-probs, entropy, values [B, R]."""
     ids = torch.cat([r.prompts.ids, r.ids], 1)
-    mask = torch.cat([r.prompts.mask, r.present], 1)
+    mask = torch.cat([r.prompts.mask, r.response_mask], 1)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     width = r.prompts.ids.shape[1]
     with torch.no_grad():
@@ -55,10 +55,10 @@ def test_annotation_equals_a_left_padded_masked_forward(family, spare):
     found = learner(family if family in FAMILIES else "llama", policy=policy, spare_tokens=spare)
     other = tiny_policy(family, vocab_size=VOCAB, seed=5, **OTHERS.get(family, {}))
     found.reference = FrozenModel(other)
-    note = found.annotate(r, values=True, reference=True, full_kl=True)
+    note = found.compute_logprobs(r, values=True, reference=True, full_kl=True)
     logp, entropy, values = by_definition(found.policy, found.value, r)
     ref, _, _ = by_definition(other, found.value, r)
-    at = r.present
+    at = r.response_mask
     torch.testing.assert_close(note.logprobs, logp * at, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(note.entropy, entropy * at, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(note.ref_logprobs, ref * at, atol=2e-5, rtol=1e-5)
@@ -72,7 +72,7 @@ def test_annotation_equals_a_left_padded_masked_forward(family, spare):
 
 
 def test_exact_kl_to_a_copy_is_zero():
-    note = learner().annotate(rollout(), values=False, reference=True, full_kl=True)
+    note = learner().compute_logprobs(rollout(), values=False, reference=True, full_kl=True)
     assert note.values is None
     assert torch.equal(note.logprobs, note.ref_logprobs)
     torch.testing.assert_close(note.full_kl, torch.zeros_like(note.full_kl), atol=1e-5, rtol=0)
@@ -83,14 +83,16 @@ def test_stop_tokens_that_could_not_be_drawn_are_left_out():
     stop = 5
     r = replace(r, ids=torch.where(r.ids == stop, 6, r.ids))
     found = learner(min_new_tokens=3, stop_ids=(stop,), temperature=0.7)
-    note = found.annotate(r, values=False, reference=False, full_kl=False)
+    note = found.compute_logprobs(r, values=False, reference=False, full_kl=False)
     with torch.no_grad():
-        row = int((r.present.sum(1) > 4).nonzero()[0])
+        row = int((r.response_mask.sum(1) > 4).nonzero()[0])
         ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row]])
         z = found.policy(input_ids=ids[None]).logits[0, -r.ids.shape[1] - 1 : -1] / 0.7
         z[:3, stop] = -math.inf
         want = z.log_softmax(-1).gather(1, r.ids[row][:, None])[:, 0]
-    torch.testing.assert_close(note.logprobs[row], want * r.present[row], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        note.logprobs[row], want * r.response_mask[row], atol=2e-5, rtol=1e-5
+    )
 
 
 def test_update_equals_one_written_out():
@@ -101,19 +103,19 @@ def test_update_equals_one_written_out():
     policy, value = tiny_policy(vocab_size=VOCAB), load_value(tiny_reward_model(vocab_size=VOCAB))
     names = [p for m in (found.policy, found.value) for p in m.parameters()]
     found.optimizer = torch.optim.SGD(names, lr=0.5)
-    metrics = found.update(cut(batch, torch.arange(6), algo, 2, one_rank), algo.loss)
+    metrics = found.optimizer_step(cut(batch, torch.arange(6), algo, 2, one_rank), algo.loss)
 
     ids = torch.cat([r.prompts.ids, r.ids], 1)
-    mask = torch.cat([r.prompts.mask, r.present], 1)
+    mask = torch.cat([r.prompts.mask, r.response_mask], 1)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     given = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
     width = r.prompts.ids.shape[1]
     logp = policy(**given).logits[:, width - 1 : -1].log_softmax(-1)
     logp = logp.gather(2, r.ids[:, :, None])[:, :, 0]
     v = value.head(value.backbone(**given).last_hidden_state)[:, width - 1 : -1, 0]
-    ratio = torch.where(r.mask, logp - batch.old_logprobs, 0).exp()
+    ratio = torch.where(r.loss_mask, logp - batch.old_logprobs, 0).exp()
     loss = torch.max(-ratio * batch.advantages, -ratio.clamp(0.9, 1.1) * batch.advantages)
-    policy_loss = loss[r.mask].mean()
+    policy_loss = loss[r.loss_mask].mean()
     bounded = batch.old_values + (v - batch.old_values).clamp(-0.2, 0.2)
     value_loss = 0.5 * torch.max((v - batch.returns) ** 2, (bounded - batch.returns) ** 2)
     value_loss = value_loss[batch.value_mask].mean()
@@ -128,12 +130,12 @@ def test_update_equals_one_written_out():
     theirs = [*policy.named_parameters(), *value.named_parameters()]
     for (name, p), (_, q) in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q - 0.5 * q.grad, atol=1e-5, rtol=1e-4, msg=name)
-    assert found.version == 0  # updates, not optimiser steps: end_batch counts
+    assert found.version == 0  # updates, not optimizer steps: end_batch counts
 
 
 def step(found, batch=None, *, algo=None, **options):
     batch, algo = experience(rollout()) if batch is None else batch, algo or ppo()
-    return found.update(
+    return found.optimizer_step(
         cut(batch, torch.arange(len(batch)), algo, 3, one_rank), algo.loss, **options
     )
 
@@ -195,7 +197,7 @@ def test_schedule_moves_once_per_batch():
     for _ in range(4):
         step(found)
         rates.append(step(found)["lr"])
-        found.end_batch()
+        found.advance_version()
     assert rates == [1.0, 0.75, 0.5, 0.25]
 
 
@@ -206,7 +208,7 @@ def test_warmup_is_a_count_or_a_share_of_the_updates():
         rates = []
         for _ in range(4):
             rates.append(step(found)["lr"])
-            found.end_batch()
+            found.advance_version()
         assert rates == [0.0, 0.5e-2, 1e-2, 1e-2]
 
 
@@ -233,7 +235,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_then_raised():
     assert found.fingerprint() != before
     step(found, bad)
     step(found, bad)
-    with pytest.raises(KedgeError, match="3 optimiser steps in a row"):
+    with pytest.raises(KedgeError, match="3 optimizer steps in a row"):
         step(found, bad)
 
 
@@ -242,11 +244,11 @@ def test_recorded_logprobs_are_reused_only_while_they_are_of_these_weights():
     recorded = torch.full(r.ids.shape, -1.0)
     r = replace(r, behavior_logprobs=recorded)
     found = learner(reuse_behavior_logprobs=True)
-    note = found.annotate(r, values=True, reference=True, full_kl=False)
+    note = found.compute_logprobs(r, values=True, reference=True, full_kl=False)
     assert note.logprobs is recorded
     assert note.entropy is None
     step(found)
-    note = found.annotate(r, values=True, reference=True, full_kl=False)
+    note = found.compute_logprobs(r, values=True, reference=True, full_kl=False)
     assert note.logprobs is not recorded
     assert note.entropy is not None
 
@@ -261,7 +263,7 @@ def test_resume_is_bit_exact(shared):
     def go(found, n):
         for _ in range(n):
             step(found)
-            found.end_batch()
+            found.advance_version()
 
     whole, first, second = make(), make(), make()
     go(whole, 4)
@@ -298,7 +300,7 @@ def test_gradient_checkpointing_really_happens_and_changes_nothing():
         step(found)
         grads.append(torch.cat([g.flatten() for g in recorder.seen[0]]))
         calls.append(len(count))
-        found.annotate(rollout(), values=True, reference=False, full_kl=False)
+        found.compute_logprobs(rollout(), values=True, reference=False, full_kl=False)
     torch.testing.assert_close(grads[0], grads[1])
     assert calls[1] == 2 * calls[0]  # each layer ran again in the backward
 
@@ -307,7 +309,7 @@ def test_dropout_is_off_while_training():
     policy = tiny_policy("gpt2", vocab_size=VOCAB, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     found = learner("gpt2", policy=policy, gradient_checkpointing=True)
     r = rollout()
-    note = found.annotate(r, values=True, reference=True, full_kl=False)
+    note = found.compute_logprobs(r, values=True, reference=True, full_kl=False)
     batch = replace(experience(r), old_logprobs=note.logprobs)
     assert step(found, batch)["val/ratio"] == pytest.approx(1, abs=1e-5)
 
@@ -342,8 +344,8 @@ def test_autocast_keeps_float32_weights():
         accelerator=Accelerator(cpu=True, mixed_precision="bf16"),
     )
     r = rollout()
-    a = exact.annotate(r, values=True, reference=False, full_kl=False)
-    b = low.annotate(r, values=True, reference=False, full_kl=False)
+    a = exact.compute_logprobs(r, values=True, reference=False, full_kl=False)
+    b = low.compute_logprobs(r, values=True, reference=False, full_kl=False)
     assert a.logprobs.dtype == b.logprobs.dtype == torch.float32
     assert not torch.equal(a.logprobs, b.logprobs)
     torch.testing.assert_close(a.logprobs, b.logprobs, atol=0.05, rtol=0.05)
@@ -356,7 +358,7 @@ def test_an_empty_prompt_is_named():
     mask = r.prompts.mask.clone()
     mask[2] = False
     with pytest.raises(DataError, match=r"rows \[2\]"):
-        learner().annotate(
+        learner().compute_logprobs(
             replace(r, prompts=replace(r.prompts, mask=mask)),
             values=False,
             reference=False,
@@ -367,9 +369,9 @@ def test_an_empty_prompt_is_named():
 def test_missing_models_are_named():
     bare = learner(value=None, reference=None)
     with pytest.raises(ConfigError, match="no value model"):
-        bare.annotate(rollout(), values=True, reference=False, full_kl=False)
+        bare.compute_logprobs(rollout(), values=True, reference=False, full_kl=False)
     with pytest.raises(ConfigError, match="reference"):
-        bare.annotate(rollout(), values=False, reference=True, full_kl=False)
+        bare.compute_logprobs(rollout(), values=False, reference=True, full_kl=False)
 
 
 def test_a_model_without_a_head_is_no_policy():
@@ -443,12 +445,12 @@ def test_loss_metrics_add_up_over_micro_batches():
 def test_reference_copy_does_not_move():
     found = learner()
     r = rollout()
-    before = found.annotate(r, values=False, reference=True, full_kl=False)
+    before = found.compute_logprobs(r, values=False, reference=True, full_kl=False)
     step(found)
-    after = found.annotate(r, values=False, reference=True, full_kl=False)
+    after = found.compute_logprobs(r, values=False, reference=True, full_kl=False)
     assert torch.equal(before.ref_logprobs, after.ref_logprobs)
     assert not torch.equal(before.logprobs, after.logprobs)
-    assert copy_of(found.policy).model is not found.policy
+    assert frozen_copy(found.policy).model is not found.policy
 
 
 def test_value_models_and_heads_come_back_from_disk(tmp_path):
@@ -485,11 +487,11 @@ def test_no_tensor_holds_the_logits_of_a_batch():
     r = rollout(rows, response=40)
     policy = tiny_policy(vocab_size=vocab, hidden_size=8, layers=1, heads=2)
     found = learner(policy=policy)
-    tokens = int(r.present.sum())
+    tokens = int(r.response_mask.sum())
     batch, algo = experience(r), ppo()
     with Largest() as seen:
-        found.annotate(r, values=True, reference=True, full_kl=True)
-        found.update(cut(batch, torch.arange(rows), algo, rows, one_rank), algo.loss)
+        found.compute_logprobs(r, values=True, reference=True, full_kl=True)
+        found.optimizer_step(cut(batch, torch.arange(rows), algo, rows, one_rank), algo.loss)
     assert tokens * vocab > 20_000_000
     assert seen.elements <= 1 << 20  # one tile
     with Largest() as seen, torch.no_grad():

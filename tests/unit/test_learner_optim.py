@@ -1,4 +1,4 @@
-"""Optimisers, precision and compilation do what the options say."""
+"""Optimizers, precision and compilation do what the options say."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tests.learners import arguments, experience, learner, one_rank, rollout
 def step(found, size=1.0):
     algo, batch = ppo(), experience(rollout())
     batch = replace(batch, returns=batch.returns * size)
-    return found.update(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+    return found.optimizer_step(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def step(found, size=1.0):
         ({"optim_args": "style=tf"}, TFAdamW),
     ],
 )
-def test_the_optimiser_is_the_one_named(options, kind):
+def test_the_optimizer_is_the_one_named(options, kind):
     found = learner(args=arguments(**options))
     assert type(found.optimizer) is kind
     before = found.fingerprint()
@@ -71,7 +71,7 @@ def test_tf_adam_takes_smaller_first_steps_where_gradients_are_small():
     assert moved[0] == pytest.approx(1 / (1 + 0.001**-0.5), rel=1e-3)  # ... eps / sqrt(1 - b2)
 
 
-def test_tf_style_of_another_optimiser_is_refused():
+def test_tf_style_of_another_optimizer_is_refused():
     with pytest.raises(ConfigError, match="style is torch or tf"):
         learner(args=arguments(optim="sgd", optim_args="style=tf"))
     with pytest.raises(ConfigError, match="style is torch or tf"):
@@ -100,13 +100,13 @@ def test_nothing_to_train_is_refused():
         build_optimizer(arguments(), parameter_groups({"policy": (frozen, 0.1)}, 0.0))
 
 
-def test_an_optimiser_and_schedule_of_your_own():
+def test_an_optimizer_and_schedule_of_your_own():
     found = learner()
     mine = torch.optim.SGD(found.module.parameters(), lr=0.25)
     schedule = torch.optim.lr_scheduler.StepLR(mine, 1, gamma=0.5)
     found = learner(policy=found.policy, value=found.value, optimizers=(mine, schedule))
     assert step(found)["lr"] == 0.25
-    found.end_batch()
+    found.advance_version()
     assert step(found)["lr"] == 0.125
 
 
@@ -121,7 +121,8 @@ def test_compiled_trunks_give_the_same_numbers():
     for _ in range(2):
         assert step(compiled) == pytest.approx(step(plain), rel=1e-4, abs=1e-6)
     a, b = (
-        x.annotate(rollout(), values=True, reference=True, full_kl=False) for x in (plain, compiled)
+        x.compute_logprobs(rollout(), values=True, reference=True, full_kl=False)
+        for x in (plain, compiled)
     )
     torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)

@@ -9,7 +9,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from kedge.algorithms import ppo
 from kedge.backends.hf.model import causal_parts
 from kedge.backends.hf.peft import quantization, with_adapter
-from kedge.backends.hf.reference import FrozenModel, OtherAdapter
+from kedge.backends.hf.reference import AdapterReference, FrozenModel
 from kedge.engine.stages import cut
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
@@ -24,7 +24,7 @@ def lora(targets=("q_proj", "v_proj"), **options):
 
 def step(found):
     algo, batch = ppo(), experience(rollout())
-    return found.update(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
+    return found.optimizer_step(cut(batch, torch.arange(6), algo, 3, one_rank), algo.loss)
 
 
 HEADS = {
@@ -40,22 +40,22 @@ def test_only_the_adapter_trains_and_the_reference_is_the_base(name):
     policy = tiny_policy(vocab_size=VOCAB)
     base = copy.deepcopy(policy)
     policy = with_adapter(policy, HEADS[name])
-    found = learner(policy=policy, reference=OtherAdapter(policy))
+    found = learner(policy=policy, reference=AdapterReference(policy))
     r = rollout()
     for _ in range(3):
         assert step(found)["grad_norm/policy"] > 0
-    note = found.annotate(r, values=False, reference=True, full_kl=True)
+    note = found.compute_logprobs(r, values=False, reference=True, full_kl=True)
     found.reference = FrozenModel(base)
-    want = found.annotate(r, values=False, reference=True, full_kl=True)
+    want = found.compute_logprobs(r, values=False, reference=True, full_kl=True)
     torch.testing.assert_close(note.ref_logprobs, want.ref_logprobs)
     torch.testing.assert_close(note.full_kl, want.full_kl, atol=1e-6, rtol=1e-4)
     assert not torch.allclose(note.logprobs, note.ref_logprobs)
     # what the learner says is what the model says
     row = 0
-    ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.present[row]]])
+    ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.response_mask[row]]])
     with torch.no_grad():
         logp = policy(input_ids=ids[None]).logits[0].log_softmax(-1)
-    n = int(r.present[row].sum())
+    n = int(r.response_mask[row].sum())
     want = logp[-n - 1 : -1].gather(1, ids[-n:, None])[:, 0]
     torch.testing.assert_close(note.logprobs[row, :n], want, atol=1e-5, rtol=1e-5)
 
@@ -82,7 +82,7 @@ def test_reference_adapter_is_put_back_even_after_an_error():
     policy = with_adapter(policy, adapter="ppo")
     flags = [p.requires_grad for p in policy.parameters()]
     for name in ("sft", None):
-        reference = OtherAdapter(policy, name)
+        reference = AdapterReference(policy, name)
 
         def fail(reference=reference):
             with reference.active():
@@ -94,8 +94,8 @@ def test_reference_adapter_is_put_back_even_after_an_error():
         assert [p.requires_grad for p in policy.parameters()] == flags
         layer = policy.get_base_model().model.layers[0].self_attn.q_proj
         assert not layer.disable_adapters
-    found = learner(policy=policy, reference=OtherAdapter(policy, "sft"))
-    note = found.annotate(rollout(), values=False, reference=True, full_kl=False)
+    found = learner(policy=policy, reference=AdapterReference(policy, "sft"))
+    note = found.compute_logprobs(rollout(), values=False, reference=True, full_kl=False)
     assert not torch.allclose(note.logprobs, note.ref_logprobs)
     before = {n: p.clone() for n, p in policy.named_parameters() if ".sft." in n}
     step(found)

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from kedge.algorithms import ppo
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.peft import with_adapter
-from kedge.backends.hf.reference import OtherAdapter, copy_of
+from kedge.backends.hf.reference import AdapterReference, frozen_copy
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.value_head import ScalarHead
 from kedge.engine.stages import cut
@@ -70,11 +70,11 @@ def build(mode: str, rank: int):
     if "shared" in mode and rank == 0:
         torch.nn.init.constant_(value.summary.weight, 0.05)
     policy = tiny_policy(vocab_size=VOCAB, tie_word_embeddings="shared" in mode)
-    reference = copy_of(policy)
+    reference = frozen_copy(policy)
     if "adapter" in mode:
         torch.manual_seed(3)
         policy = with_adapter(policy, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        reference = OtherAdapter(policy)
+        reference = AdapterReference(policy)
     # A large epsilon: Adam's first steps would blow rounding up to the size of the rate.
     args = arguments(adam_epsilon=1e-2, lr_scheduler_type="linear")
     return learner(
@@ -84,7 +84,7 @@ def build(mode: str, rank: int):
 
 
 def run(mode: str, out: str) -> None:
-    """What each process does: three optimiser steps on its rows of one batch of six."""
+    """What each process does: three optimizer steps on its rows of one batch of six."""
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
     found = build(mode, rank)
@@ -116,12 +116,12 @@ def run(mode: str, out: str) -> None:
             found.load_state_dict(state)
             engine = found.sampler(EmbeddedEngine(found.policy, pad_id=0))
         drawn = engine.generate(prompts, sampling=Sampling(max_new_tokens=9), seed=i)
-        said = found.annotate(drawn, values=True, reference=True, full_kl=True)
+        said = found.compute_logprobs(drawn, values=True, reference=True, full_kl=True)
         sums = [said.logprobs, said.ref_logprobs, said.values, said.full_kl, drawn.ids.double()]
         note.append({str(j): float(found.total(x.sum())) for j, x in enumerate(sums)})
         step = cut(batch, torch.arange(len(batch)), algo, 1, found.total)
-        note.append(found.update(step, algo.loss, only_value=i == 0))
-        found.end_batch()
+        note.append(found.optimizer_step(step, algo.loss, only_value=i == 0))
+        found.advance_version()
     receipt = engine.load_weights({}, found.version)
     assert receipt.fingerprint == found.fingerprint()
     weights = {name: x.flatten().double().tolist() for name, x in found.weights().items()}

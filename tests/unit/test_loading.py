@@ -13,9 +13,9 @@ from kedge import GRPOConfig
 from kedge.backends.hf import load
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
-from kedge.trainers import prompts
-from kedge.trainers.given import Given
-from kedge.trainers.referring import check_reference
+from kedge.trainers.build import data
+from kedge.trainers.build.inputs import TrainerInputs
+from kedge.trainers.build.reference import check_reference
 from tests.e2e.small import VOCAB, rows
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
@@ -54,7 +54,7 @@ def test_everything_of_from_pretrained_is_handed_on(
     make: Any, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
-    real, tokenizer = load.load_whole, prompts._load_tokenizer
+    real, tokenizer = load.load_whole, data._load_tokenizer
 
     def spy(kind: Any, what: str, source: str, **options: Any) -> Any:
         seen.update(options)
@@ -65,7 +65,7 @@ def test_everything_of_from_pretrained_is_handed_on(
         return tokenizer(name, trust, None)
 
     monkeypatch.setattr(load, "load_whole", spy)
-    monkeypatch.setattr(prompts, "_load_tokenizer", tokens)
+    monkeypatch.setattr(data, "_load_tokenizer", tokens)
     wanted = {"revision": "v2", "torch_dtype": "float32", "low_cpu_mem_usage": True}
     make(model=folder, processing_class=None, model_init_kwargs=wanted)
     assert seen == {
@@ -107,7 +107,7 @@ def test_what_nothing_would_read_is_refused(
 
 
 @BOTH
-def test_a_quantised_base_is_loaded_for_an_adapter(make: Any, folder: str) -> None:
+def test_a_quantized_base_is_loaded_for_an_adapter(make: Any, folder: str) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from transformers import BitsAndBytesConfig
 
@@ -122,7 +122,7 @@ def test_a_quantised_base_is_loaded_for_an_adapter(make: Any, folder: str) -> No
 
 def test_the_command_takes_them(folder: str, tmp_path: Path) -> None:
     from kedge.cli.arguments import parse
-    from kedge.cli.ppo import build
+    from kedge.cli.train.ppo import build
     from kedge.config.grpo import GRPOConfig
 
     (tmp_path / "rewards.py").write_text("def long(completions, **_):\n    return [1.0] * 8\n")
@@ -142,7 +142,7 @@ def test_workers_on_ray_take_a_reference_by_name_without_options_for_loading() -
 
     def check(**options: Any) -> None:
         args = GRPOConfig(output_dir="unused", beta=0.1, use_cpu=True, **options)
-        check_reference(Given(args=args, model="policy", ref_model="base"), settings, rule)
+        check_reference(TrainerInputs(args=args, model="policy", ref_model="base"), settings, rule)
 
     check()
     with pytest.raises(ConfigError, match="without model_init_kwargs"):

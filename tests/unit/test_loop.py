@@ -11,36 +11,36 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms import ppo
+from kedge.engine.batch_sizes import BatchSizes
 from kedge.engine.hooks import NoHooks, StepReport
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.engine.metrics import check_known
-from kedge.engine.plan import BatchPlan
 from kedge.errors import CheckpointError, RewardError, RolloutError, SyncError
 from kedge.testing import FunctionReward
-from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
+from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 from .toys import ToyEngine, ToyLearner, ToyPrompts
 
-PLAN = BatchPlan(
+PLAN = BatchSizes(
     world_size=1, micro_rows=2, local_rows=6, minibatches=2, epochs=2, group=2, updates=100
 )
 
 
 def count_threes(rollout: Rollout) -> Tensor:
-    return ((rollout.ids == 3) & rollout.mask).sum(1).float()
+    return ((rollout.ids == 3) & rollout.loss_mask).sum(1).float()
 
 
 def engine(max_lag: int = 0, **changes: Any) -> Engine:
     learner = ToyLearner()
     parts: dict[str, Any] = {
         "source": ToyPrompts(),
-        "rollouts": ToyEngine(learner.log),
-        "judge": FunctionReward(count_threes),
+        "rollout_engine": ToyEngine(learner.log),
+        "reward": FunctionReward(count_threes),
         "learner": learner,
         "algorithm": ppo(),
         "kl": AdaptiveKL(value=0.05, target=1.0, horizon=100.0),
-        "plan": PLAN,
+        "batch_sizes": PLAN,
         "sampling": Sampling(max_new_tokens=4),
         "max_lag": max_lag,
     }
@@ -50,7 +50,7 @@ def engine(max_lag: int = 0, **changes: Any) -> Engine:
 def order(max_lag: int, steps: int = 3) -> list[str]:
     e = engine(
         max_lag,
-        plan=BatchPlan(
+        batch_sizes=BatchSizes(
             world_size=1, micro_rows=6, local_rows=6, minibatches=1, epochs=1, group=2, updates=9
         ),
     )
@@ -99,7 +99,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int) -> None:
     assert first.step == 3
     second = engine(max_lag)
     second.load_state_dict(first.state_dict())
-    second.put_back(first.in_flight)
+    second.restore(first.in_flight)
     second.run(6)
     assert torch.equal(second.learner.logits, whole.learner.logits)
     assert torch.equal(second.learner.value, whole.learner.value)
@@ -121,13 +121,13 @@ def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
     nearer = engine(1)
     nearer.load_state_dict(first.state_dict())
     with pytest.warns(UserWarning, match="too old for max_lag=1; it is sampled anew"):
-        nearer.put_back(flight)
+        nearer.restore(flight)
     assert nearer.in_flight == []
 
     smaller = engine(2, source=ToyPrompts(prompts=2))
     smaller.load_state_dict(first.state_dict())
     with pytest.raises(CheckpointError, match="in batches of 6 responses, and this run's have 4"):
-        smaller.put_back(flight)
+        smaller.restore(flight)
 
 
 def test_training_reaches_the_reward() -> None:
@@ -145,17 +145,17 @@ def test_metrics_are_known_and_true() -> None:
             return False
 
     engine(hooks=Keep()).run(1)
-    m, rollout, judged = Keep.report.metrics, Keep.report.rollout, Keep.report.judgement
+    m, rollout, judged = Keep.report.metrics, Keep.report.rollout, Keep.report.reward_output
     check_known(m)
     assert m["objective/scores"] == pytest.approx(float(judged.scores.mean()))
     assert m["objective/scores_std"] == pytest.approx(
         float(judged.scores.std(correction=0)), abs=1e-6
     )
-    lengths = rollout.mask.sum(1)
+    lengths = rollout.loss_mask.sum(1)
     assert m["completions/mean_length"] == pytest.approx(float(lengths.float().mean()))
     assert m["completions/min_length"] == float(lengths.min())
     assert m["completions/max_length"] == float(lengths.max())
-    assert m["val/num_eos_tokens"] == float(rollout.finished.sum())
+    assert m["val/num_eos_tokens"] == float(rollout.terminated.sum())
     assert m["objective/kl"] == 0.0
     assert m["rollout/logprob_gap"] == pytest.approx(0.0, abs=1e-6)
     assert m["episode"] == 6
@@ -171,14 +171,14 @@ def test_an_engine_that_keeps_old_weights_is_caught() -> None:
             return super().load_weights(weights, version)
 
     with pytest.raises(SyncError, match="sample from another policy"):
-        engine(rollouts=Deaf()).run(3)
+        engine(rollout_engine=Deaf()).run(3)
 
 
 def test_an_update_without_gradient_is_no_lost_sync_when_receipts_come_late() -> None:
     class Pausing(ToyLearner):
-        def update(self, *given: Any, **options: Any) -> dict[str, float]:
+        def optimizer_step(self, *given: Any, **options: Any) -> dict[str, float]:
             before = self.weights()
-            metrics = super().update(*given, **options)
+            metrics = super().optimizer_step(*given, **options)
             if self.version != 1:
                 return metrics
             with torch.no_grad():
@@ -190,7 +190,7 @@ def test_an_update_without_gradient_is_no_lost_sync_when_receipts_come_late() ->
             time.sleep(0.05)
             return super().load_weights(weights, version)
 
-    run = engine(learner=Pausing(), rollouts=Slow(), max_lag=1)
+    run = engine(learner=Pausing(), rollout_engine=Slow(), max_lag=1)
     run.run(5)
     assert run.step == 5
 
@@ -206,7 +206,7 @@ def test_a_sync_that_changed_nothing_is_caught() -> None:
             return Receipt(version=version, fingerprint="same")
 
     with pytest.raises(SyncError, match="did not change"):
-        engine(learner=Frozen(), rollouts=Agreeable()).run(3)
+        engine(learner=Frozen(), rollout_engine=Agreeable()).run(3)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -216,7 +216,7 @@ def test_an_exception_in_the_sampler_reaches_the_caller(max_lag: int) -> None:
             raise RolloutError("out of paper")
 
     with pytest.raises(RolloutError, match="out of paper"):
-        engine(max_lag, rollouts=Broken()).run(2)
+        engine(max_lag, rollout_engine=Broken()).run(2)
 
 
 def test_value_warm_up_leaves_the_policy_alone() -> None:
@@ -233,12 +233,12 @@ def test_dropped_rows_take_no_part() -> None:
         def __init__(self, spoil: float) -> None:
             self.spoil = spoil
 
-        def score(self, rollout: Rollout) -> Judgement:
+        def score(self, rollout: Rollout) -> RewardOutput:
             valid = torch.arange(len(rollout)) % 2 == 0
             scores = torch.where(valid, count_threes(rollout), self.spoil)
-            return Judgement(scores=scores, valid=valid)
+            return RewardOutput(scores=scores, valid=valid)
 
-    runs = [engine(judge=HalfJudge(spoil)) for spoil in (0.0, 1e6)]
+    runs = [engine(reward=HalfJudge(spoil)) for spoil in (0.0, 1e6)]
     for e in runs:
         e.run(2)
     assert torch.equal(runs[0].learner.logits, runs[1].learner.logits)
@@ -246,11 +246,11 @@ def test_dropped_rows_take_no_part() -> None:
 
 def test_ten_batches_in_a_row_without_any_score_are_an_error() -> None:
     class Nobody:
-        def score(self, rollout: Rollout) -> Judgement:
+        def score(self, rollout: Rollout) -> RewardOutput:
             rows = len(rollout)
-            return Judgement(scores=torch.zeros(rows), valid=torch.zeros(rows, dtype=torch.bool))
+            return RewardOutput(scores=torch.zeros(rows), valid=torch.zeros(rows, dtype=torch.bool))
 
-    found = engine(judge=Nobody())
+    found = engine(reward=Nobody())
     with pytest.raises(RewardError, match=r"none of the 6 responses .*nor of the 9 before it"):
         found.run(10)
     assert found.step == 9

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kedge.math.advantage import gae
 from kedge.math.kl import absolute, k1, k2, k3
+from kedge.math.loss_weights import row_mean, row_then_token_mean, token_mean
 from kedge.math.losses import (
     clipped_policy_loss,
     clipped_value_loss,
@@ -20,7 +21,6 @@ from kedge.math.losses import (
 )
 from kedge.math.masked import extend, last_true, masked_mean, whiten
 from kedge.math.rewards import place_score
-from kedge.math.weights import row_mean, row_then_token_mean, token_mean
 
 
 def one(x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def test_gae_is_its_definition(
 
 
 def test_gae_steps_over_tool_output() -> None:
-    # Tokens 1 and 2 were written by a tool: the policy's tokens 0 and 3 are neighbours.
+    # Tokens 1 and 2 were written by a tool: the policy's tokens 0 and 3 are neighbors.
     r = torch.tensor([[0.5, 9.0, 9.0, 1.0]])
     v = torch.tensor([[0.2, 7.0, 7.0, 0.4]])
     out = gae(r, v, torch.tensor([[True, False, False, True]]), gamma=0.9, lam=0.8)

@@ -14,12 +14,12 @@ import pytest
 
 from kedge import classic
 from kedge.cli.arguments import ModelArguments, ScriptArguments
-from kedge.cli.reward import RewardArguments
+from kedge.cli.train.reward import RewardArguments
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.grpo import GRPOConfig
+from kedge.config.options import Ignored, elsewhere
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rloo import RLOOConfig
-from kedge.config.support import Ignored, elsewhere
 from kedge.errors import ConfigError, KedgeError
 
 

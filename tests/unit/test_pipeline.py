@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kedge.cli import pipeline, results, stages
 from kedge.cli.main import main
+from kedge.cli.pipeline import pipeline, results, stages
 from kedge.errors import ConfigError, KedgeError
 from kedge.judges.match import interval
 
@@ -41,7 +41,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     def command_of(name: str) -> Callable[[list[str]], None]:
         return lambda words: calls.append((name, words))
 
-    monkeypatch.setattr("kedge.cli.main.command_of", command_of)
+    monkeypatch.setattr("kedge.cli.main.load_command", command_of)
     return calls
 
 
@@ -101,7 +101,7 @@ def test_a_stage_that_failed_is_not_done_and_goes_on_from_its_checkpoint(
 
         return command
 
-    monkeypatch.setattr("kedge.cli.main.command_of", command_of)
+    monkeypatch.setattr("kedge.cli.main.load_command", command_of)
     file = write(tmp_path, SFT, PPO)
     with pytest.raises(RuntimeError, match="killed"):
         start(file)
@@ -207,14 +207,14 @@ def judged(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, list[str]]) -> N
         place = Path(words[-1])
         said = outcomes[place.parent.name]
         rows = "".join(json.dumps({"outcome": each, "ours": "\u2028"}) + "\n" for each in said)
-        (place / "judgements.jsonl").write_text(rows)
+        (place / "judgments.jsonl").write_text(rows)
         rate = sum({"win": 1.0, "tie": 0.5}.get(each, 0.0) for each in said) / len(said)
         summary = {"win_rate": rate, "length_controlled_win_rate": None, "judge": "j"}
         (place / "summary.json").write_text(
             json.dumps(summary | {"prompts": len(said), "invalid": said.count("invalid")})
         )
 
-    monkeypatch.setattr("kedge.cli.main.command_of", lambda name: command)
+    monkeypatch.setattr("kedge.cli.main.load_command", lambda name: command)
 
 
 def test_seeds_and_their_closing_table(

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kedge.engine.plan import plan_batches
+from kedge.engine.batch_sizes import compute_batch_sizes
 from kedge.errors import ConfigError
 
 
 def test_the_sizes_of_a_run():
-    plan = plan_batches(
+    plan = compute_batch_sizes(
         per_device=4,
         accumulation=3,
         world_size=2,
@@ -20,7 +20,7 @@ def test_the_sizes_of_a_run():
     assert plan.batch_size == 24
     assert (plan.local_prompts, plan.prompts) == (6, 12)
     assert (plan.local_mini_rows, plan.mini_batch_size) == (2, 4)
-    assert plan.micro_rows == 2  # never more than an optimiser step has
+    assert plan.micro_rows == 2  # never more than an optimizer step has
     assert plan.micro_batches == 1
     assert plan.updates == 5  # ceil(100 / 24)
     assert plan.episodes == 120
@@ -38,9 +38,9 @@ def test_the_sizes_of_a_run():
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-def test_mini_batches_change_the_number_of_optimiser_steps(minibatches):
+def test_mini_batches_change_the_number_of_optimizer_steps(minibatches):
     """D1: with gradient accumulation they once changed nothing."""
-    plan = plan_batches(
+    plan = compute_batch_sizes(
         per_device=2, accumulation=4, num_mini_batches=minibatches, num_ppo_epochs=3, max_steps=2
     )
     assert plan.optimizer_steps_per_update == 3 * minibatches
@@ -48,9 +48,9 @@ def test_mini_batches_change_the_number_of_optimiser_steps(minibatches):
 
 
 def test_micro_batches_cover_a_step_that_they_do_not_divide():
-    plan = plan_batches(per_device=5, accumulation=3, num_mini_batches=1, max_steps=1)
+    plan = compute_batch_sizes(per_device=5, accumulation=3, num_mini_batches=1, max_steps=1)
     assert (plan.local_mini_rows, plan.micro_rows, plan.micro_batches) == (15, 5, 3)
-    plan = plan_batches(per_device=4, accumulation=3, num_mini_batches=2, max_steps=1)
+    plan = compute_batch_sizes(per_device=4, accumulation=3, num_mini_batches=2, max_steps=1)
     assert (plan.local_mini_rows, plan.micro_rows, plan.micro_batches) == (6, 4, 2)
 
 
@@ -71,11 +71,11 @@ def test_micro_batches_cover_a_step_that_they_do_not_divide():
     ],
 )
 def test_when_a_run_ends(options, updates):
-    assert plan_batches(per_device=8, **options).updates == updates
+    assert compute_batch_sizes(per_device=8, **options).updates == updates
 
 
 def test_an_epoch_uses_every_prompt_once():
-    plan = plan_batches(per_device=8, num_generations=4, dataset_rows=5, max_steps=1)
+    plan = compute_batch_sizes(per_device=8, num_generations=4, dataset_rows=5, max_steps=1)
     assert plan.updates_per_epoch == 2.5
 
 
@@ -119,5 +119,5 @@ BAD = [
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_sizes_that_do_not_fit(options, message):
     with pytest.raises(ConfigError) as error:
-        plan_batches(**options)
+        compute_batch_sizes(**options)
     assert message in str(error.value)

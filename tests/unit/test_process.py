@@ -8,9 +8,9 @@ from transformers.utils import logging as transformers_logging
 
 from kedge.config.ppo import PPOConfig
 from kedge.errors import CheckpointError
-from kedge.trainers.hf_callbacks import Callbacks
-from kedge.trainers.process import settle_process
-from kedge.trainers.saving import earlier_run
+from kedge.trainers.base import configure_process
+from kedge.trainers.run.checkpoint import earlier_run
+from kedge.trainers.run.hf_callbacks import Callbacks
 
 
 @pytest.fixture(autouse=True)
@@ -27,28 +27,28 @@ def config(tmp_path, **options):
 
 
 def test_the_seed_names_every_draw(tmp_path):
-    settle_process(config(tmp_path, seed=5))
+    configure_process(config(tmp_path, seed=5))
     first = torch.rand(3)
-    settle_process(config(tmp_path, seed=5))
+    configure_process(config(tmp_path, seed=5))
     assert torch.equal(first, torch.rand(3))
-    settle_process(config(tmp_path, seed=6))
+    configure_process(config(tmp_path, seed=6))
     assert not torch.equal(first, torch.rand(3))
 
 
 def test_full_determinism_is_asked_of_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")  # set by it; put back afterwards
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    settle_process(config(tmp_path))
+    configure_process(config(tmp_path))
     assert not torch.are_deterministic_algorithms_enabled()
-    settle_process(config(tmp_path, full_determinism=True))
+    configure_process(config(tmp_path, full_determinism=True))
     assert torch.are_deterministic_algorithms_enabled()
 
 
 def test_log_level(tmp_path):
     before = transformers_logging.get_verbosity()
-    settle_process(config(tmp_path))
+    configure_process(config(tmp_path))
     assert transformers_logging.get_verbosity() == before
-    settle_process(config(tmp_path, log_level="error"))
+    configure_process(config(tmp_path, log_level="error"))
     assert transformers_logging.get_verbosity() == logging.ERROR
     assert logging.getLogger("kedge").level == logging.ERROR
 
@@ -58,7 +58,7 @@ def test_other_processes_have_their_own_level(tmp_path):
     made.distributed_state.local_process_index = 1
     made.distributed_state.process_index = 1
     try:
-        settle_process(made)
+        configure_process(made)
         assert logging.getLogger("kedge").level == logging.CRITICAL
     finally:
         made.distributed_state.local_process_index = 0

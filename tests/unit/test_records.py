@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.backends.engines.rows import join
-from kedge.engine.joining import joined
-from kedge.engine.resample import refill
+from kedge.backends.rollout.rows import join
+from kedge.engine.rollout.dynamic_sampling import resample_uniform_groups
+from kedge.engine.rollout.joining import joined
 from kedge.errors import RolloutError
-from kedge.types import Judgement, PromptBatch, Rollout
+from kedge.types import PromptBatch, RewardOutput, Rollout
 
 
 def sample(
     scores: list[float], width: int, *, dense: float | None = None, **judged
-) -> tuple[Rollout, Judgement]:
+) -> tuple[Rollout, RewardOutput]:
     """Two responses to each prompt, of ``width`` tokens."""
     rows = len(scores)
     mask = torch.ones(rows, width, dtype=torch.bool)
@@ -30,17 +30,17 @@ def sample(
     rollout = Rollout(
         prompts=prompts,
         ids=torch.full((rows, width), 5),
-        mask=mask,
-        present=mask,
-        finished=mask[:, 0],
+        loss_mask=mask,
+        response_mask=mask,
+        terminated=mask[:, 0],
         version=torch.zeros(rows, dtype=torch.long),
         behavior_logprobs=-mask.float(),
     )
     rewards = None if dense is None else torch.full((rows, width), dense)
-    judgement = Judgement(
+    reward_output = RewardOutput(
         scores=torch.tensor(scores), valid=mask[:, 0], token_rewards=rewards, **judged
     )
-    return rollout, judgement
+    return rollout, reward_output
 
 
 class TestDenseRewards:
@@ -50,11 +50,11 @@ class TestDenseRewards:
         with_some, without = sample([0.0, 1.0], 2, dense=0.6), sample([0.0, 1.0], 3)
         like = sample([0.0] * 4, 3)[0].prompts
         for order in ([with_some, without], [without, with_some]):
-            _, judgement, _ = joined([(*s, {}) for s in order], like)
-            assert judgement.token_rewards is not None
-            assert judgement.token_rewards.shape == (4, 3)
-            assert judgement.token_rewards.sum().item() == pytest.approx(4 * 0.6)
-            assert judgement.token_rewards[:, 2].abs().sum() == 0
+            _, reward_output, _ = joined([(*s, {}) for s in order], like)
+            assert reward_output.token_rewards is not None
+            assert reward_output.token_rewards.shape == (4, 3)
+            assert reward_output.token_rewards.sum().item() == pytest.approx(4 * 0.6)
+            assert reward_output.token_rewards[:, 2].abs().sum() == 0
 
     @pytest.mark.parametrize(("before", "after"), [(0.6, None), (None, 0.6)])
     def test_groups_sampled_again(self, before, after) -> None:
@@ -62,43 +62,43 @@ class TestDenseRewards:
             sample([0.0, 1.0, 1.0, 1.0], 2, dense=before),
             sample([0.0, 1.0], 3, dense=after),
         )
-        rollout, judgement, _ = refill(
+        rollout, reward_output, _ = resample_uniform_groups(
             *first, prompts=lambda _: first[0].prompts, draw=lambda p, _: fresh, rounds=1
         )
-        assert judgement.token_rewards is not None
-        assert judgement.token_rewards.shape == rollout.ids.shape == (4, 3)
+        assert reward_output.token_rewards is not None
+        assert reward_output.token_rewards.shape == rollout.ids.shape == (4, 3)
         want = [1.2, 1.2, 0, 0] if after is None else [0, 0, 1.8, 1.8]
-        assert judgement.token_rewards.sum(1).tolist() == pytest.approx(want)
+        assert reward_output.token_rewards.sum(1).tolist() == pytest.approx(want)
 
     def test_shares_of_reward_workers(self) -> None:
-        judgement = Judgement.cat([sample([0.0], 2, dense=0.6)[1], sample([1.0, 2.0], 2)[1]])
-        assert judgement.token_rewards is not None
-        assert judgement.token_rewards.tolist() == [pytest.approx([0.6, 0.6]), [0, 0], [0, 0]]
-        assert Judgement.cat([sample([0.0], 2)[1]] * 2).token_rewards is None
+        reward_output = RewardOutput.cat([sample([0.0], 2, dense=0.6)[1], sample([1.0, 2.0], 2)[1]])
+        assert reward_output.token_rewards is not None
+        assert reward_output.token_rewards.tolist() == [pytest.approx([0.6, 0.6]), [0, 0], [0, 0]]
+        assert RewardOutput.cat([sample([0.0], 2)[1]] * 2).token_rewards is None
 
 
 class TestWhatFunctionsReport:
     def test_metrics_cover_every_round_of_dynamic_sampling(self) -> None:
-        first = sample([1.0, 1.0], 1, said={"solved": (2.0, 2.0)})
-        fresh = sample([0.0, 1.0], 1, said={"solved": (1.0, 2.0), "late": (3.0, 1.0)})
-        _, judgement, _ = refill(
+        first = sample([1.0, 1.0], 1, metrics={"solved": (2.0, 2.0)})
+        fresh = sample([0.0, 1.0], 1, metrics={"solved": (1.0, 2.0), "late": (3.0, 1.0)})
+        _, reward_output, _ = resample_uniform_groups(
             *first, prompts=lambda _: first[0].prompts, draw=lambda p, _: fresh, rounds=1
         )
-        assert judgement.said == {"solved": (3.0, 4.0), "late": (3.0, 1.0)}
+        assert reward_output.metrics == {"solved": (3.0, 4.0), "late": (3.0, 1.0)}
 
     def test_a_source_or_column_that_some_rows_lack(self) -> None:
         """Partial batches and replaced groups agree: NaN in scores, None in columns."""
-        one = sample([1.0, 1.0], 1, parts={"a": torch.ones(2)}, extras={"x": ["u", "v"]})
-        two = sample([0.0, 1.0], 1, parts={"b": torch.zeros(2)}, extras={"y": [1, 2]})
+        one = sample([1.0, 1.0], 1, components={"a": torch.ones(2)}, columns={"x": ["u", "v"]})
+        two = sample([0.0, 1.0], 1, components={"b": torch.zeros(2)}, columns={"y": [1, 2]})
         _, together, _ = joined([(*one, {}), (*two, {})], sample([0.0] * 4, 1)[0].prompts)
-        assert together.parts["a"].isnan().tolist() == [False, False, True, True]
-        assert together.extras == {"x": ["u", "v", None, None], "y": [None, None, 1, 2]}
-        _, patched, _ = refill(
+        assert together.components["a"].isnan().tolist() == [False, False, True, True]
+        assert together.columns == {"x": ["u", "v", None, None], "y": [None, None, 1, 2]}
+        _, patched, _ = resample_uniform_groups(
             *one, prompts=lambda _: one[0].prompts, draw=lambda p, _: two, rounds=1
         )
-        assert patched.parts["a"].isnan().all()
-        assert patched.parts["b"].tolist() == [0, 0]
-        assert patched.extras == {"x": [None, None], "y": [1, 2]}
+        assert patched.components["a"].isnan().all()
+        assert patched.components["b"].tolist() == [0, 0]
+        assert patched.columns == {"x": [None, None], "y": [1, 2]}
 
 
 class TestLogProbabilities:
@@ -114,16 +114,19 @@ class TestLogProbabilities:
         assert join(whole, [two, two], pad_id=0).behavior_logprobs is None
 
     def test_partial_batches_and_groups_sampled_again(self) -> None:
-        one, judgement = sample([1.0, 1.0], 1)
+        one, reward_output = sample([1.0, 1.0], 1)
         two = replace(one, behavior_logprobs=None)
         with pytest.raises(RolloutError, match="partial batch 1 returned a batch without"):
-            joined([(one, judgement, {}), (two, judgement, {})], sample([0.0] * 4, 1)[0].prompts)
+            joined(
+                [(one, reward_output, {}), (two, reward_output, {})],
+                sample([0.0] * 4, 1)[0].prompts,
+            )
         with pytest.raises(RolloutError, match="a later round returned a batch without behavior"):
-            refill(
+            resample_uniform_groups(
                 one,
-                judgement,
+                reward_output,
                 prompts=lambda _: one.prompts,
-                draw=lambda p, _: (two, judgement),
+                draw=lambda p, _: (two, reward_output),
                 rounds=1,
             )
 

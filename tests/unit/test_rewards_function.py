@@ -15,8 +15,8 @@ import torch
 from kedge.backends.rewards import RewardFunction, RewardLog, TextCache
 from kedge.backends.rewards.load import load_function
 from kedge.errors import ConfigError, RewardError
-from kedge.trainers.completions import completion_rows
-from kedge.trainers.short_errors import short_errors
+from kedge.trainers.reporting.completions import completion_rows
+from kedge.trainers.run.short_errors import short_errors
 
 from .text_toys import EOS, blank_swallowing_tokenizer, rollout_of, word_tokenizer
 
@@ -37,7 +37,7 @@ def test_a_function_gets_the_arguments_it_names():
     source = make(reward, trainer_state=lambda: "state")
     judged = source.score(rollout_of(PAIRS, answer=["x", "y"], prompt=["w5 w6", "w7"]))
     assert judged.scores.tolist() == [1.0, 2.5]
-    assert judged.parts["reward"].tolist() == [1.0, 2.5]
+    assert judged.components["reward"].tolist() == [1.0, 2.5]
     assert judged.valid.all()
     assert seen["completions"] == [" w8 w9", " w10"]
     assert seen["completion_ids"] == [[8, 9, EOS], [10]]
@@ -111,14 +111,14 @@ def test_none_means_not_applicable():
     judged = make(lambda prompts: [None, True]).score(rollout_of(PAIRS))
     assert judged.valid.tolist() == [False, True]
     assert judged.scores[1] == 1.0
-    assert judged.parts["lambda"][0].isnan()
+    assert judged.components["lambda"][0].isnan()
 
 
 def test_one_number_per_token_is_a_dense_reward():
     judged = make(lambda prompts: [[0.5, 0.0, 2.0], torch.tensor([-1.0])]).score(rollout_of(PAIRS))
     assert judged.token_rewards.tolist() == [[0.5, 0.0, 2.0], [-1.0, 0.0, 0.0]]
     assert judged.scores.tolist() == [0.0, 0.0]  # nothing beside the per-token rewards
-    assert judged.parts["lambda"].tolist() == [2.5, -1.0]
+    assert judged.components["lambda"].tolist() == [2.5, -1.0]
     assert judged.valid.all()
 
 
@@ -261,7 +261,7 @@ def test_a_call_that_fails_as_a_batch_only_is_reported(caplog):
     assert "ConnectionError: busy when called with all rows, but on no row alone" in caplog.text
 
 
-def test_dense_rewards_survive_a_failing_neighbour():
+def test_dense_rewards_survive_a_failing_neighbor():
     def reward(prompts, completion_ids):
         if "w7" in prompts:
             raise ValueError

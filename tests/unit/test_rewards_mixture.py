@@ -38,8 +38,8 @@ def test_the_score_is_the_weighted_sum_and_parts_keep_each_source():
     mixed = Mixture([("a", gives(1, 2, 3), 2.0), ("b", gives(10, 0, -1), 0.5)])
     judged = mixed.score(rollout_of(PAIRS))
     assert judged.scores.tolist() == [7.0, 4.0, 5.5]
-    assert judged.parts["a"].tolist() == [1.0, 2.0, 3.0]
-    assert judged.parts["b"].tolist() == [10.0, 0.0, -1.0]
+    assert judged.components["a"].tolist() == [1.0, 2.0, 3.0]
+    assert judged.components["b"].tolist() == [10.0, 0.0, -1.0]
     assert judged.valid.all()
 
 
@@ -48,7 +48,7 @@ def test_sources_that_do_not_apply_are_skipped_and_rows_without_any_are_not_vali
     judged = Mixture(sources).score(rollout_of(PAIRS))
     assert judged.scores.tolist() == [12.0, 4.0, 0.0]
     assert judged.valid.tolist() == [True, True, False]
-    assert judged.parts["a"].isnan().tolist() == [False, True, True]
+    assert judged.components["a"].isnan().tolist() == [False, True, True]
     with pytest.raises(RewardError, match=r"no reward source applies to row 2: a\+b all returned"):
         Mixture(sources, on_unscored="raise").score(rollout_of(PAIRS))
 
@@ -72,7 +72,7 @@ def test_per_token_rewards_add_up_with_their_weights():
     )
     assert judged.token_rewards.tolist() == [[3.0, 0.0, 6.0], [0.0, 0.0, 0.0], [9.0, 0.0, 0.0]]
     assert judged.scores.tolist() == [1.0, 1.0, 1.0]
-    assert judged.parts["d"][0] == 3.0
+    assert judged.components["d"][0] == 3.0
 
 
 def test_mixtures_nest_and_names_are_made_unique():
@@ -80,7 +80,7 @@ def test_mixtures_nest_and_names_are_made_unique():
     judged = Mixture([("in", inner, 10.0), ("x", gives(1, 1, 1), 1.0)]).score(rollout_of(PAIRS))
     assert judged.scores.tolist() == [31.0, 1.0, 31.0]
     assert judged.valid.all()  # the inner mixture does not apply to row 1; it has not failed
-    assert sorted(judged.parts) == ["in/a", "in/a_2", "x"]
+    assert sorted(judged.components) == ["in/a", "in/a_2", "x"]
 
 
 def test_asynchronous_sources_wait_at_the_same_time():
@@ -106,7 +106,7 @@ def test_a_penalty_subtracts_from_or_replaces_the_score_of_cut_off_rows():
     rollout = rollout_of(PAIRS, finished=[True, False, True])  # row 2 ended at another stop token
     less = EosPenalty(gives(1, 2, 3), missing_eos_penalty=0.75).score(rollout)
     assert less.scores.tolist() == [1.0, 1.25, 3.0]
-    assert less.parts["given"].tolist() == [1.0, 2.0, 3.0]
+    assert less.components["given"].tolist() == [1.0, 2.0, 3.0]
     other = EosPenalty(gives(1, 2, 3), non_eos_penalty=True, penalty_reward_value=-4.0)
     assert other.score(rollout).scores.tolist() == [1.0, -4.0, 3.0]
     zero = EosPenalty(gives(1, 2, 3), missing_eos_penalty=0.0).score(rollout)
@@ -137,7 +137,12 @@ def test_the_builder_mixes_models_functions_and_sources():
     judged = source.score(rollout)
     want = alone * 3 + 2 + torch.tensor([1.0, 1.0, 0.0]) + 20 + 5 - torch.tensor([0.0, 100.0, 0.0])
     assert torch.allclose(judged.scores, want, atol=1e-4)
-    assert list(judged.parts)[:4] == ["GPTNeoXForSequenceClassification", "two", "lambda", "two_2"]
+    assert list(judged.components)[:4] == [
+        "GPTNeoXForSequenceClassification",
+        "two",
+        "lambda",
+        "two_2",
+    ]
 
 
 def test_which_columns_are_read_is_known():
@@ -165,7 +170,7 @@ def test_functions_by_name(tmp_path, monkeypatch):
     funcs = [f"{tmp_path}/my_rewards.py:half", "my_rewards:Scores.one"]
     judged = build(None, funcs).score(rollout_of(PAIRS))
     assert judged.scores.tolist() == [1.5] * 3
-    assert list(judged.parts) == ["half", "one"]
+    assert list(judged.components) == ["half", "one"]
 
 
 def test_models_by_path_bring_their_tokenizer(tmp_path):
@@ -175,7 +180,7 @@ def test_models_by_path_bring_their_tokenizer(tmp_path):
     assert torch.allclose(
         same.scores, RewardModel(model).score(rollout_of(PAIRS)).scores, atol=1e-5
     )
-    assert list(same.parts) == ["judge"]
+    assert list(same.components) == ["judge"]
     own.save_pretrained(tmp_path / "judge")
     other = build(str(tmp_path / "judge")).score(rollout_of(PAIRS))
     want = RewardModel(model, own, texts=TextCache(TOKENIZER)).score(rollout_of(PAIRS))

@@ -66,7 +66,7 @@ class TestDraw:
                 for i in range(0, n, 500)
             ]
         )
-        # Cells of about equal probability, made of neighbouring tokens.
+        # Cells of about equal probability, made of neighboring tokens.
         cells = min(vocabulary, 40)
         cell = (logits.double().softmax(-1).cumsum(-1) * cells).long().clamp(max=cells - 1)
         want = torch.zeros(cells, dtype=torch.float64)

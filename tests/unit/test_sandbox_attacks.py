@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from kedge.errors import ConfigError
-from kedge.rewards import Sandbox, by_column, code_verifier
-from kedge.rewards.sandbox_seccomp import ARCHITECTURES
+from kedge.verifiers import Sandbox, by_column, code_verifier
+from kedge.verifiers.sandbox.seccomp import ARCHITECTURES
 from tests.unit.sandbox_attacks import (
     ATTACKS,
     BATCH,
@@ -205,8 +205,8 @@ def test_bombs_meet_limits(level: str) -> None:
 
 
 def test_the_program_is_refused_where_nothing_isolates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.rewards.sandbox_isolation._chosen", {})
-    monkeypatch.setattr("kedge.rewards.sandbox._attempt", lambda level: f"no {level}")
+    monkeypatch.setattr("kedge.verifiers.sandbox.isolation._chosen", {})
+    monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._attempt", lambda level: f"no {level}")
     monkeypatch.setattr("shutil.which", lambda name: None)
     verify = code_verifier()
     truth = [{"tests": ["assert add(1, 2) == 3"]}]

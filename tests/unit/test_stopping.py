@@ -125,15 +125,15 @@ def test_generation_ends_rows_at_their_stop_strings():
     engine = EmbeddedEngine(model, pad_id=0, tokenizer=tokenizer)
     rollout = engine.generate(prompts, sampling=sampling, seed=0)
     for ids, present, finished in zip(
-        rollout.ids, rollout.present, rollout.finished.tolist(), strict=True
+        rollout.ids, rollout.response_mask, rollout.terminated.tolist(), strict=True
     ):
         text = tokenizer.decode(ids[present])
         assert finished == (text[-2:] in ("ab", "cc"))
         assert "ab" not in text[:-1]
         assert "cc" not in text[:-1]
         assert finished or len(text) == 20
-    assert rollout.finished.sum() > 30
-    assert len(rollout.present.sum(1).unique()) > 4
+    assert rollout.terminated.sum() > 30
+    assert len(rollout.response_mask.sum(1).unique()) > 4
 
 
 @pytest.mark.parametrize("stop", ["\n", " girl", "named", "upon a time"])

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
 from kedge.backends.trackers.links import note, run_links
-from kedge.trainers.start import Start
+from kedge.trainers.run.evaluation import InitialPolicyScores
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +113,7 @@ def test_a_new_run_in_an_old_folder_keeps_the_old_rows_aside(tmp_path):
 def test_damaged_answers_of_the_start_cost_the_win_rate_alone(tmp_path, text, caplog):
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "eval.json").write_bytes(text.encode("latin-1"))
-    assert Start(tmp_path, main=True).scores("eval_", 3) is None
+    assert InitialPolicyScores(tmp_path, main=True).scores("eval_", 3) is None
     assert "eval.json is damaged" in caplog.text
 
 

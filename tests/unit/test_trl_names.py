@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCal
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.engine.metrics import TRL_NAMES
 from kedge.testing import tiny_policy
-from kedge.trainers.models import value_of
+from kedge.trainers.build.models import build_value_model
 from kedge.trainers.trl_names import trl_names
 from tests.unit.text_toys import word_tokenizer
 
@@ -166,9 +166,9 @@ def test_a_value_model_in_bfloat16_trains_in_float32(caplog: Any) -> None:
         )
         return LlamaForSequenceClassification(config).bfloat16()
 
-    made = value_of(value(), None, None, None)
+    made = build_value_model(value(), None, None, None)
     assert {p.dtype for p in made.parameters()} == {torch.float32}
     assert caplog.text.count("value_model has weights in bfloat16; it is trained in float32") == 1
-    assert next(value_of(value(), None, None, None, allow_low=True).parameters()).dtype == (
-        torch.bfloat16
-    )
+    assert next(
+        build_value_model(value(), None, None, None, allow_low=True).parameters()
+    ).dtype == (torch.bfloat16)

@@ -24,7 +24,7 @@ from kedge import (
     get_quantization_config,
 )
 from kedge.errors import ConfigError
-from kedge.rewards import accuracy_reward, think_format_reward
+from kedge.verifiers import accuracy_reward, think_format_reward
 
 
 @pytest.mark.parametrize("config", [PPOConfig, RLOOConfig, GRPOConfig])

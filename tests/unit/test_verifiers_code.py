@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards import Sandbox, code, code_verifier
-from kedge.rewards.programs import code_of
+from kedge.verifiers import Sandbox, code, code_verifier
+from kedge.verifiers.programs import extract_code
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sandbox needs fork")
 
@@ -270,7 +270,7 @@ def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> 
     def killed(process: object) -> bytes:
         raise AssertionError("the sandbox waited longer, for the time that Python has to start")
 
-    monkeypatch.setattr("kedge.rewards.sandbox._killed", killed)
+    monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._killed", killed)
     assert Sandbox(seconds=0.2).test("while True: pass", TESTS).stopped == "timeouts"
     assert Sandbox(seconds=0.2).run("while True: pass").stopped == "timeouts"
 
@@ -329,18 +329,23 @@ def test_hash_order_is_fixed() -> None:
 
 
 def test_code_of() -> None:
-    assert code_of("x = 1") == "x = 1"
-    assert code_of("So:\n```python\nx = 1\n```\nDone.") == "x = 1\n"
-    assert code_of("```\na\n```\n```py\nb\n```\n```bash\nc\n```") == "b\n"
-    assert code_of("```python\ndef f(): 1\n```\n```python\nprint(f())\n```", "f") == "def f(): 1\n"
-    assert code_of("```python\nx = 1") == "x = 1"
-    assert code_of("~~~python\nx = 1\n~~~\n") == "x = 1\n"
-    assert code_of('```python title="a.py"\nx = 1\n```') == "x = 1\n"
-    assert code_of("1. So:\n   ```python\n   if 1:\n       x = 1\n   ```") == "if 1:\n    x = 1\n"
-    assert code_of("```python\n    return a + b\n```") == "    return a + b\n"
+    assert extract_code("x = 1") == "x = 1"
+    assert extract_code("So:\n```python\nx = 1\n```\nDone.") == "x = 1\n"
+    assert extract_code("```\na\n```\n```py\nb\n```\n```bash\nc\n```") == "b\n"
+    assert (
+        extract_code("```python\ndef f(): 1\n```\n```python\nprint(f())\n```", "f")
+        == "def f(): 1\n"
+    )
+    assert extract_code("```python\nx = 1") == "x = 1"
+    assert extract_code("~~~python\nx = 1\n~~~\n") == "x = 1\n"
+    assert extract_code('```python title="a.py"\nx = 1\n```') == "x = 1\n"
+    assert (
+        extract_code("1. So:\n   ```python\n   if 1:\n       x = 1\n   ```") == "if 1:\n    x = 1\n"
+    )
+    assert extract_code("```python\n    return a + b\n```") == "    return a + b\n"
     usage = "```python\nclass S: pass\n```\nUse it:\n```python\nprint(S())\n```"
-    assert code_of(usage) == "print(S())\n"
-    assert code_of(usage, tests=["assert S()"]) == "class S: pass\n"
+    assert extract_code(usage) == "print(S())\n"
+    assert extract_code(usage, tests=["assert S()"]) == "class S: pass\n"
 
 
 def test_verifier() -> None:

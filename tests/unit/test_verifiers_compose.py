@@ -14,7 +14,7 @@ from kedge.backends.data.mixer import Part, choose_rows, mix, parse_mixer
 from kedge.cli.arguments import parse
 from kedge.cli.data import load_prompts
 from kedge.errors import ConfigError, DataError, RewardError
-from kedge.rewards import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format, reward_mix
+from kedge.verifiers import VERIFIERS, ByColumn, by_column, gsm8k, r1_style_format, reward_mix
 
 
 def constant(completions: list[str]) -> list[float]:

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards import ConstraintVerifier, ifeval
-from kedge.rewards.constraint_checks import CHECKS, sentences
-from kedge.rewards.constraints import followed
-from kedge.rewards.languages import KNOWN, language_of
+from kedge.verifiers import ConstraintVerifier, ifeval
+from kedge.verifiers.constraint_checks import CHECKS, sentences
+from kedge.verifiers.constraints import followed
+from kedge.verifiers.languages import KNOWN, detect_language
 
 TEXTS = {
     "kn": "ನಾನು ಇಂದು ಬೆಳಿಗ್ಗೆ ಶಾಲೆಗೆ ಹೋದೆನು. ಅಲ್ಲಿ ನನ್ನ ಸ್ನೇಹಿತರನ್ನು ಭೇಟಿಯಾದೆ.",
@@ -265,13 +265,13 @@ def test_followed_and_not(case: str) -> None:
 
 
 def test_languages() -> None:
-    assert {code: language_of(text) for code, text in TEXTS.items()} == {c: c for c in TEXTS}
+    assert {code: detect_language(text) for code, text in TEXTS.items()} == {c: c for c in TEXTS}
     assert KNOWN - set(TEXTS) == {"hy", "ml", "ka"}
-    assert language_of("") is language_of("123 !?") is language_of("🙂") is None
-    assert language_of("xyzzy qwrt") is None
-    assert language_of("This is a very nice day.") == "en"
+    assert detect_language("") is detect_language("123 !?") is detect_language("🙂") is None
+    assert detect_language("xyzzy qwrt") is None
+    assert detect_language("This is a very nice day.") == "en"
     mixed = f"{TEXTS['hi']} Python"
-    assert language_of(mixed) == "hi"
+    assert detect_language(mixed) == "hi"
 
 
 def test_sentences() -> None:

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards import math, math_verifier
-from kedge.rewards.base import Unanswered
-from kedge.rewards.mathematics import Judge, equal, final_answer
-from kedge.rewards.worker import WorkerPool
+from kedge.verifiers import math, math_verifier
+from kedge.verifiers.base import Unanswered
+from kedge.verifiers.mathematics.verifier import SymbolicChecker, equal, final_answer
+from kedge.verifiers.worker import WorkerPool
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="needs kedge[math]"
@@ -215,7 +215,7 @@ def test_missing_math_verify_is_an_error_that_names_the_way_out(
 
 @needs_math_verify
 def test_what_breaks_the_judge_is_counted() -> None:
-    judge = pickle.loads(pickle.dumps(Judge(timeout=20, workers=1)))
+    judge = pickle.loads(pickle.dumps(SymbolicChecker(timeout=20, workers=1)))
     assert judge.equal("k+1", "1+k")
     judge._ask = WorkerPool("math:isqrt", timeout=20).call  # type: ignore[assignment]
     with pytest.raises(Unanswered) as caught:

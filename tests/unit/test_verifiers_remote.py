@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from kedge.cli.main import main as kedge
-from kedge.cli.serve_reward import load
+from kedge.cli.tools.serve_reward import load
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards import RemoteReward, gsm8k
-from kedge.rewards.remote import TOKEN_ENV
-from kedge.rewards.server import RewardServer
+from kedge.verifiers import RemoteReward, gsm8k
+from kedge.verifiers.remote import TOKEN_ENV
+from kedge.verifiers.server import RewardServer
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "timeout": 5.0, "time_limit": 20.0}
 
@@ -355,7 +355,7 @@ def test_many_connections_at_once_are_served() -> None:
 def test_more_connections_than_threads_are_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kedge.rewards.server.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("kedge.verifiers.server.MAX_CONNECTIONS", 2)
     with RewardServer({"length": length}) as server:
         place = ("127.0.0.1", urlsplit(server.url).port or 0)
         idle = [socket.create_connection(place, timeout=5) for _ in range(2)]
@@ -409,8 +409,8 @@ def test_functions_are_called_one_at_a_time_unless_told_otherwise() -> None:
 def test_what_serve_reward_loads() -> None:
     assert load("gsm8k") == ("gsm8k", gsm8k)
     assert load("by_column")[0] == "by_column"
-    assert load("kedge.rewards:think_answer")[0] == "think_answer"
-    for bad in ("gsm8", "kedge.rewards:nothing", "nowhere:f"):
+    assert load("kedge.verifiers:think_answer")[0] == "think_answer"
+    for bad in ("gsm8", "kedge.verifiers:nothing", "nowhere:f"):
         with pytest.raises(ConfigError):
             load(bad)
 

@@ -9,18 +9,18 @@ import time
 
 import pytest
 
-from kedge import rewards
+from kedge import verifiers
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards.base import Unanswered, Verifier, parallel
-from kedge.rewards.formats import has_think_answer
-from kedge.rewards.strings import f1, normalise
+from kedge.verifiers.base import Unanswered, Verifier, parallel
+from kedge.verifiers.formats import has_think_answer
+from kedge.verifiers.strings import f1, normalize
 
 GOOD = "<think>1 + 1</think> <answer>2</answer>"
 
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, kedge.rewards;"
+        "import sys, kedge.verifiers;"
         "print([m for m in ('torch', 'numpy', 'sympy', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -28,7 +28,7 @@ def test_import_is_light() -> None:
 
 
 def test_everything_public_exists() -> None:
-    assert all(hasattr(rewards, name) for name in rewards.__all__)
+    assert all(hasattr(verifiers, name) for name in verifiers.__all__)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_everything_public_exists() -> None:
 def test_think_answer(text: str, strict: bool, loose: bool) -> None:
     assert has_think_answer(text) is strict
     assert has_think_answer(text, strict=False) is loose
-    assert rewards.think_answer([text]) == [float(strict)]
-    assert rewards.r1_style_format([text], prompts=["x"]) == [float(loose)]
+    assert verifiers.think_answer([text]) == [float(strict)]
+    assert verifiers.r1_style_format([text], prompts=["x"]) == [float(loose)]
 
 
 def test_think_opened_by_the_prompt() -> None:
@@ -69,16 +69,16 @@ def test_think_opened_by_the_prompt() -> None:
 def test_formats_of_enormous_responses(piece: str) -> None:
     text = piece * 300_000
     began = time.perf_counter()
-    assert rewards.r1_style_format([text]) == [0.0]
-    assert rewards.think_answer([text]) == [0.0]
+    assert verifiers.r1_style_format([text]) == [0.0]
+    assert verifiers.think_answer([text]) == [0.0]
     assert time.perf_counter() - began < 10
 
 
 def test_tag_count() -> None:
-    scores = rewards.tag_count_reward()([GOOD, "<think><think></think>", "", GOOD + "<think>"])
+    scores = verifiers.tag_count_reward()([GOOD, "<think><think></think>", "", GOOD + "<think>"])
     assert scores == [1.0, 0.25, 0.0, 0.75]
     with pytest.raises(ConfigError, match="tags"):
-        rewards.tag_count_reward([])
+        verifiers.tag_count_reward([])
 
 
 def test_f1_by_hand() -> None:
@@ -88,8 +88,8 @@ def test_f1_by_hand() -> None:
     assert f1("", "cat") == f1("dog", "cat") == 0.0
 
 
-def test_normalise() -> None:
-    assert normalise("  The \uff23\uff21\uff34's\tStraße, an A ") == "cats strasse"
+def test_normalize() -> None:
+    assert normalize("  The \uff23\uff21\uff34's\tStraße, an A ") == "cats strasse"
 
 
 @pytest.mark.parametrize(
@@ -108,34 +108,34 @@ def test_normalise() -> None:
     ],
 )
 def test_string_verifiers(text: str, truth: object, match: int, exact: int, contains: int) -> None:
-    assert rewards.string_match([text], ground_truth=[truth]) == [match]
-    assert rewards.exact_match([text], ground_truth=[truth]) == [exact]
-    assert rewards.string_contains([text], ground_truth=[truth]) == [contains]
+    assert verifiers.string_match([text], ground_truth=[truth]) == [match]
+    assert verifiers.exact_match([text], ground_truth=[truth]) == [exact]
+    assert verifiers.string_contains([text], ground_truth=[truth]) == [contains]
 
 
 def test_string_f1_takes_the_best() -> None:
-    assert rewards.string_f1(["cat"], ground_truth=[["cat sat", "dog"]]) == [pytest.approx(2 / 3)]
+    assert verifiers.string_f1(["cat"], ground_truth=[["cat sat", "dog"]]) == [pytest.approx(2 / 3)]
 
 
 @pytest.mark.parametrize("truth", [[], [None], {"a": 1}])
 def test_string_truths_must_be_texts(truth: object) -> None:
     with pytest.raises(RewardError, match="string_match"):
-        rewards.string_match(["x"], ground_truth=[truth])
+        verifiers.string_match(["x"], ground_truth=[truth])
 
 
 def test_soft_overlong_by_hand() -> None:
-    reward = rewards.soft_overlong_punishment(max_length=10, cache=4)
+    reward = verifiers.soft_overlong_punishment(max_length=10, cache=4)
     lengths = (0, 6, 7, 10, 11, 99)
     assert reward(completion_ids=[[0] * n for n in lengths]) == [0, 0, -0.25, -1, -1, -1]
     with pytest.raises(ConfigError, match="cache=11"):
-        rewards.soft_overlong_punishment(max_length=10, cache=11)
+        verifiers.soft_overlong_punishment(max_length=10, cache=11)
 
 
 def test_lengths_by_hand() -> None:
     ids = [[0] * 5, [0] * 10, [0] * 40]
     wanted = [10, 10, None]
-    assert rewards.length_close_to()(completion_ids=ids, ground_truth=wanted) == [0.5, 1.0, None]
-    at_most = rewards.length_at_most(column="limit", slope=0.05, offset=0.5)
+    assert verifiers.length_close_to()(completion_ids=ids, ground_truth=wanted) == [0.5, 1.0, None]
+    at_most = verifiers.length_at_most(column="limit", slope=0.05, offset=0.5)
     assert at_most(completion_ids=ids, limit=[10, 8, 10]) == pytest.approx([0.75, 0.4, 0.0])
     with pytest.raises(RewardError, match="'limit'"):
         at_most(completion_ids=ids, limit=[10, -8, 10])
@@ -170,6 +170,6 @@ def test_parallel_keeps_order_and_raises() -> None:
 
 def test_what_is_no_completion_is_an_error() -> None:
     with pytest.raises(RewardError, match="completion is a int"):
-        rewards.gsm8k([3], ground_truth=["3"])
+        verifiers.gsm8k([3], ground_truth=["3"])
     with pytest.raises(RewardError, match="1 values for 2"):
-        rewards.gsm8k(["3", "3"], ground_truth=["3"])
+        verifiers.gsm8k(["3", "3"], ground_truth=["3"])

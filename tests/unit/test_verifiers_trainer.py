@@ -9,7 +9,7 @@ import pytest
 from kedge.backends.rewards import RewardFunction, RewardLog, TextCache
 from kedge.backends.rewards.load import load_function
 from kedge.errors import RewardError
-from kedge.rewards import by_column, gsm8k, math_verifier, r1_style_format, regex_reward
+from kedge.verifiers import by_column, gsm8k, math_verifier, r1_style_format, regex_reward
 
 from .text_toys import EOS, rollout_of, word_tokenizer
 
@@ -35,13 +35,13 @@ def make(function: Any, **options: Any) -> RewardFunction:
         (gsm8k, "gsm8k", [1.0, 0.0, 1.0]),
         (math_verifier(symbolic=False), "math", [1.0, 0.0, 1.0]),
         (r1_style_format, "r1_style_format", [0.0, 0.0, 1.0]),
-        (load_function("kedge.rewards:gsm8k"), "gsm8k", [1.0, 0.0, 1.0]),
+        (load_function("kedge.verifiers:gsm8k"), "gsm8k", [1.0, 0.0, 1.0]),
     ],
 )
 def test_a_verifier_is_a_reward_function(function: Any, name: str, scores: list[float]) -> None:
     judged = make(function).score(rollout_of(PAIRS, ground_truth=["4", "4", "4"]))
     assert judged.scores.tolist() == scores
-    assert judged.parts[name].tolist() == scores
+    assert judged.components[name].tolist() == scores
     assert judged.valid.all()
 
 

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kedge.errors import ConfigError, RewardError
-from kedge.rewards import gsm8k, regex_match, regex_reward
-from kedge.rewards.base import Unanswered
-from kedge.rewards.worker import TaskError, WorkerPool
+from kedge.verifiers import gsm8k, regex_match, regex_reward
+from kedge.verifiers.base import Unanswered
+from kedge.verifiers.worker import TaskError, WorkerPool
 
 CATASTROPHE = r"(a|a)*b"
 LONG = "a" * 5000

@@ -11,12 +11,17 @@ import torch
 
 from kedge import PPOConfig
 from kedge.backends.hf.fingerprint import fingerprint
-from kedge.backends.vllm.blueprint import Blueprint
 from kedge.backends.vllm.engine import VLLMEngine
-from kedge.backends.vllm.parcel import rank_of
-from kedge.backends.vllm.requests import asks_of, params_of, rollout_of, row_seed
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.requests import (
+    build_requests,
+    build_rollout,
+    build_sampling_params,
+    row_seed,
+)
 from kedge.backends.vllm.server import flags
-from kedge.backends.vllm.service import Answer
+from kedge.backends.vllm.service import GenerationResult
+from kedge.backends.vllm.weight_payload import max_lora_rank
 from kedge.config import rollout
 from kedge.errors import ConfigError, RolloutError, SyncError
 from kedge.testing import tiny_policy
@@ -56,7 +61,7 @@ def moved(weights, by):
 
 def receipts(broken, by=1e-2):
     model = policy()
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     first = trained(model)
     engine = VLLMEngine(Ours(blueprint, first, broken), blueprint, pad_id=0)
     second = moved(first, by)
@@ -71,7 +76,7 @@ def test_a_receipt_is_for_what_the_engine_computes():
 
 def test_another_version_is_an_error():
     model = policy()
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     engine = VLLMEngine(Ours(blueprint, trained(model), "version"), blueprint, pad_id=0)
     with pytest.raises(SyncError, match="says it holds version 0 after being sent 1"):
         engine.load_weights(trained(model), 1)
@@ -90,7 +95,7 @@ def test_one_weight_left_behind_is_an_error():
 
 def test_the_probe_says_what_the_model_says():
     for model in (policy(), tiny_policy("gpt2"), policy("qwen2", tie_word_embeddings=True)):
-        blueprint = Blueprint.of(model)
+        blueprint = PolicySpec.of(model)
         probe = blueprint.probe()
         logits = model.eval()(probe).logits[:, :-1].log_softmax(-1)
         want = logits.gather(-1, probe[:, 1:, None])[..., 0]
@@ -99,14 +104,14 @@ def test_the_probe_says_what_the_model_says():
 
 def test_a_skeleton_holds_no_weights_and_takes_none():
     model = policy("qwen2", tie_word_embeddings=True)
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     assert all(p.is_meta for p in blueprint.skeleton.parameters())
     assert not any(p.is_meta for p in model.parameters())
 
 
 def test_a_tied_head_is_sent_as_a_weight_of_its_own():
     model = policy("qwen2", tie_word_embeddings=True)
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     named = dict(blueprint.parcel(trained(model)).named)
     assert torch.equal(named["lm_head.weight"], named["model.embed_tokens.weight"])
     assert set(named) == set(model.state_dict())
@@ -126,14 +131,14 @@ def test_a_tied_head_is_sent_as_a_weight_of_its_own():
 def test_weights_that_do_not_fit_are_refused(change, message):
     model = policy()
     with pytest.raises(SyncError, match=message):
-        Blueprint.of(model).parcel(change(trained(model)))
+        PolicySpec.of(model).parcel(change(trained(model)))
 
 
 def test_a_folder_is_a_checkpoint_without_end_of_text(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = policy("qwen2", tie_word_embeddings=True)
-    Blueprint.of(model).write(tmp_path, trained(model))
+    PolicySpec.of(model).write(tmp_path, trained(model))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([[3, 4, 5]])
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
@@ -145,14 +150,14 @@ def test_every_row_has_a_seed_of_its_own():
     seeds = {row_seed(seed, row) for seed in range(-20, 20) for row in range(100)}
     assert len(seeds) == 4000
     assert all(0 <= s < 2**56 for s in seeds)
-    asks = asks_of(prompts(), Sampling(max_new_tokens=3), 5)
+    asks = build_requests(prompts(), Sampling(max_new_tokens=3), 5)
     assert [a.params["seed"] for a in asks] == [row_seed(5, row) for row in range(6)]
     assert asks[1].prompt == prompts().ids[1, 4:].tolist()
 
 
 def test_requests_ask_for_the_distribution_that_trains():
     sampling = Sampling(max_new_tokens=9, min_new_tokens=2, temperature=0.7, stop_ids=(5, 6))
-    params = params_of(sampling)
+    params = build_sampling_params(sampling)
     assert params["temperature"] == 0.7
     assert params["stop_token_ids"] == [5, 6]
     assert (params["max_tokens"], params["min_tokens"]) == (9, 2)
@@ -161,24 +166,26 @@ def test_requests_ask_for_the_distribution_that_trains():
 
 def test_temperatures_that_vllm_would_change_are_refused():
     with pytest.raises(ConfigError, match=r"temperature=0.001; vLLM samples at 0.01 or above"):
-        params_of(Sampling(max_new_tokens=1, temperature=0.001))
+        build_sampling_params(Sampling(max_new_tokens=1, temperature=0.001))
 
 
 def record(answers, sampling, **options):
-    made = {"pad_id": 9, "tokenizer": None, "spare_slot": False} | options
+    made = {"pad_id": 9, "tokenizer": None, "extra_slot": False} | options
     batch = prompts(rows=len(answers))
-    return rollout_of(answers, batch, sampling, **made)
+    return build_rollout(answers, batch, sampling, **made)
 
 
 def answer(tokens, stopped=False, version=3):
-    return Answer(tokens=tokens, logprobs=[-0.5] * len(tokens), stopped=stopped, version=version)
+    return GenerationResult(
+        tokens=tokens, logprobs=[-0.5] * len(tokens), stopped=stopped, version=version
+    )
 
 
 def test_answers_become_a_record():
     found = record([answer([5, 6]), answer([7], stopped=True)], Sampling(max_new_tokens=2))
     assert found.ids.tolist() == [[5, 6], [7, 9]]
-    assert found.present.tolist() == [[True, True], [True, False]]
-    assert found.finished.tolist() == [False, True]
+    assert found.response_mask.tolist() == [[True, True], [True, False]]
+    assert found.terminated.tolist() == [False, True]
     assert found.version.tolist() == [3, 3]
     assert found.behavior_logprobs.tolist() == [[-0.5, -0.5], [-0.5, 0.0]]
 
@@ -186,7 +193,7 @@ def test_answers_become_a_record():
 def test_a_spare_slot_is_left_where_there_is_room():
     short = [answer([5], stopped=True)]
     sizes = [
-        record(short, Sampling(max_new_tokens=n), spare_slot=True).ids.shape[1] for n in (1, 2, 9)
+        record(short, Sampling(max_new_tokens=n), extra_slot=True).ids.shape[1] for n in (1, 2, 9)
     ]
     assert sizes == [1, 2, 2]
 
@@ -199,8 +206,8 @@ def test_a_stop_string_ends_a_response_where_it_is_complete():
     stops = Sampling(max_new_tokens=5, stop_strings=("cd",))
     late = answer([0, 2, 3, 1], stopped=True)  # vLLM noticed one token late
     found = record([late, answer([2, 2, 2, 2, 2])], stops, tokenizer=Letters())
-    assert found.present.sum(1).tolist() == [3, 5]
-    assert found.finished.tolist() == [True, False]
+    assert found.response_mask.sum(1).tolist() == [3, 5]
+    assert found.terminated.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3]])
@@ -210,7 +217,7 @@ def test_too_little_or_too_much_is_an_error(tokens):
 
 
 def test_nan_is_an_error_that_names_row_and_version():
-    bad = Answer(tokens=[1], logprobs=[float("nan")], stopped=False, version=4)
+    bad = GenerationResult(tokens=[1], logprobs=[float("nan")], stopped=False, version=4)
     with pytest.raises(RolloutError, match="NaN for row 1, sampled by version 4"):
         record([answer([1]), bad], Sampling(max_new_tokens=1))
 
@@ -285,9 +292,9 @@ def test_what_vllm_cannot_do_is_refused_before_it_starts(tmp_path, monkeypatch, 
 
 def test_a_blueprint_can_be_sent_to_another_process():
     model = policy("qwen2", tie_word_embeddings=True)
-    sent = pickle.loads(pickle.dumps(Blueprint.of(model)))
+    sent = pickle.loads(pickle.dumps(PolicySpec.of(model)))
     weights = trained(model)
-    want = Blueprint.of(model).logprobs(weights)
+    want = PolicySpec.of(model).logprobs(weights)
     assert torch.equal(sent.logprobs(weights), want)
     assert [n for n, _ in sent.parcel(weights).named].count("lm_head.weight") == 1
 
@@ -298,11 +305,11 @@ def test_an_adapter_is_a_parcel_of_its_own(tmp_path):
 
     about = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
     model = get_peft_model(policy(), LoraConfig(**about)).eval()
-    blueprint = Blueprint.of(model)
+    blueprint = PolicySpec.of(model)
     weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     blueprint.write(tmp_path / "base", weights)
     blueprint.parcel(weights).write(tmp_path / "adapter")
-    assert rank_of(blueprint.adapter) == 8
+    assert max_lora_rank(blueprint.adapter) == 8
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     ids = blueprint.probe()
@@ -331,11 +338,11 @@ def test_the_command_line_takes_the_options(tmp_path, monkeypatch, file):
     argv = ["--output_dir", str(tmp_path), "--dataset_name", "prompts.jsonl"]
     if file:
         (tmp_path / "run.yaml").write_text(
-            "rollout_engine: vllm_server\nvllm_engine_args: {max_model_len: 9}\nvllm_patience: 7\n"
+            "rollout_engine: vllm_server\nvllm_engine_args: {max_model_len: 9}\nworker_timeout: 7\n"
         )
         argv += ["--config", str(tmp_path / "run.yaml")]
     else:
-        argv += ["--rollout_engine", "vllm_server", "--vllm_patience", "7"]
+        argv += ["--rollout_engine", "vllm_server", "--worker_timeout", "7"]
         argv += ["--vllm_engine_args", '{"max_model_len": 9}']
     found = rollout.rollout_options(parse(argv, prog="kedge ppo").config)
     assert (found.kind, found.patience) == ("vllm_server", 7.0)
@@ -417,7 +424,7 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
 )
 def test_learners_that_cannot_have_engines_of_their_own(options, said, monkeypatch):
     from kedge.config.rollout import rollout_options
-    from kedge.trainers.sampling import own_engines
+    from kedge.trainers.build.rollout import own_engines
 
     for module in ("rollout", "ray"):
         monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)

@@ -112,9 +112,9 @@ def rollout_of(
             columns=columns,
         ),
         ids=torch.tensor([list(r) + [pad] * (room - len(r)) for _, r in pairs]).long(),
-        mask=present,
-        present=present,
-        finished=torch.tensor(
+        loss_mask=present,
+        response_mask=present,
+        terminated=torch.tensor(
             [bool(r) and r[-1] == EOS for _, r in pairs] if finished is None else finished
         ),
         version=torch.zeros(count, dtype=torch.long),

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.protocols import Admit, LossFn, always
+from kedge.protocols import LossFn, ShouldApply, always
 from kedge.types import (
-    Annotation,
     Experience,
     MicroBatch,
+    ModelOutputs,
     PolicyOutput,
     PromptBatch,
     Receipt,
@@ -47,7 +47,7 @@ class ToyPrompts:
 class ToyLearner:
     """A policy of one logit per token, a value of one number; Adam."""
 
-    rank, ranks = 0, 1
+    rank, world_size = 0, 1
 
     def __init__(self, lr: float = 0.1) -> None:
         self.logits = torch.zeros(VOCAB, requires_grad=True)
@@ -66,22 +66,22 @@ class ToyLearner:
         )
 
     @torch.no_grad()
-    def annotate(
+    def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
-    ) -> Annotation:
+    ) -> ModelOutputs:
         out = self._respond(rollout.ids)
         ref = self.reference.log_softmax(0)[rollout.ids] if reference else None
-        return Annotation(
+        return ModelOutputs(
             logprobs=out.logprobs, entropy=out.entropy, ref_logprobs=ref, values=out.values
         )
 
-    def update(
+    def optimizer_step(
         self,
         step: Iterable[MicroBatch],
         loss: LossFn,
         *,
         only_value: bool = False,
-        admit: Admit = always,
+        should_apply: ShouldApply = always,
     ) -> dict[str, float]:
         self.log.append(f"learn {self.version}")
         self.optimizer.zero_grad()
@@ -93,14 +93,14 @@ class ToyLearner:
                 metrics[name] = metrics.get(name, 0.0) + float(x.detach())
         grad = self.logits.grad
         norm = 0.0 if grad is None else float(grad.norm())
-        if admit(metrics):
+        if should_apply(metrics):
             self.optimizer.step()
         return metrics | {"grad_norm/policy": norm, "lr": self.lr}
 
-    def probe(self, rows: Experience) -> PolicyOutput:
+    def forward_no_grad(self, rows: Experience) -> PolicyOutput:
         return self._respond(rows.ids)
 
-    def end_batch(self) -> None:
+    def advance_version(self) -> None:
         self.version += 1
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -134,7 +134,7 @@ class ToyLearner:
 class ToyEngine:
     """Samples from a copy of the toy policy."""
 
-    live = False
+    shares_weights = False
     logprobs: Literal["sampled", "raw", "none"] = "sampled"
 
     def __init__(self, log: list[str] | None = None) -> None:
@@ -156,9 +156,9 @@ class ToyEngine:
         return Rollout(
             prompts=prompts,
             ids=ids * mask,
-            mask=mask,
-            present=mask,
-            finished=mask.sum(1) < WIDTH,
+            loss_mask=mask,
+            response_mask=mask,
+            terminated=mask.sum(1) < WIDTH,
             version=torch.full((rows,), self.version),
             behavior_logprobs=logp[ids],
         )

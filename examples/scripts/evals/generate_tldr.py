@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from kedge.cli.data import Splits
-from kedge.cli.generate import answered, write
 from kedge.cli.main import guarded
+from kedge.cli.tools.generate import answered, write
 from kedge.judges import Endpoint, match
 
 

@@ -3,7 +3,7 @@
     python examples/scripts/evals/judge_tldr.py --model_name_or_path MODEL \
         --judge_url http://127.0.0.1:8000/v1 --judge_model NAME --num_examples 1000
 
-The prompts have columns prompt and completion (the reference).  Summaries, judgements and the table
+The prompts have columns prompt and completion (the reference).  Summaries, judgments and the table
 are in --output_dir, and replies, so that a run that was stopped pays for nothing twice.
 """
 
@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from kedge.cli import generate, judge
 from kedge.cli.main import guarded
+from kedge.cli.tools import generate, judge
 
 
 def main(argv: list[str]) -> None:

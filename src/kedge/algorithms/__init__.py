@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kedge.algorithms.base import Algorithm, Evidence
+from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.grpo import grpo
 from kedge.algorithms.ppo import ppo
 from kedge.algorithms.reinforce_pp import reinforce_pp
@@ -17,4 +17,13 @@ BUILTIN: dict[str, Callable[..., Algorithm]] = {
     "remax": remax,
 }
 
-__all__ = ["BUILTIN", "Algorithm", "Evidence", "grpo", "ppo", "reinforce_pp", "remax", "rloo"]
+__all__ = [
+    "BUILTIN",
+    "AdvantageInputs",
+    "Algorithm",
+    "grpo",
+    "ppo",
+    "reinforce_pp",
+    "remax",
+    "rloo",
+]

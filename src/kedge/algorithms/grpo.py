@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kedge.algorithms.base import Algorithm, Evidence
-from kedge.algorithms.parts import (
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.algorithms.common import (
     clipped_sides,
     dense_rewards,
-    kl_of,
     policy_metrics,
+    reference_kl,
     shaped_scores,
 )
-from kedge.math.advantage import group_normalise, group_std
+from kedge.math.advantage import group_normalize, group_std
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped, weighted_policy_loss
+from kedge.math.ratios import RatioLevel, ratios
 from kedge.math.rewards import overlong_penalty, place_score
-from kedge.math.sequences import RatioLevel, ratios
-from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
+from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]
 
@@ -45,12 +45,12 @@ def grpo(  # noqa: PLR0913
     overlong_buffer: int = 0,
     reference: bool = True,
 ) -> Algorithm:
-    """GRPO: group-normalised scores, clipped ratios, KL in the loss.
+    """GRPO: group-normalized scores, clipped ratios, KL in the loss.
 
         A_i = (x_i - mean_group x) / (std x + 1e-4)        x_i = score_i - kl_coef sum_t KL_{i,t}
         L = sum_{i,t} w_{i,t} (-min(rho_{i,t} A_i, clip(rho_{i,t}) A_i) + beta KL_{i,t})
 
-    Weights w by ``loss_type``, over one optimiser step and all ranks: "grpo" 1 / (rows length_i),
+    Weights w by ``loss_type``, over one optimizer step and all ranks: "grpo" 1 / (rows length_i),
     "dapo" 1 / tokens, "dr_grpo" 1 / (rows max_length).  "bnpo" is "dapo": they differ only where
     a loss depends on how a step is cut, and here none does.  "cispo" weighs as "dapo" and takes
     -sg(min(rho, epsilon_high)) A log p instead of the clipped loss.
@@ -87,30 +87,30 @@ def grpo(  # noqa: PLR0913
     top = 5.0 if epsilon_high is None else epsilon_high
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
 
-    def credit(e: Evidence, kl_coef: float) -> Credit:
-        mask, group, valid = e.rollout.mask, e.rollout.prompts.group, e.judgement.valid
-        kl = kl_of(e, "k1", reference=reference)
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
+        kl = reference_kl(e, "k1", reference=reference)
         penalty = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
         scores = shaped_scores(e, normalize=False, clip=None)
         if overlong_buffer:
-            lengths = e.rollout.present.sum(1)
+            lengths = e.rollout.response_mask.sum(1)
             scores = scores + overlong_penalty(lengths, longest=longest, buffer=overlong_buffer)
         whole = scores + penalty.sum(1)
-        own = group_normalise(whole, group, valid, scale=scale_rewards, total=e.total)
-        alive = e.rollout.finished | (not mask_truncated_completions)
+        own = group_normalize(whole, group, valid, scale=scale_rewards, total=e.total)
+        alive = e.rollout.terminated | (not mask_truncated_completions)
         alive &= (group_std(whole, group, valid) > 0) | (not drop_uniform_groups)
-        return Credit(
+        return AdvantageOutput(
             rewards=place_score(scores, mask) + penalty,
             advantages=own[:, None] * mask,
             kl=kl,
-            mask=mask & alive[:, None],
+            loss_mask=mask & alive[:, None],
         )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, share = mb.rows, mb.token_weight
-        w = mb.row_weight[:, None] * x.mask / longest if loss_type == "dr_grpo" else share
-        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
-        ratio = ratios(log_ratio, x.mask, level)
+        w = mb.row_weight[:, None] * x.loss_mask / longest if loss_type == "dr_grpo" else share
+        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
+        ratio = ratios(log_ratio, x.loss_mask, level)
         if loss_type == "cispo":
             per_token = weighted_policy_loss(new.logprobs, ratio, x.advantages, top=top)
             stuck = (ratio > top) & (x.advantages > 0)
@@ -125,14 +125,14 @@ def grpo(  # noqa: PLR0913
             **({} if loss_type == "cispo" else clipped_sides(ratio, x.advantages, clip, share)),
         }
         if beta:
-            kl = ESTIMATORS[kl_estimator](new.logprobs, given(x.ref_logprobs, "reference"))
+            kl = ESTIMATORS[kl_estimator](new.logprobs, require(x.ref_logprobs, "reference"))
             kl = (w * (kl * ratio if unbiased_kl else kl)).sum()
             parts["kl"], metrics["loss/kl_avg"] = beta * kl, kl
         return Loss(parts=parts, metrics=metrics)
 
     return Algorithm(
         name="grpo" if level == "token" else "gspo",
-        credit=credit,
+        compute_advantages=compute_advantages,
         loss=loss,
         needs_reference=reference,
         weighting="row_then_token_mean" if loss_type == "grpo" else "token_mean",

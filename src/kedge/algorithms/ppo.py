@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kedge.algorithms.base import Algorithm, Evidence
+from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.math.advantage import gae, length_adaptive_lambda
 from kedge.math.kl import per_token_kl
 from kedge.math.losses import (
@@ -23,7 +23,7 @@ from kedge.math.losses import (
 )
 from kedge.math.masked import extend, whiten
 from kedge.math.rewards import place_score
-from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
+from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 ScorePosition = Literal["last", "after_last"]
 
@@ -45,7 +45,7 @@ def ppo(  # noqa: PLR0913
     dual_clip: float | None = None,
     reference: bool = True,
 ) -> Algorithm:
-    """PPO: GAE on KL-penalised rewards, clipped policy and value losses.
+    """PPO: GAE on KL-penalized rewards, clipped policy and value losses.
 
         r_t = -kl_coef KL_t + [t is the score's place] score      A = whiten(GAE(r, V))
         L = sum_t w_t (-min(rho_t A_t, clip(rho_t) A_t)) + vf_coef sum_t v_t L_value,t
@@ -71,18 +71,18 @@ def ppo(  # noqa: PLR0913
     """
     clip = Clip(cliprange, ceiling=dual_clip)
 
-    def credit(e: Evidence, kl_coef: float) -> Credit:
-        mask = e.rollout.mask
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        mask = e.rollout.loss_mask
         spare = extend(mask) if score_position == "after_last" else mask
-        kl = per_token_kl(e.annotation, kl_estimator) * mask if reference else None
-        rewards = place_score(e.judgement.scores, spare)
-        if e.judgement.token_rewards is not None:
-            rewards = rewards + e.judgement.token_rewards * mask
+        kl = per_token_kl(e.model_outputs, kl_estimator) * mask if reference else None
+        rewards = place_score(e.reward_output.scores, spare)
+        if e.reward_output.token_rewards is not None:
+            rewards = rewards + e.reward_output.token_rewards * mask
         if kl is not None:
             rewards = rewards - kl_coef * kl
         if whiten_rewards:
             rewards = whiten(rewards, spare, center=False, total=e.total)
-        values = given(e.annotation.values, "values")
+        values = require(e.model_outputs.values, "values")
         pull = lam if lam_alpha is None else length_adaptive_lambda(mask, alpha=lam_alpha)
         after = _bootstrap(e)
         raw = gae(rewards, values, spare, gamma=gamma, lam=pull, after=after)
@@ -92,22 +92,22 @@ def ppo(  # noqa: PLR0913
             aim = gae(rewards, values, spare, gamma=gamma, lam=own, after=after)
         returns = (aim + values) * spare
         advantages = whiten(raw, mask, total=e.total) if whiten_advantages else raw * mask
-        return Credit(
+        return AdvantageOutput(
             rewards=rewards, advantages=advantages, returns=returns, kl=kl, value_mask=spare
         )
 
-    def _bootstrap(e: Evidence) -> Tensor | None:
+    def _bootstrap(e: AdvantageInputs) -> Tensor | None:
         if not bootstrap_truncated:
             return None
-        return given(e.annotation.last_values, "values") * ~e.rollout.finished
+        return require(e.model_outputs.last_values, "values") * ~e.rollout.terminated
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, w, v = mb.rows, mb.token_weight, mb.value_weight
-        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
+        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
         ratio = log_ratio.exp()
         policy = (w * clipped_policy_loss(ratio, x.advantages, clip=clip)).sum()
-        values, old = given(new.values, "values"), given(x.old_values, "values")
-        returns = given(x.returns, "values")
+        values, old = require(new.values, "values"), require(x.old_values, "values")
+        returns = require(x.returns, "values")
         value = (v * clipped_value_loss(values, old, returns, clip=cliprange_value)).sum()
         stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
         value_stuck = value_is_clipped(values, old, returns, clip=cliprange_value)
@@ -127,10 +127,10 @@ def ppo(  # noqa: PLR0913
 
     return Algorithm(
         name="ppo",
-        credit=credit,
+        compute_advantages=compute_advantages,
         loss=loss,
         needs_values=True,
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",
-        spare_slot=score_position == "after_last",
+        extra_slot=score_position == "after_last",
     )

@@ -1,19 +1,25 @@
-"""REINFORCE++: no value model and no groups; advantages are normalised over the global batch.
+"""REINFORCE++: no value model and no groups; advantages are normalized over the global batch.
 
 Hu et al. 2025 (arXiv:2501.03262).
 """
 
 from __future__ import annotations
 
-from kedge.algorithms.base import Algorithm, Evidence
-from kedge.algorithms.parts import Bounds, dense_rewards, kl_of, policy_metrics, shaped_scores
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.algorithms.common import (
+    Bounds,
+    dense_rewards,
+    policy_metrics,
+    reference_kl,
+    shaped_scores,
+)
 from kedge.math.advantage import group_mean, rewards_to_go
 from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
 from kedge.math.masked import whiten
+from kedge.math.ratios import RatioLevel, ratios
 from kedge.math.rewards import place_score
-from kedge.math.sequences import RatioLevel, ratios
-from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
+from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 
 def reinforce_pp(
@@ -64,24 +70,24 @@ def reinforce_pp(
 
     clip = Clip(cliprange, cliprange_high)
 
-    def credit(e: Evidence, kl_coef: float) -> Credit:
-        mask = e.rollout.mask
-        kl = kl_of(e, kl_estimator, reference=reference)
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        mask = e.rollout.loss_mask
+        kl = reference_kl(e, kl_estimator, reference=reference)
         scores = shaped_scores(e, normalize=normalize_reward, clip=reward_clip_range)
         if baseline:
-            scores = scores - group_mean(scores, e.rollout.prompts.group, e.judgement.valid)
+            scores = scores - group_mean(scores, e.rollout.prompts.group, e.reward_output.valid)
         rewards = place_score(scores, mask) + dense_rewards(e)
         if kl is not None:
             rewards = rewards - kl_coef * kl
         advantages = rewards_to_go(rewards, mask, gamma=gamma)
         if normalize_advantage:
             advantages = whiten(advantages, mask, total=e.total)
-        return Credit(rewards=rewards, advantages=advantages, kl=kl)
+        return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, w = mb.rows, mb.token_weight
-        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
-        ratio = ratios(log_ratio, x.mask, ratio_level)
+        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
+        ratio = ratios(log_ratio, x.loss_mask, ratio_level)
         per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
         stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
         policy = (w * per_token).sum()
@@ -91,14 +97,14 @@ def reinforce_pp(
             "policy/clipfrac_avg": (w * stuck).sum(),
         }
         if beta:
-            ref = given(x.ref_logprobs, "reference")
+            ref = require(x.ref_logprobs, "reference")
             kl = (w * ESTIMATORS[loss_kl_estimator](new.logprobs, ref)).sum()
             parts["kl"], metrics["loss/kl_avg"] = beta * kl, kl
         return Loss(parts=parts, metrics=metrics)
 
     return Algorithm(
         name="reinforce_pp_baseline" if baseline else "reinforce_pp",
-        credit=credit,
+        compute_advantages=compute_advantages,
         loss=loss,
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",

@@ -5,12 +5,12 @@ Li et al. 2024 (arXiv:2310.10505).
 
 from __future__ import annotations
 
-from kedge.algorithms.base import Algorithm, Evidence
-from kedge.algorithms.parts import dense_rewards, kl_of, policy_metrics
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.algorithms.common import dense_rewards, policy_metrics, reference_kl
 from kedge.math.advantage import rewards_to_go
 from kedge.math.losses import clipped_policy_loss, policy_is_clipped
 from kedge.math.rewards import place_score
-from kedge.types import Credit, Loss, MicroBatch, PolicyOutput, given
+from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 
 def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool = True) -> Algorithm:
@@ -25,21 +25,25 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         reference: whether there is a reference policy to stay close to.
     """
 
-    def credit(e: Evidence, kl_coef: float) -> Credit:
-        mask = e.rollout.mask
-        kl = kl_of(e, kl_estimator, reference=reference)
-        scores = e.judgement.scores.where(e.judgement.valid, 0.0)
-        baseline = given(e.judgement.baseline, "greedy").where(e.judgement.valid, 0.0)
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        mask = e.rollout.loss_mask
+        kl = reference_kl(e, kl_estimator, reference=reference)
+        scores = e.reward_output.scores.where(e.reward_output.valid, 0.0)
+        baseline = require(e.reward_output.greedy_scores, "greedy").where(
+            e.reward_output.valid, 0.0
+        )
         later = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
         advantages = (scores - baseline)[:, None] * mask + rewards_to_go(later, mask, gamma=1.0)
-        return Credit(rewards=place_score(scores, mask) + later, advantages=advantages, kl=kl)
+        return AdvantageOutput(
+            rewards=place_score(scores, mask) + later, advantages=advantages, kl=kl
+        )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, w = mb.rows, mb.token_weight
-        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
+        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
         ratio = log_ratio.exp()
         per_token = clipped_policy_loss(ratio, x.advantages, clip=cliprange)
-        policy = (mb.row_weight[:, None] * x.mask * per_token).sum()
+        policy = (mb.row_weight[:, None] * x.loss_mask * per_token).sum()
         stuck = policy_is_clipped(ratio, x.advantages, clip=cliprange)
         return Loss(
             parts={"policy": policy},
@@ -49,7 +53,7 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
 
     return Algorithm(
         name="remax",
-        credit=credit,
+        compute_advantages=compute_advantages,
         loss=loss,
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",

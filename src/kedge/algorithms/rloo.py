@@ -10,20 +10,20 @@ from typing import Literal
 
 from torch import Tensor
 
-from kedge.algorithms.base import Algorithm, Evidence
-from kedge.algorithms.parts import (
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.algorithms.common import (
     Bounds,
     clipped_sides,
     dense_rewards,
-    kl_of,
     policy_metrics,
+    reference_kl,
     shaped_scores,
 )
 from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
 from kedge.math.losses import Clip, clipped_policy_loss, policy_is_clipped
-from kedge.math.masked import first_true, standardise, whiten
+from kedge.math.masked import first_true, standardize, whiten
 from kedge.math.rewards import place_score
-from kedge.types import Credit, Loss, MicroBatch, PolicyOutput
+from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
 
 
 def rloo(
@@ -75,9 +75,9 @@ def rloo(
 
     clip = Clip(cliprange, cliprange_high)
 
-    def credit(e: Evidence, kl_coef: float) -> Credit:
-        mask, group, valid = e.rollout.mask, e.rollout.prompts.group, e.judgement.valid
-        kl = kl_of(e, kl_estimator, reference=reference)
+    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+        mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
+        kl = reference_kl(e, kl_estimator, reference=reference)
         penalty = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
         scores = shaped_scores(e, normalize=normalize_reward, clip=reward_clip_range)
         rewards = place_score(scores, mask) + penalty
@@ -91,17 +91,17 @@ def rloo(
             advantages = whiten(advantages, mask, total=e.total)
         elif normalize_advantage:
             compared = valid & (group_count(group, valid) > 1)
-            advantages = standardise(own, compared, total=e.total)[:, None] * mask
-        trained = mask & e.rollout.finished[:, None] if mask_truncated_completions else None
-        return Credit(rewards=rewards, advantages=advantages, kl=kl, mask=trained)
+            advantages = standardize(own, compared, total=e.total)[:, None] * mask
+        trained = mask & e.rollout.terminated[:, None] if mask_truncated_completions else None
+        return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=trained)
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x = mb.rows
-        log_ratio = (new.logprobs - x.old_logprobs) * x.mask
-        advantages, weight = x.advantages, mb.row_weight[:, None] * x.mask
+        log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
+        advantages, weight = x.advantages, mb.row_weight[:, None] * x.loss_mask
         share: Tensor = mb.token_weight
         if not by_token:
-            log_ratio, advantages = log_ratio.sum(1), first_true(x.advantages, x.mask)
+            log_ratio, advantages = log_ratio.sum(1), first_true(x.advantages, x.loss_mask)
             weight = share = mb.row_weight
         ratio = log_ratio.exp()
         per_action = clipped_policy_loss(ratio, advantages, clip=clip)
@@ -117,7 +117,7 @@ def rloo(
 
     return Algorithm(
         name="rloo",
-        credit=credit,
+        compute_advantages=compute_advantages,
         loss=loss,
         needs_reference=reference,
         needs_full_kl=reference and kl_estimator == "full",

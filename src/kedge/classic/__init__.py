@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 _WHERE = {
     "PPOTrainer": "trainer",
     "PPOConfig": "config",
-    "AutoModelForCausalLMWithValueHead": "models",
-    "AutoModelForSeq2SeqLMWithValueHead": "models",
-    "PreTrainedModelWrapper": "models",
-    "unwrap_model_for_generation": "models",
-    "ValueHead": "value_head",
-    "create_reference_model": "reference",
+    "AutoModelForCausalLMWithValueHead": "models.wrapper",
+    "AutoModelForSeq2SeqLMWithValueHead": "models.wrapper",
+    "PreTrainedModelWrapper": "models.wrapper",
+    "unwrap_model_for_generation": "models.wrapper",
+    "ValueHead": "models.value_head",
+    "create_reference_model": "models.reference",
     "set_seed": "core",
     "LengthSampler": "core",
     "respond_to_batch": "core",
-    "AdaptiveKLController": "controllers",
-    "FixedKLController": "controllers",
+    "AdaptiveKLController": "config",
+    "FixedKLController": "config",
     "RunningMoments": "scores",
 }
 
@@ -45,19 +45,18 @@ __all__ = [
 
 if TYPE_CHECKING:
     from kedge.classic import core
-    from kedge.classic.config import PPOConfig
-    from kedge.classic.controllers import AdaptiveKLController, FixedKLController
+    from kedge.classic.config import AdaptiveKLController, FixedKLController, PPOConfig
     from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
-    from kedge.classic.models import (
+    from kedge.classic.models.reference import create_reference_model
+    from kedge.classic.models.value_head import ValueHead
+    from kedge.classic.models.wrapper import (
         AutoModelForCausalLMWithValueHead,
         AutoModelForSeq2SeqLMWithValueHead,
         PreTrainedModelWrapper,
         unwrap_model_for_generation,
     )
-    from kedge.classic.reference import create_reference_model
     from kedge.classic.scores import RunningMoments
     from kedge.classic.trainer import PPOTrainer
-    from kedge.classic.value_head import ValueHead
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.backends.hf.learner import HFLearner
-from kedge.engine.brakes import KL, RATIO, Brakes
+from kedge.engine.early_stopping import KL, RATIO, StepLimits
 from kedge.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ class GradientAccumulator:
             self.parts, self.last, self._tokens, self._sums = 1, True, None, None
 
     def _mean(self, x: Tensor) -> Tensor:
-        return self.learner.total(x.float()) / self.learner.ranks
+        return self.learner.total(x.float()) / self.learner.world_size
 
     def backward(
         self, loss: Tensor, mask: Tensor, log_ratio: Tensor, *, weighted: bool = True
@@ -69,17 +69,17 @@ class GradientAccumulator:
         count = mask.sum().float()
         usual = self._mean(count) if self._tokens is None else self._tokens
         weight = count / usual.clamp(min=1) if weighted else torch.ones_like(count)
-        self.learner.scaler.scale(loss * weight / (self.parts * self.learner.ranks)).backward()
+        self.learner.scaler.scale(loss * weight / (self.parts * self.learner.world_size)).backward()
         off = torch.where(mask.bool(), log_ratio.detach(), 0.0).double()
         ratios = torch.where(mask.bool(), off.exp(), 0.0).sum()
         self._sums += torch.stack([ratios, -off.sum(), count.double()]).cpu()
 
-    def take(self, brakes: Brakes) -> None:
+    def take(self, step_limits: StepLimits) -> None:
         """Take the optimizer step, unless ``brakes`` forbid it."""
         if self._sums is None:
             return
         ratios, kl, count = self.learner.total(self._sums).tolist()
-        if brakes.admits({RATIO: ratios / max(count, 1), KL: kl / max(count, 1)}):
+        if step_limits.should_apply({RATIO: ratios / max(count, 1), KL: kl / max(count, 1)}):
             self.learner._take_step()
         self.learner.optimizer.zero_grad(set_to_none=True)
         self._sums = None

@@ -15,16 +15,16 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from kedge.algorithms.base import Algorithm
 from kedge.algorithms.ppo import ppo
-from kedge.backends.hf.encoder_decoder import parts_of
+from kedge.backends.hf.encoder_decoder import build_parts
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.reference import FrozenModel, OtherAdapter, Reference
+from kedge.backends.hf.reference import AdapterReference, FrozenModel, Reference
 from kedge.backends.hf.settings import BareArguments, LearnerSettings
 from kedge.backends.hf.sharding import shards_asked
 from kedge.classic.config import PPOConfig
-from kedge.classic.models import PreTrainedModelWrapper
-from kedge.classic.reference import create_reference_model
-from kedge.engine.brakes import Brakes
-from kedge.engine.plan import BatchPlan
+from kedge.classic.models.reference import create_reference_model
+from kedge.classic.models.wrapper import PreTrainedModelWrapper
+from kedge.engine.batch_sizes import BatchSizes
+from kedge.engine.early_stopping import StepLimits
 from kedge.errors import ConfigError
 
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
@@ -32,7 +32,7 @@ _TOO_FAR = 1.5  # times target_kl
 
 
 @dataclass(slots=True, kw_only=True)
-class Given:
+class StepTrainerInputs:
     """The trainer's arguments."""
 
     config: PPOConfig
@@ -44,7 +44,7 @@ class Given:
     num_shared_layers: int | None
 
 
-def check(given: Given) -> None:
+def check(given: StepTrainerInputs) -> None:
     """Refuse what cannot work before anything is built.
 
     Raises:
@@ -86,7 +86,7 @@ def check(given: Given) -> None:
         )
 
 
-def _check_kind(given: Given) -> None:
+def _check_kind(given: StepTrainerInputs) -> None:
     """Compare what the config says of the model with the model, and fill it in."""
     encodes = bool(getattr(given.model.config, "is_encoder_decoder", False))
     for name, truth in (
@@ -131,18 +131,18 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     return accelerator
 
 
-def make_reference(given: Given) -> tuple[Any, Reference]:
+def make_reference(given: StepTrainerInputs) -> tuple[Any, Reference]:
     """The reference as the user sees it (None: the policy without adapter) and as the core does."""
     model, reference = given.model, given.ref_model
     if reference is None and model.is_peft_model:
-        return None, OtherAdapter(model.pretrained_model)
+        return None, AdapterReference(model.pretrained_model)
     if reference is None:
         reference = create_reference_model(model, given.num_shared_layers)
     return reference, FrozenModel(_inner(reference))
 
 
 def make_learner(
-    given: Given, reference_model: Any, reference: Reference, accelerator: Accelerator
+    given: StepTrainerInputs, reference_model: Any, reference: Reference, accelerator: Accelerator
 ) -> HFLearner:
     """The core's learner around the model; both models go to the accelerator's device."""
     config, model = given.config, given.model
@@ -157,7 +157,7 @@ def make_learner(
     optimizer = given.optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
     return HFLearner(
         model.pretrained_model,
-        cast(TrainingArguments, BareArguments()),  # optimiser and schedule are given
+        cast(TrainingArguments, BareArguments()),  # optimizer and schedule are given
         LearnerSettings(
             total_updates=config.total_ppo_epochs,
             max_grad_norm=config.max_grad_norm or 0.0,
@@ -168,7 +168,7 @@ def make_learner(
         reference=reference,
         accelerator=accelerator,
         optimizers=(optimizer, given.lr_scheduler or ConstantLR(optimizer, 1.0, 0)),
-        parts=parts_of(model.pretrained_model),
+        parts=build_parts(model.pretrained_model),
     )
 
 
@@ -185,9 +185,9 @@ def make_algorithm(config: PPOConfig) -> Algorithm:
     )
 
 
-def make_plan(config: PPOConfig) -> BatchPlan:
+def make_batch_sizes(config: PPOConfig) -> BatchSizes:
     """The core's sizes."""
-    return BatchPlan(
+    return BatchSizes(
         world_size=config.world_size or 1,
         micro_rows=config.mini_batch_size,
         local_rows=config.batch_size,
@@ -198,9 +198,9 @@ def make_plan(config: PPOConfig) -> BatchPlan:
     )
 
 
-def make_brakes(config: PPOConfig) -> Brakes:
-    """When optimiser steps are left out."""
-    return Brakes(
+def make_step_limits(config: PPOConfig) -> StepLimits:
+    """When optimizer steps are left out."""
+    return StepLimits(
         max_ratio=config.ratio_threshold,
         max_kl=_TOO_FAR * config.target_kl if config.early_stopping else None,
         keep_last=config.early_stopping_keeps_step,

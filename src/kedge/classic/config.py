@@ -15,8 +15,9 @@ from accelerate.utils import LoggerType
 
 from kedge.config.declare import check_fields, option
 from kedge.config.values import shown
+from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.errors import ConfigError
-from kedge.naming import named
+from kedge.suggestions import named
 
 JSON = dict[str, Any] | str | None  # a dictionary, or JSON from a command line
 _JSON_FIELDS = (
@@ -39,7 +40,7 @@ class PPOConfig:
 
     Sizes are per process.  One call of ``step`` takes ``batch_size`` samples through
     ``ppo_epochs`` passes of ``batch_size / (mini_batch_size * gradient_accumulation_steps)``
-    optimiser steps each.
+    optimizer steps each.
 
     Args:
         exp_name: name of the experiment, for trackers.
@@ -59,7 +60,7 @@ class PPOConfig:
             a multiple of ``compare_steps``, the mean score is the best so far.
         steps: samples of the whole run; only ``total_ppo_epochs`` follows from it.
         learning_rate: of Adam, unless you pass an optimizer.
-        adap_kl_ctrl: steer the KL towards ``target``; False keeps ``init_kl_coef``.
+        adap_kl_ctrl: steer the KL toward ``target``; False keeps ``init_kl_coef``.
         init_kl_coef: coefficient of the KL penalty at the start.
         kl_penalty: "kl" (log p - log q), "abs", "mse" (half its square) or "full" (over the
             whole vocabulary).
@@ -73,7 +74,7 @@ class PPOConfig:
         batch_size: samples of one call of ``step``.
         forward_batch_size: deprecated name of ``mini_batch_size``.
         mini_batch_size: most samples of one forward and backward pass.
-        gradient_accumulation_steps: passes per optimiser step.
+        gradient_accumulation_steps: passes per optimizer step.
         world_size: set by the trainer: number of processes.
         ppo_epochs: passes over each batch.
         max_grad_norm: gradients are scaled down to it at every step; None: they are not.
@@ -81,10 +82,10 @@ class PPOConfig:
         optimize_device_cache: empty the accelerator's memory cache after each ``step``.
         early_stopping: end the passes over a batch when the policy has moved too far.
         target_kl: too far is 1.5 times this, nats per token.
-        early_stopping_keeps_step: take the optimiser step that is found to start too far from the
+        early_stopping_keeps_step: take the optimizer step that is found to start too far from the
             policy that sampled, and end after it, as TRL does; False ends without it.
         compare_steps: calls of ``step`` between two looks at ``push_to_hub_if_best_kwargs``.
-        ratio_threshold: optimiser steps whose mean probability ratio is higher are left out.
+        ratio_threshold: optimizer steps whose mean probability ratio is higher are left out.
         use_score_scaling: divide scores by their running standard deviation.
         use_score_norm: remove their running mean first; only with ``use_score_scaling``.
         score_clip: largest absolute score, after scaling.
@@ -92,10 +93,10 @@ class PPOConfig:
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         is_encoder_decoder: set by the trainer; if given, it must be true of the model.
         is_peft_model: likewise.
-        backward_batch_size: set here: samples of one optimiser step.
+        backward_batch_size: set here: samples of one optimizer step.
         global_backward_batch_size: set by the trainer: the same over all processes.
         global_batch_size: set by the trainer: ``batch_size`` over all processes.
-        dataset_num_proc: processes that tokenise a dataset that has text and no ``input_ids``.
+        dataset_num_proc: processes that tokenize a dataset that has text and no ``input_ids``.
 
     Raises:
         ConfigError: a value that cannot work, or sizes that do not divide.
@@ -223,3 +224,27 @@ def _parsed(name: str, value: JSON) -> dict[str, Any]:
 
 def _deprecated(old: str, new: str) -> None:
     warnings.warn(f"{old} is deprecated; use {new}, which does the same", stacklevel=5)
+
+
+class AdaptiveKLController(AdaptiveKL):
+    """Steers the KL toward ``target``; see ``kedge.engine.kl_control.AdaptiveKL``.
+
+    Args:
+        init_kl_coef: the coefficient to start from.
+        target: wanted KL, nats per response.
+        horizon: responses over which an error of 100% would double the coefficient.
+    """
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
+        super().__init__(value=init_kl_coef, target=target, horizon=horizon)
+
+
+class FixedKLController(FixedKL):
+    """A coefficient that never changes.
+
+    Args:
+        kl_coef: the coefficient.
+    """
+
+    def __init__(self, kl_coef: float) -> None:
+        super().__init__(value=kl_coef)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kedge.backends.hf.end_tokens import listed
 from kedge.classic.inputs import pad_id
-from kedge.classic.views import Views
+from kedge.classic.properties import Views
 from kedge.errors import DataError
 
 LengthFn = Callable[[], int]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kedge.classic.scores import Scores
 from kedge.errors import DataError
-from kedge.types import Judgement, PromptBatch, Rollout
+from kedge.types import PromptBatch, RewardOutput, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _dense(tokens: Sequence[Tensor | None], responses: Sequence[Tensor]) -> Tens
     return out
 
 
-def rollout_of(
+def build_rollout(
     samples: Samples, *, pad: int, eos: int | None, first_row: int, version: int
 ) -> Rollout:
     """The samples as the core's record.
@@ -169,16 +169,16 @@ def rollout_of(
     return Rollout(
         prompts=prompts,
         ids=ids,
-        mask=mask,
-        present=present,
-        finished=torch.tensor(ended),
+        loss_mask=mask,
+        response_mask=present,
+        terminated=torch.tensor(ended),
         version=torch.full((size,), version),
     )
 
 
-def judgement_of(scores: Scores) -> Judgement:
+def build_reward_output(scores: Scores) -> RewardOutput:
     """Scores as the core's record."""
-    return Judgement(
+    return RewardOutput(
         scores=scores.whole,
         valid=torch.ones_like(scores.whole, dtype=torch.bool),
         token_rewards=scores.tokens,

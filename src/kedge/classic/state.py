@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kedge.backends.hf.fingerprint import fingerprint
-from kedge.engine import checkpoint
+from kedge.engine.checkpoint import checkpoint
 from kedge.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def save(trainer: PPOTrainer, output_dir: str | Path) -> Path:
         parts,
         local={"random": random_state()},
         rank=learner.rank,
-        world_size=learner.ranks,
+        world_size=learner.world_size,
         barrier=trainer.accelerator.wait_for_everyone,
     )
 
@@ -57,7 +57,7 @@ def load(trainer: PPOTrainer, folder: str | Path) -> None:
 
 def _take_over(trainer: PPOTrainer, folder: Path) -> None:
     learner = trainer.learner
-    held = checkpoint.load(folder, rank=learner.rank, world_size=learner.ranks, verified=True)
+    held = checkpoint.load(folder, rank=learner.rank, world_size=learner.world_size, verified=True)
     parts = held.parts
     _check(trainer, str(parts["reference"]["fingerprint"]), folder)
     trainer._updater.load_state_dict({k: parts[k] for k in ("step", "learner", "kl")})

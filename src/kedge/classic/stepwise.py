@@ -23,10 +23,10 @@ from kedge.classic.core import (
     stats_to_np,
 )
 from kedge.classic.inputs import begun, response_mask
-from kedge.classic.models import PreTrainedModelWrapper
+from kedge.classic.models.wrapper import PreTrainedModelWrapper
 from kedge.classic.samples import Samples
 from kedge.classic.scores import Scores
-from kedge.classic.statistics import LISTS
+from kedge.classic.stats_recorder import LISTS
 from kedge.engine.seeds import seed_for
 from kedge.errors import DataError
 
@@ -76,8 +76,10 @@ def step_by_step(trainer: PPOTrainer, samples: Samples, scores: Scores, *, maske
     learner = trainer.learner
     stats["ppo/learning_rate"] = float(learner.optimizer.param_groups[0]["lr"])
     kl = learner.total(torch.tensor(float(stats["objective/kl"]), dtype=torch.float64))
-    trainer.kl_ctl.update(float(kl) / learner.ranks, trainer.config.batch_size * learner.ranks)
-    learner.end_batch()
+    trainer.kl_ctl.update(
+        float(kl) / learner.world_size, trainer.config.batch_size * learner.world_size
+    )
+    learner.advance_version()
     trainer.current_step += 1
     clock.append(time.perf_counter())
     names = ("forward_pass", "compute_rewards", "compute_advantages", "optimize_step", "calc_stats")

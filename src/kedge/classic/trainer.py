@@ -17,17 +17,16 @@ from transformers import DataCollatorForLanguageModeling
 from kedge.classic import state
 from kedge.classic.accumulation import GradientAccumulator
 from kedge.classic.assembly import (
-    Given,
+    StepTrainerInputs,
     check,
     make_accelerator,
     make_algorithm,
-    make_brakes,
+    make_batch_sizes,
     make_learner,
-    make_plan,
     make_reference,
+    make_step_limits,
 )
-from kedge.classic.config import PPOConfig
-from kedge.classic.controllers import AdaptiveKLController, FixedKLController
+from kedge.classic.config import AdaptiveKLController, FixedKLController, PPOConfig
 from kedge.classic.core import (
     PPODecorators,
     convert_to_scalar,
@@ -35,34 +34,32 @@ from kedge.classic.core import (
     set_seed,
     stats_to_np,
 )
-from kedge.classic.dataloading import Batches
 from kedge.classic.generation import Generation
-from kedge.classic.inputs import pad_id
-from kedge.classic.pieces import Pieces, overridden
+from kedge.classic.inputs import Batches, pad_id
 from kedge.classic.publishing import Publishing
 from kedge.classic.samples import (
     Samples,
+    build_reward_output,
+    build_rollout,
     check_samples,
-    judgement_of,
     on_grid,
-    rollout_of,
     samples_of,
 )
 from kedge.classic.scores import RunningMoments, Scores, shaped
-from kedge.classic.statistics import KEYS, over_steps, update_statistics
+from kedge.classic.stats_recorder import KEYS, StatsRecorder, over_steps, update_statistics
+from kedge.classic.step_parts import PPOSteps, overridden
 from kedge.classic.stepwise import step_by_step
 from kedge.classic.tracking import log_batch, start_trackers
-from kedge.classic.watch import Watch
 from kedge.engine.updater import Updater
 from kedge.errors import ConfigError
-from kedge.naming import named
-from kedge.types import given
+from kedge.suggestions import named
+from kedge.types import require
 
 _PREPARE = "; make their loader with trainer.accelerator.prepare(dataloader)"
 
 
 @named("argument", config=PPOConfig)
-class PPOTrainer(Pieces, Generation, Batches, Publishing):
+class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
     """PPO one step at a time.
 
         responses = trainer.generate(queries, return_prompt=False, **options)
@@ -112,7 +109,7 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
             raise ConfigError(
                 f"config is a {type(config).__name__}; pass a kedge.classic.PPOConfig"
             )
-        parts = Given(
+        parts = StepTrainerInputs(
             config=config,
             model=model,
             ref_model=ref_model,
@@ -134,15 +131,15 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
         self._gradients = GradientAccumulator(self.learner)
         self._check_overrides()
         self.algorithm = make_algorithm(config)
-        self._watch = Watch()
+        self._watch = StatsRecorder()
         self._updater = Updater(
             learner=self.learner,
             algorithm=self._watch.over(self.algorithm),
             kl=self._controller(),
-            plan=make_plan(config),
+            batch_sizes=make_batch_sizes(config),
             hooks=self._watch,
             seed=config.seed,
-            brakes=make_brakes(config),
+            step_limits=make_step_limits(config),
         )
         self.running = RunningMoments(self.learner.total)
         self.dataset, self.dataloader = dataset, None
@@ -170,7 +167,7 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
         self._accumulates = "train_minibatch" in found
         scaled = self.learner.scaler.is_enabled()
         if self._accumulates and (scaled or self.is_distributed):
-            where = "with fp16" if scaled else f"on {self.learner.ranks} processes"
+            where = "with fp16" if scaled else f"on {self.learner.world_size} processes"
             raise ConfigError(
                 f"{type(self).__name__} overrides train_minibatch, which takes the optimizer step: "
                 f"{where} its gradients would be {'unscaled' if scaled else 'summed'} too late. "
@@ -185,7 +182,10 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
         config.check()
         self.algorithm = make_algorithm(config)
         updater.algorithm = self._watch.over(self.algorithm)
-        updater.plan, updater.brakes = make_plan(config), make_brakes(config)
+        updater.batch_sizes, updater.step_limits = (
+            make_batch_sizes(config),
+            make_step_limits(config),
+        )
         self.learner.settings = replace(
             self.learner.settings,
             forward_rows=config.mini_batch_size,
@@ -247,7 +247,7 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
 
     def _fast_step(self, samples: Samples, scores: Scores) -> dict[str, Any]:
         """One update by the engine: rows are joined without padding, logits are never kept."""
-        rollout = rollout_of(
+        rollout = build_rollout(
             samples,
             pad=pad_id(self.tokenizer),
             eos=self.tokenizer.eos_token_id,
@@ -255,18 +255,21 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
             version=self.learner.version,
         )
         prepared, kl_coef = time.perf_counter(), float(self.kl_ctl.value)
-        metrics = self._updater.train_on(rollout, judgement_of(scores), {})
+        metrics = self._updater.train_on(rollout, build_reward_output(scores), {})
         trained = time.perf_counter()
         stats = self._statistics(samples, scores, kl_coef)
         stats["ppo/learning_rate"] = float(metrics["lr"])
         return stats | self._times(prepared, trained)
 
     def _statistics(self, samples: Samples, scores: Scores, kl_coef: float) -> dict[str, Any]:
-        evidence = given(self._watch.evidence, "evidence")
-        credit, note = given(self._watch.credit, "credit"), evidence.annotation
-        mask, present = evidence.rollout.mask, evidence.rollout.present
+        advantage_inputs = require(self._watch.advantage_inputs, "evidence")
+        advantage_output, note = (
+            require(self._watch.advantage_output, "credit"),
+            advantage_inputs.model_outputs,
+        )
+        mask, present = advantage_inputs.rollout.loss_mask, advantage_inputs.rollout.response_mask
         queries = None if self.is_encoder_decoder else samples.queries
-        kl = given(credit.kl, "kl")
+        kl = require(advantage_output.kl, "kl")
 
         def grid(x: Tensor) -> Tensor:
             return on_grid(x.cpu(), present.cpu(), queries)
@@ -275,7 +278,7 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
             kl_coef,
             scores=scores.sums,
             logprobs=grid(note.logprobs),
-            ref_logprobs=grid(given(note.ref_logprobs, "ref_logprobs")),
+            ref_logprobs=grid(require(note.ref_logprobs, "ref_logprobs")),
             non_score_reward=grid(-kl_coef * kl),
             masks=grid(mask.float()) > 0,
             kls=grid(kl),
@@ -305,7 +308,7 @@ class PPOTrainer(Pieces, Generation, Batches, Publishing):
         self._since_best += 1
         if self._since_best % self.config.compare_steps:
             return
-        mean = float(self.learner.total(scores.sums.mean())) / self.learner.ranks
+        mean = float(self.learner.total(scores.sums.mean())) / self.learner.world_size
         if self.highest_reward is None or mean > self.highest_reward:
             self.highest_reward = mean
             self.push_to_hub(**where)

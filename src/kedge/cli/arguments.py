@@ -14,13 +14,13 @@ from typing import Any, Literal, NoReturn, get_args, get_type_hints
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import check_fields, option
-from kedge.config.field_support import FIELD_SUPPORT
-from kedge.config.on_policy import OnPolicyConfig
+from kedge.config.option_status import FIELD_SUPPORT
+from kedge.config.options import Honored, Moved, Support
 from kedge.config.ppo import PPOv2Config
-from kedge.config.support import Honoured, Moved, Support
 from kedge.errors import ConfigError
-from kedge.naming import hint
+from kedge.suggestions import hint
 
 
 @dataclass
@@ -56,7 +56,7 @@ class ScriptArguments:
     value_model_path: str | None = option(None, "Folder or name of the value model.")
     algorithm: str | None = option(
         None,
-        "Another learning rule: reinforce_pp, reinforce_pp_baseline, remax, or file.py:name or "
+        "Another algorithm: reinforce_pp, reinforce_pp_baseline, remax, or file.py:name or "
         "module:name of a kedge.Algorithm.",
     )
     algorithm_kwargs: str | None = option(None, 'Its options as JSON, such as {"baseline": true}.')
@@ -88,12 +88,12 @@ class ModelArguments:
     lora_target_parameters: list[str] | None = option(None, "Parameters with adapter.")
     lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved whole.")
     lora_task_type: str = option("CAUSAL_LM", "Task of the adapter.")
-    use_rslora: bool = option(False, "Rank-stabilised LoRA.")
+    use_rslora: bool = option(False, "Rank-stabilized LoRA.")
     use_dora: bool = option(False, "Weight-decomposed LoRA.")
     load_in_8bit: bool = option(False, "Base weights in 8 bit, with use_peft; needs bitsandbytes.")
     load_in_4bit: bool = option(False, "Base weights in 4 bit, with use_peft; needs bitsandbytes.")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Kind of 4-bit number.")
-    use_bnb_nested_quant: bool = option(False, "Quantise the constants of 4-bit weights too.")
+    use_bnb_nested_quant: bool = option(False, "Quantize the constants of 4-bit weights too.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -161,9 +161,9 @@ class Parser(HfArgumentParser):
                 action.nargs, action.const = "?", True  # --bf16 alone means True
             if action.dest == "resume_from_checkpoint":
                 action.nargs, action.const = "?", "True"  # alone: the newest
-            said = support.get(action.dest, Honoured(""))
+            said = support.get(action.dest, Honored(""))
             alias = isinstance(said, Moved) and action.dest not in FIELD_SUPPORT
-            if not (alias or isinstance(said, Honoured)):
+            if not (alias or isinstance(said, Honored)):
                 action.help = argparse.SUPPRESS
 
     def error(self, message: str) -> NoReturn:
@@ -363,3 +363,15 @@ def _check(script: ScriptArguments, model: ModelArguments) -> None:
     set_anyway = sorted(n for n in adapter if getattr(model, n) != getattr(ModelArguments, n))
     if set_anyway and not model.use_peft:
         raise ConfigError(f"{', '.join(set_anyway)} set without --use_peft; add it")
+
+
+class Flags(argparse.ArgumentParser):
+    """``ArgumentParser`` that raises instead of leaving: there is one way that errors are shown."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(message)

@@ -26,20 +26,20 @@ COMMANDS = {
 }
 
 _WHERE = {
-    "ppo": "kedge.cli.ppo",
-    "rloo": "kedge.cli.rloo",
-    "grpo": "kedge.cli.grpo",
-    "async-ppo": "kedge.cli.async_ppo",
-    "sft": "kedge.cli.sft",
-    "reward": "kedge.cli.reward",
-    "pipeline": "kedge.cli.pipeline",
-    "plan": "kedge.cli.plan",
-    "compare": "kedge.cli.compare",
-    "doctor": "kedge.cli.doctor",
-    "report": "kedge.cli.report",
-    "generate": "kedge.cli.generate",
-    "judge": "kedge.cli.judge",
-    "serve-reward": "kedge.cli.serve_reward",
+    "ppo": "kedge.cli.train.ppo",
+    "rloo": "kedge.cli.train.rloo",
+    "grpo": "kedge.cli.train.grpo",
+    "async-ppo": "kedge.cli.train.async_ppo",
+    "sft": "kedge.cli.train.sft",
+    "reward": "kedge.cli.train.reward",
+    "pipeline": "kedge.cli.pipeline.pipeline",
+    "plan": "kedge.cli.planning.plan",
+    "compare": "kedge.cli.tools.compare",
+    "doctor": "kedge.cli.tools.doctor",
+    "report": "kedge.cli.tools.report",
+    "generate": "kedge.cli.tools.generate",
+    "judge": "kedge.cli.tools.judge",
+    "serve-reward": "kedge.cli.tools.serve_reward",
 }
 
 EXAMPLE = """\
@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return guarded(command_of(name), rest, name=f"kedge {name}")
+    return guarded(load_command(name), rest, name=f"kedge {name}")
 
 
-def command_of(name: str) -> Callable[[list[str]], object]:
+def load_command(name: str) -> Callable[[list[str]], object]:
     """What runs a command of ``COMMANDS``."""
     command: Callable[[list[str]], object] = importlib.import_module(_WHERE[name]).main
     return command

@@ -66,7 +66,7 @@ def _renamed(spec: str | None) -> dict[str, str]:
     return {old: new}
 
 
-def sources_of(options: Options, *, model: bool) -> Sources:
+def build_sources(options: Options, *, model: bool) -> Sources:
     """Functions and weights.
 
     Args:
@@ -76,7 +76,7 @@ def sources_of(options: Options, *, model: bool) -> Sources:
     Raises:
         ConfigError: weights are given in two ways.
     """
-    from kedge.rewards import by_column, r1_style_format
+    from kedge.verifiers import by_column, r1_style_format
 
     script = options.script
     weighted: list[tuple[Any, float]] = [(name, 1.0) for name in script.reward_funcs or []]

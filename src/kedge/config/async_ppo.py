@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kedge.config.declare import check_fields, option
-from kedge.config.field_support import FIELD_SUPPORT
+from kedge.config.option_status import FIELD_SUPPORT
+from kedge.config.options import Honored, Moved, Refused, Support, apply_support
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import engine_args
-from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
-from kedge.naming import named
+from kedge.suggestions import named
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _SCRIPT = "kedge async-ppo"
 _PLACES = "kedge async-ppo: which process runs where"
 
 _CACHE = Refused(
-    "prompts are tokenised at the start and not cached", "leave it at its default, or unset"
+    "prompts are tokenized at the start and not cached", "leave it at its default, or unset"
 )
 _FILLED = Refused("it is worked out from the other sizes", "leave it unset")
 _SETTLED = Refused("nothing read it there, and nothing does here", "leave it out")
@@ -32,7 +32,7 @@ _JUDGED = Refused(
 )
 _PROGRAMS = Refused(
     "programs run in Kedge's own sandbox, without a server",
-    "leave it out; limits are options of kedge.rewards.code_verifier",
+    "leave it out; limits are options of kedge.verifiers.code_verifier",
 )
 
 
@@ -54,10 +54,10 @@ ASYNC_SUPPORT: dict[str, Support] = {
             *("vllm_enforce_eager", "vllm_gpu_memory_utilization", "enable_prefix_caching"),
             *("max_token_length", "hf_repo_id", "hf_entity"),
         ),
-        Honoured("kedge.config.async_ppo: turned into options of PPOConfig"),
+        Honored("kedge.config.async_ppo: turned into options of PPOConfig"),
     ),
-    "wandb_project_name": Honoured(f"{_SCRIPT}: WANDB_PROJECT"),
-    "wandb_entity": Honoured(f"{_SCRIPT}: WANDB_ENTITY"),
+    "wandb_project_name": Honored(f"{_SCRIPT}: WANDB_PROJECT"),
+    "wandb_entity": Honored(f"{_SCRIPT}: WANDB_ENTITY"),
     # Read by the command.
     **dict.fromkeys(
         (
@@ -66,18 +66,18 @@ ASYNC_SUPPORT: dict[str, Support] = {
             *("chat_template_name", "add_bos", "tokenizer_name_or_path", "init_value_from_scratch"),
             *("sft_messages_key", "ground_truths_key", "dataset_source_key"),
         ),
-        Honoured(_SCRIPT),
+        Honored(_SCRIPT),
     ),
     **dict.fromkeys(
-        ("actor_num_gpus_per_node", "single_gpu_mode", "deepspeed_stage"), Honoured(_PLACES)
+        ("actor_num_gpus_per_node", "single_gpu_mode", "deepspeed_stage"), Honored(_PLACES)
     ),
     "gather_whole_model": Refused(
         "weights are always gathered whole for the engines", "leave it at its default"
     ),
-    "vllm_sync_backend": Honoured(f"{_PLACES}; becomes vllm_transfer"),
+    "vllm_sync_backend": Honored(f"{_PLACES}; becomes vllm_transfer"),
     # Refused.
     "dataset_transform_fn": Refused(
-        "prompts are tokenised and filtered by length in one way", "prepare the dataset beforehand"
+        "prompts are tokenized and filtered by length in one way", "prepare the dataset beforehand"
     ),
     **dict.fromkeys(
         (
@@ -86,7 +86,7 @@ ASYNC_SUPPORT: dict[str, Support] = {
         ),
         _CACHE,
     ),
-    "dataset_skip_cache": Honoured("always: nothing is cached"),
+    "dataset_skip_cache": Honored("always: nothing is cached"),
     "local_eval_freq": Refused("num_evals says how often", "leave it unset"),
     **dict.fromkeys(
         (
@@ -96,7 +96,7 @@ ASYNC_SUPPORT: dict[str, Support] = {
         _FILLED,
     ),
     "checkpoint_output_dir": _SETTLED,
-    "save_value_model": Honoured("always: the value model is saved in value_model/"),
+    "save_value_model": Honored("always: the value model is saved in value_model/"),
     **dict.fromkeys(
         (
             *("llm_judge_model", "llm_judge_max_tokens", "llm_judge_max_context_length"),
@@ -117,7 +117,7 @@ ASYNC_SUPPORT: dict[str, Support] = {
             *("try_auto_save_to_beaker", "gs_bucket_path", "oe_eval_tasks", "oe_eval_max_length"),
             "eval_priority",
         ),
-        Honoured(f"{_SCRIPT}: said to be of Ai2's cluster alone, then ignored"),
+        Honored(f"{_SCRIPT}: said to be of Ai2's cluster alone, then ignored"),
     ),
 }
 
@@ -174,7 +174,7 @@ class AsyncPPOConfig(PPOConfig):
     # Sizes.
     local_rollout_batch_size: int = option(64, "Prompts of a process in one update.", ge=1)
     local_mini_batch_size: int | None = option(
-        64, "Responses of a process in one optimiser step; all of them where there are fewer."
+        64, "Responses of a process in one optimizer step; all of them where there are fewer."
     )
     num_epochs: int | None = option(None, "Another name of num_ppo_epochs.")
     number_samples_per_prompt: int | None = option(None, "Another name of num_generations.")
@@ -196,7 +196,7 @@ class AsyncPPOConfig(PPOConfig):
         None, "Evaluation prompts: names and amounts in turn."
     )
     dataset_mixer_eval_list_splits: list[str] | None = option(None, "Their splits. Unset: test.")
-    cache_dataset_only: bool = option(False, "Read and tokenise the prompts, then stop.")
+    cache_dataset_only: bool = option(False, "Read and tokenize the prompts, then stop.")
     sft_messages_key: str = option("messages", "Column with chats; their last answer is left out.")
     ground_truths_key: str = option("ground_truth", "Column that verifiers compare with.")
     dataset_source_key: str = option("dataset", "Column that names the verifier.")
@@ -228,7 +228,7 @@ class AsyncPPOConfig(PPOConfig):
     single_gpu_mode: bool = option(False, "Learner and engine share one GPU.")
     deepspeed_stage: int = option(
         0,
-        "What learners cut over ranks: 1 and 2 gradients and optimiser, 3 weights too (FSDP2).",
+        "What learners cut over ranks: 1 and 2 gradients and optimizer, 3 weights too (FSDP2).",
         ge=0,
         le=3,
     )

@@ -25,7 +25,7 @@ _TRL = "vllm_importance_sampling_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionOptions:
-    """What is asked of ``kedge.math.offpolicy.Correction``.
+    """What is asked of ``kedge.math.importance.Correction``.
 
     Attributes:
         kind: as there.

@@ -2,7 +2,7 @@
 
 ``option`` declares a field, and ``check_fields`` checks all fields of a config against their
 annotations and ranges.  The ranges of ``transformers.TrainingArguments`` are in the table of
-``kedge.config.field_support``.
+``kedge.config.option_status``.
 """
 
 from __future__ import annotations

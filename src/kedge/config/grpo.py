@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from kedge.config.base import KLEstimator, OnPolicyConfig
+from kedge.config.compat.trl import NEWER, NewerArguments, settle_newer
 from kedge.config.declare import check_fields, option
-from kedge.config.field_support import FIELD_SUPPORT
-from kedge.config.newer import NEWER, NewerArguments, settle_newer
-from kedge.config.on_policy import KLEstimator, OnPolicyConfig
+from kedge.config.option_status import FIELD_SUPPORT
+from kedge.config.options import Honored, Ignored, Moved, Refused, Support, apply_support
 from kedge.config.resolve import RunSettings, shared_parts
-from kedge.config.support import Honoured, Ignored, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
-from kedge.naming import named
+from kedge.suggestions import named
 
 logger = logging.getLogger(__name__)
 
 _GRPO = "algorithm: kedge.algorithms.grpo"
 _ENTROPY = Refused("there is no entropy bonus", "leave it at its default")
 _SAPO = Refused("this loss is not built", "leave it at its default")
-_VLLM_WEIGHTS = Honoured("engine: the weight of learner against vLLM")
+_VLLM_WEIGHTS = Honored("engine: the weight of learner against vLLM")
 
 GRPO_SUPPORT: dict[str, Support] = {
     **FIELD_SUPPORT,
@@ -45,11 +45,11 @@ GRPO_SUPPORT: dict[str, Support] = {
             "dynamic_sampling",
             "overlong_buffer",
         ),
-        Honoured(_GRPO),
+        Honored(_GRPO),
     ),
     "cast_lm_head_to_fp32": Ignored("logits of training are float32 in every run", also=(True,)),
     "multi_objective_aggregation": Refused(
-        "rewards are weighed and summed before they are normalised", "leave it at its default"
+        "rewards are weighed and summed before they are normalized", "leave it at its default"
     ),
     "top_entropy_quantile": Refused("every token takes part", "leave it at its default"),
     "max_tool_calling_iterations": Refused("tools are not called", "leave it unset"),

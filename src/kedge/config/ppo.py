@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import option
-from kedge.config.on_policy import OnPolicyConfig
-from kedge.naming import named
+from kedge.suggestions import named
 
 
 @named("option")
@@ -17,9 +17,9 @@ class PPOConfig(OnPolicyConfig):
     """Options of ``kedge.PPOTrainer``; ``transformers.TrainingArguments`` with those of PPO.
 
     Every field is listed with where it acts, or why it is refused, in
-    ``kedge.config.field_support.FIELD_SUPPORT``.  ``max_steps``, ``logging_steps``, ``save_steps``,
+    ``kedge.config.option_status.FIELD_SUPPORT``.  ``max_steps``, ``logging_steps``, ``save_steps``,
     ``eval_steps`` and ``warmup_steps`` count updates: one batch of responses, trained on for
-    ``num_ppo_epochs`` x ``num_mini_batches`` optimiser steps.
+    ``num_ppo_epochs`` x ``num_mini_batches`` optimizer steps.
 
     Raises:
         ConfigError: a value or a combination that cannot work.
@@ -38,7 +38,7 @@ class PPOConfig(OnPolicyConfig):
         0.2, "Values are clipped to this far from their old ones.", gt=0, le=math.inf
     )
     gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
-    lam: float = option(0.95, "Lambda of generalised advantage estimation.", ge=0, le=1)
+    lam: float = option(0.95, "Lambda of generalized advantage estimation.", ge=0, le=1)
     score_position: Literal["last", "after_last"] = option(
         "last", "Token that gets the score: the last one, or the slot after it as in TRL."
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kedge.config.declare import option
-from kedge.config.support import installed
+from kedge.config.options import installed
 from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kedge.config.base import OnPolicyConfig
 from kedge.config.correction import CorrectionOptions, correction_options
-from kedge.config.on_policy import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import RolloutOptions, json_object, rollout_options
 from kedge.config.sampling import sampling_of
@@ -18,7 +18,7 @@ from kedge.types import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """The keyword arguments of ``kedge.engine.plan.plan_batches`` that the config knows."""
+    """The keyword arguments of ``engine.batch_sizes.compute_batch_sizes`` that the config knows."""
 
     per_device: int
     accumulation: int
@@ -52,7 +52,7 @@ class PPOOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLOptions:
-    """The coefficient of the KL penalty: fixed, or steered towards ``target`` nats a response."""
+    """The coefficient of the KL penalty: fixed, or steered toward ``target`` nats a response."""
 
     coef: float
     adaptive: bool
@@ -108,7 +108,7 @@ class ValueOptions:
 class LearnerOptions:
     """How the models that train are trained.
 
-    The optimiser itself comes from the config's ``optim``, ``optim_args``, ``adam_*`` and
+    The optimizer itself comes from the config's ``optim``, ``optim_args``, ``adam_*`` and
     ``weight_decay`` through ``transformers.Trainer.get_optimizer_cls_and_kwargs``.
     """
 

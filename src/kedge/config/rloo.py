@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from kedge.config.base import OnPolicyConfig
+from kedge.config.compat.trl import NEWER, NewerArguments, settle_newer
 from kedge.config.declare import check_fields, option
-from kedge.config.field_support import FIELD_SUPPORT
-from kedge.config.newer import NEWER, NewerArguments, settle_newer
-from kedge.config.on_policy import OnPolicyConfig
+from kedge.config.option_status import FIELD_SUPPORT
+from kedge.config.options import Honored, Moved, Refused, Support, apply_support
 from kedge.config.resolve import RunSettings, shared_parts
-from kedge.config.support import Honoured, Moved, Refused, Support, apply_support
 from kedge.errors import ConfigError
-from kedge.naming import named
+from kedge.suggestions import named
 
 _RLOO = "algorithm: kedge.algorithms.rloo"
 
@@ -40,7 +40,7 @@ RLOO_SUPPORT: dict[str, Support] = {
             "normalize_advantage",
             "mask_truncated_completions",
         ),
-        Honoured(_RLOO),
+        Honored(_RLOO),
     ),
 }
 
@@ -95,7 +95,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         None, "Passes over each batch of responses. Unset: 4, with newer names 1."
     )
     num_mini_batches: int | None = option(  # type: ignore[assignment]
-        None, "Optimiser steps that each pass is cut into. Unset: 1."
+        None, "Optimizer steps that each pass is cut into. Unset: 1."
     )
     num_generations: int | None = option(  # type: ignore[assignment]
         None, "Responses per prompt, at least 2. Unset: 2."

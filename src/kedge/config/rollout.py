@@ -14,8 +14,8 @@ from importlib import metadata
 from typing import Any, Literal
 
 from kedge.config.declare import option
+from kedge.config.options import Honored, Support, installed
 from kedge.config.ray import RayArguments, RayOptions, ray_options
-from kedge.config.support import Honoured, Support, installed
 from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
 
@@ -55,7 +55,7 @@ class RolloutArguments(RayArguments):
     vllm_python: str | None = option(
         None, "Python that has vLLM, for vllm_server. Unset: the one that runs."
     )
-    vllm_sync_folder: str | None = option(
+    weight_sync_folder: str | None = option(
         None,
         "Folder through which weights travel to a server, which has to see it under the same name."
         " Unset: this machine's shared memory.",
@@ -65,19 +65,19 @@ class RolloutArguments(RayArguments):
         "How weights travel to engines on Ray: nccl (from GPU to GPU), host (through memory of the"
         " machines), or auto: nccl where learner and engines have GPUs of their own.",
     )
-    vllm_start_timeout: float = option(
+    worker_start_timeout: float = option(
         600.0,
         "Most seconds that a server or actor may take to start, or to exchange weights.",
         gt=0,
         le=SECONDS,
     )
-    vllm_heartbeat: float = option(
+    worker_heartbeat: float = option(
         5.0,
         "Seconds between two signs of life asked of a server or actor while it generates.",
         gt=0,
         le=SECONDS,
     )
-    vllm_patience: float = option(
+    worker_timeout: float = option(
         60.0,
         "Seconds without a sign of life after which a server or actor counts as hung.",
         gt=0,
@@ -102,7 +102,7 @@ class RolloutArguments(RayArguments):
 
 
 ROLLOUT_SUPPORT: dict[str, Support] = dict.fromkeys(
-    RolloutArguments.__dataclass_fields__, Honoured("rollout engine")
+    RolloutArguments.__dataclass_fields__, Honored("rollout engine")
 )
 
 
@@ -161,10 +161,10 @@ def rollout_options(config: Any) -> RolloutOptions:
     workers = ray.reward_workers + ray.ref_workers > 0
     _check_unread(config, readers | ({"workers"} if workers else set()))
     _check_installed(config, kind)
-    folder = config.vllm_sync_folder
+    folder = config.weight_sync_folder
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(
-            f"vllm_sync_folder={shown(folder)} is not a folder; make it, or leave it out"
+            f"weight_sync_folder={shown(folder)} is not a folder; make it, or leave it out"
         )
     return RolloutOptions(
         kind=kind,
@@ -173,11 +173,11 @@ def rollout_options(config: Any) -> RolloutOptions:
         ray=ray,
         engine_args=_engine_args(config),
         python=config.vllm_python,
-        sync_folder=config.vllm_sync_folder,
+        sync_folder=config.weight_sync_folder,
         transfer=config.vllm_transfer,
-        start_timeout=config.vllm_start_timeout,
-        heartbeat=config.vllm_heartbeat,
-        patience=config.vllm_patience,
+        start_timeout=config.worker_start_timeout,
+        heartbeat=config.worker_heartbeat,
+        patience=config.worker_timeout,
         timeout=config.rollout_timeout,
         sleep=config.vllm_sleep,
         tolerance=config.vllm_tolerance,
@@ -191,11 +191,11 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "vllm_num_engines": ("vllm_server", "ray vllm", "ray embedded"),
     "vllm_tensor_parallel_size": _OURS,
     "vllm_python": ("vllm_server",),
-    "vllm_sync_folder": ("vllm_server", "url"),
+    "weight_sync_folder": ("vllm_server", "url"),
     "vllm_transfer": ("ray vllm",),
-    "vllm_start_timeout": _ELSEWHERE,
-    "vllm_heartbeat": _ELSEWHERE,
-    "vllm_patience": _ELSEWHERE,
+    "worker_start_timeout": _ELSEWHERE,
+    "worker_heartbeat": _ELSEWHERE,
+    "worker_timeout": _ELSEWHERE,
     "rollout_timeout": ("vllm", *_ELSEWHERE),
     "vllm_sleep": _OURS,
     "vllm_tolerance": (*_OURS, "url"),

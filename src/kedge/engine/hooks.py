@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kedge.types import Experience, Judgement, Rollout
+from kedge.types import Experience, RewardOutput, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class StepReport:
     step: int  # updates finished, this one included
     metrics: Mapping[str, float]
     rollout: Rollout
-    judgement: Judgement
+    reward_output: RewardOutput
 
 
 class Hooks(Protocol):
@@ -26,7 +26,7 @@ class Hooks(Protocol):
         """Update ``step`` (0 is the first) is about to begin."""
         ...
 
-    def on_sample(self, step: int, rollout: Rollout, judgement: Judgement) -> None:
+    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
         """The batch that update ``step`` will learn from; nothing was trained on it yet."""
         ...
 
@@ -35,7 +35,7 @@ class Hooks(Protocol):
         ...
 
     def on_optimizer_step(self) -> None:
-        """One optimiser step was taken."""
+        """One optimizer step was taken."""
         ...
 
     def on_step_end(self, report: StepReport) -> bool:
@@ -53,7 +53,7 @@ class NoHooks:
     def on_step_begin(self, step: int) -> None:
         """Ignore."""
 
-    def on_sample(self, step: int, rollout: Rollout, judgement: Judgement) -> None:
+    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
         """Ignore."""
 
     def on_experience(self, step: int, experience: Experience) -> None:

@@ -26,7 +26,7 @@ class FixedKL:
 
 @dataclass(slots=True, kw_only=True)
 class AdaptiveKL:
-    """Steers the measured KL towards ``target``.
+    """Steers the measured KL toward ``target``.
 
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 

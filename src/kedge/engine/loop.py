@@ -1,6 +1,7 @@
 """The training loop.  There is one; ``max_lag`` makes it synchronous or asynchronous.
 
-What samples, and when, is behind ``Supply``: in order (every number independent of timing) or as
+What samples, and when, is behind ``RolloutScheduler``: in order (every number independent of
+timing) or as
 completed (faster where lengths differ much).
 """
 
@@ -13,22 +14,22 @@ from typing import Protocol
 
 import torch
 
-from kedge.engine.as_completed import AsCompleted
-from kedge.engine.drawing import Ahead, Drawing, Sample
+from kedge.engine.checkpoint.replay import Replayed
 from kedge.engine.hooks import StepReport
-from kedge.engine.in_order import InOrder
-from kedge.engine.receipts import Shipment
-from kedge.engine.recording import Replayed
+from kedge.engine.rollout.as_completed import AsCompletedScheduler
+from kedge.engine.rollout.collector import PendingSample, RolloutCollector, Sample
+from kedge.engine.rollout.fifo import FifoScheduler
+from kedge.engine.rollout.weight_sync import WeightUpdate
 from kedge.engine.updater import Updater
 from kedge.errors import ConfigError, RewardError, RolloutError, SyncError
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import Sampling
 
 
-class Supply(Protocol):
+class RolloutScheduler(Protocol):
     """Where the samples of a training step come from."""
 
-    def draw_with(self, drawing: Drawing, rollouts: RolloutEngine) -> None:
+    def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
         """How samples are drawn from now on, and what draws them."""
         ...
 
@@ -36,32 +37,32 @@ class Supply(Protocol):
         """Sample for the steps from ``step`` to ``until`` while inside."""
         ...
 
-    def send(self, shipment: Shipment) -> None:
+    def send(self, weight_update: WeightUpdate) -> None:
         """Here are the newest weights."""
         ...
 
-    def take(self, step: int) -> Sample:
+    def next_sample(self, step: int) -> Sample:
         """What ``step`` learns from; waits until it is there."""
         ...
 
-    def spend(self) -> None:
+    def mark_consumed(self) -> None:
         """What was taken last was trained on."""
         ...
 
-    def salvage(self, step: int) -> None:
+    def recover_after_error(self, step: int) -> None:
         """After a failure at ``step``: keep of what is in flight what ``step`` can begin with."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_syncs(self) -> None:
         """Wait until all weights that were sent are confirmed, as far as that is to come."""
         ...
 
     @property
-    def in_flight(self) -> list[Ahead]:
+    def in_flight(self) -> list[PendingSample]:
         """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
         ...
 
-    def put_back(self, samples: list[Ahead], step: int) -> None:
+    def restore(self, samples: list[PendingSample], step: int) -> None:
         """Take samples as already drawn, as after a resume at ``step``."""
         ...
 
@@ -71,30 +72,31 @@ class Engine(Updater):
     """Everything one training run needs, and where it stands."""
 
     source: PromptSource
-    rollouts: RolloutEngine
-    judge: RewardSource
+    rollout_engine: RolloutEngine
+    reward: RewardSource
     sampling: Sampling
     max_lag: int = 0
-    pieces: int = 0  # that a batch is cut into, to be trained on as completed; 0: whole, in order
-    supply: Supply = field(init=False)
+    # that a batch is cut into, to be trained on as completed; 0: whole, in order
+    partial_batches: int = 0
+    scheduler: RolloutScheduler = field(init=False)
     _united: bool = field(default=True, init=False)  # a failure now is met by all ranks
 
     def __post_init__(self) -> None:
-        if self.plan.group < self.algorithm.min_group:
+        if self.batch_sizes.group < self.algorithm.min_group:
             raise ConfigError(
                 f"{self.algorithm.name} compares responses to one prompt: it needs num_generations"
-                f" >= {self.algorithm.min_group}, got {self.plan.group}"
+                f" >= {self.algorithm.min_group}, got {self.batch_sizes.group}"
             )
-        if self.pieces:
-            self.supply = AsCompleted(self.pieces, self.max_lag)
+        if self.partial_batches:
+            self.scheduler = AsCompletedScheduler(self.partial_batches, self.max_lag)
         else:
-            self.supply = InOrder(self.max_lag)
-        self.supply.draw_with(self._drawing(), self.rollouts)
+            self.scheduler = FifoScheduler(self.max_lag)
+        self.scheduler.configure(self._collector(), self.rollout_engine)
 
-    def _drawing(self) -> Drawing:
-        return Drawing(
+    def _collector(self) -> RolloutCollector:
+        return RolloutCollector(
             source=self.source,
-            judge=self.judge,
+            reward=self.reward,
             sampling=self.sampling,
             algorithm=self.algorithm,
             seed=self.seed,
@@ -103,46 +105,47 @@ class Engine(Updater):
 
     def run(self, until: int) -> None:
         """Train up to update ``until``, or until a hook asks to stop; what is in flight is kept."""
-        if not self.whole:
+        if not self.state_consistent:
             warnings.warn(
-                f"update {self.step + 1} was broken off between two of its optimiser steps, and"
+                f"update {self.step + 1} was broken off between two of its optimizer steps, and"
                 " begins anew with the weights as they are; to be exact, go on from a checkpoint",
                 stacklevel=2,
             )
-        self.supply.draw_with(self._drawing(), self.rollouts)  # parts may have been exchanged
-        self._united = self.learner.ranks == 1
-        with self.supply.open(self.step, until):
+        # parts may have been exchanged
+        self.scheduler.configure(self._collector(), self.rollout_engine)
+        self._united = self.learner.world_size == 1
+        with self.scheduler.open(self.step, until):
             try:
                 self._train(until)
             except Exception as error:
-                if self.whole and self._united:
-                    self._salvage()
+                if self.state_consistent and self._united:
+                    self._recover_after_error()
                     self.hooks.on_failure(self.step, error)
                 raise
 
     def _train(self, until: int) -> None:
-        self.supply.send(self._shipment())
+        self.scheduler.send(self._weight_update())
         stop = False
         while self.step < until and not stop:
             self.hooks.on_step_begin(self.step)
             begin = self.clock()
-            rollout, judgement, times = self._take()
-            metrics = self.train_on(rollout, judgement, times, begin=begin)
-            self.supply.spend()
-            self.supply.send(self._shipment())
+            rollout, reward_output, times = self._next_sample()
+            metrics = self.train_on(rollout, reward_output, times, begin=begin)
+            self.scheduler.mark_consumed()
+            self.scheduler.send(self._weight_update())
             report = StepReport(
-                step=self.step, metrics=metrics, rollout=rollout, judgement=judgement
+                step=self.step, metrics=metrics, rollout=rollout, reward_output=reward_output
             )
             stop = self.hooks.on_step_end(report)
-        self.supply.settle()
+        self.scheduler.wait_for_syncs()
 
-    def _take(self) -> Sample:
+    def _next_sample(self) -> Sample:
         """What this step learns from; where sampling or scoring fails on a rank, all end."""
-        if self.learner.ranks == 1:
-            return self.supply.take(self.step)
+        if self.learner.world_size == 1:
+            return self.scheduler.next_sample(self.step)
         sample, failure = None, None
         try:
-            sample = self.supply.take(self.step)
+            sample = self.scheduler.next_sample(self.step)
         except (RewardError, RolloutError, SyncError) as error:
             failure = error  # raised where no rank waits for another: all come to the vote
         rows = 0.0 if sample is None else float(sample[1].valid.sum())
@@ -154,20 +157,20 @@ class Engine(Updater):
             raise RolloutError("another process could not sample or score; its error says why")
         return sample
 
-    def _salvage(self) -> None:
+    def _recover_after_error(self) -> None:
         """Keep what is in flight, as far as it can be gone on with, by all ranks alike."""
-        self.supply.salvage(self.step)
-        if isinstance(self.rollouts, Replayed):  # a recording gives it out once more
-            self.supply.put_back([], self.step)
-        if self.learner.ranks > 1:
+        self.scheduler.recover_after_error(self.step)
+        if isinstance(self.rollout_engine, Replayed):  # a recording gives it out once more
+            self.scheduler.restore([], self.step)
+        if self.learner.world_size > 1:
             mine = torch.zeros(self.max_lag + 2)
-            mine[len(self.supply.in_flight)] = 1.0
-            if not bool((self.learner.total(mine) == self.learner.ranks).any()):
-                self.supply.put_back([], self.step)
+            mine[len(self.scheduler.in_flight)] = 1.0
+            if not bool((self.learner.total(mine) == self.learner.world_size).any()):
+                self.scheduler.restore([], self.step)
 
-    def _shipment(self) -> Shipment:
-        return Shipment(
-            weights={} if self.rollouts.live else self.learner.weights(),
+    def _weight_update(self) -> WeightUpdate:
+        return WeightUpdate(
+            weights={} if self.rollout_engine.shares_weights else self.learner.weights(),
             version=self.learner.version,
             fingerprint=self.learner.fingerprint(),
             step=self.step,
@@ -175,10 +178,10 @@ class Engine(Updater):
         )
 
     @property
-    def in_flight(self) -> list[Ahead]:
+    def in_flight(self) -> list[PendingSample]:
         """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
-        return self.supply.in_flight
+        return self.scheduler.in_flight
 
-    def put_back(self, samples: list[Ahead]) -> None:
+    def restore(self, samples: list[PendingSample]) -> None:
         """Take samples as already drawn for the next updates, as after a resume."""
-        self.supply.put_back(samples, self.step)
+        self.scheduler.restore(samples, self.step)

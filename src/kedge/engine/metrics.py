@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from kedge.protocols import Learner
+from kedge.types import Metrics
 
 NAMES: dict[str, str] = {
     "episode": "responses trained on since the start of the run",
@@ -18,17 +22,17 @@ NAMES: dict[str, str] = {
     "tokens_per_second": "response tokens sampled and trained per second of this update",
     "lr": "learning rate of the policy during this update",
     "lr/value": "learning rate of the value model during this update",
-    "grad_norm": "gradient norm of all trained weights before clipping, mean over optimiser steps",
+    "grad_norm": "gradient norm of all trained weights before clipping, mean over optimizer steps",
     "grad_norm/policy": "the same, of the policy's weights alone",
     "grad_norm/value": "the same, of the value model's weights alone",
-    "skipped_steps": "optimiser steps skipped because a gradient was not finite, since the start",
+    "skipped_steps": "optimizer steps skipped because a gradient was not finite, since the start",
     "objective/kl": "nats per response; KL estimator summed over a response, mean over responses",
     "objective/kl2": "nats per response; the k2 estimate of the same, whatever kl_estimator says",
     "objective/kl3": "nats per response; the k3 estimate of the same, whatever kl_estimator says",
     "objective/kl_coef": "coefficient of the KL penalty used for this batch",
     "objective/entropy": "nats per response; minus the summed log-probability of its tokens",
     "objective/non_score_reward": "mean over responses of the summed KL penalty",
-    "objective/rlhf_reward": "mean over responses of score plus KL penalty: what PPO maximises",
+    "objective/rlhf_reward": "mean over responses of score plus KL penalty: what PPO maximizes",
     "objective/scores": "mean score per response, penalties for a missing stop token included",
     "objective/scores_std": "standard deviation of the scores over the batch",
     "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
@@ -46,13 +50,13 @@ NAMES: dict[str, str] = {
     "policy/entropy_avg": "nats per token; entropy of the policy's distribution during the update",
     "loss": "what the optimizer minimized: the sum of all losses at their coefficients, mean over "
     "optimizer steps",
-    "loss/policy_avg": "policy loss, mean over optimiser steps",
-    "loss/kl_avg": "KL in the loss before beta, by its estimator, mean over optimiser steps",
-    "loss/value_avg": "value loss before vf_coef, mean over optimiser steps",
+    "loss/policy_avg": "policy loss, mean over optimizer steps",
+    "loss/kl_avg": "KL in the loss before beta, by its estimator, mean over optimizer steps",
+    "loss/value_avg": "value loss before vf_coef, mean over optimizer steps",
     "val/clipfrac_avg": "share of tokens whose clipped value loss was the larger one",
     "val/ratio": "probability ratio against the same policy as policy/approxkl_avg, mean over "
     "tokens (RLOO: responses) and steps",
-    "val/ratio_var": "variance over the optimiser steps of an update of their mean ratio",
+    "val/ratio_var": "variance over the optimizer steps of an update of their mean ratio",
     "val/num_eos_tokens": "responses of the batch that ended by themselves, over all ranks",
     "val/explained_variance": "1 - Var(return - value) / Var(return), values of before the update",
     "val/value_mean": "mean predicted value per token",
@@ -81,7 +85,7 @@ NAMES: dict[str, str] = {
     "time/rollout": "seconds of this update spent generating",
     "time/reward": "seconds spent scoring",
     "time/annotate": "seconds spent on log-probabilities, reference and values before the update",
-    "time/update": "seconds spent on the optimiser steps",
+    "time/update": "seconds spent on the optimizer steps",
     "time/step": "seconds of the whole update",
     "train_loss": "last row: mean of loss over all updates of the run",
     "train_runtime": "last row: seconds of train()",
@@ -122,15 +126,15 @@ SEED_NAMES: dict[str, str] = {
     "time/training": "seconds of this update without waiting for samples",
     "time/from_scratch": "seconds since training began, in this process",
 }
-# Names that every learning rule logs of an update, and those that it logs beside them.
-OF_ALL_RULES = (
+# Names that every algorithm logs of an update, and those that it logs beside them.
+OF_ALL_ALGORITHMS = (
     *("objective/scores", "objective/scores_std", "objective/rlhf_reward"),
     *("objective/non_score_reward", "objective/kl", "objective/kl2", "objective/kl3"),
     *("objective/kl_coef", "objective/entropy"),
     *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg"),
     *("val/ratio", "val/ratio_var", "val/num_eos_tokens"),
 )
-OF_RULE = {
+OF_ALGORITHM = {
     "ppo": (
         *("policy/policykl_avg", "loss/value_avg", "val/clipfrac_avg"),
         *("val/explained_variance", "val/value_mean", "val/return_mean"),
@@ -198,3 +202,30 @@ class Tally:
         pairs = {name: (next(merged), next(merged)) for name in self._means}
         out = {name: top / count for name, (top, count) in pairs.items() if count}
         return out | {name: next(merged) for name in self._sums}
+
+
+def reduce_metrics(said: Mapping[str, tuple[float, float]], learner: Learner) -> dict[str, float]:
+    """The mean of each name over the calls of all ranks; every rank calls this.
+
+    Args:
+        said: sum and count by name; ranks need not have the same names.
+        learner: knows the ranks.
+    """
+    found = Metrics(said)
+    if learner.world_size > 1:
+        found = Metrics()
+        for text in _all_gather_text(json.dumps({k: [*v] for k, v in said.items()}), learner):
+            found = found.merge(Metrics({k: (v[0], v[1]) for k, v in json.loads(text).items()}))
+    return found.means()
+
+
+def _all_gather_text(text: str, learner: Learner) -> list[str]:
+    """The texts of all ranks, in rank order: each adds its own row to a table of zeros."""
+    own = torch.tensor(list(text.encode()), dtype=torch.float64)
+    sizes = torch.zeros(learner.world_size, dtype=torch.float64)
+    sizes[learner.rank] = len(own)
+    widths = [int(n) for n in learner.total(sizes)]
+    table = torch.zeros(learner.world_size, max(widths), dtype=torch.float64)
+    table[learner.rank, : len(own)] = own
+    rows = learner.total(table).int().tolist()
+    return [bytes(row[:width]).decode() for row, width in zip(rows, widths, strict=True)]

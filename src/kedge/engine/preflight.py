@@ -17,7 +17,7 @@ from kedge.algorithms.base import Algorithm
 from kedge.engine.stages import cut, make_experience
 from kedge.errors import PreflightError
 from kedge.protocols import Learner, RolloutEngine
-from kedge.types import Annotation, Experience, Judgement, Rollout, Sampling
+from kedge.types import Experience, ModelOutputs, RewardOutput, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16 or fp16 autoca
 
 def preflight(
     rollout: Rollout,
-    judgement: Judgement,
+    reward_output: RewardOutput,
     *,
     engine: RolloutEngine,
     learner: Learner,
@@ -50,10 +50,10 @@ def preflight(
 
     Args:
         rollout: the batch that the first update will use.
-        judgement: its scores.
+        reward_output: its scores.
         engine: what sampled it.
         learner: the models.
-        algorithm: the learning rule.
+        algorithm: the algorithm.
         kl_coef: coefficient of the KL penalty.
         fresh_reference: the reference was made from the policy's weights and nothing has trained.
         sampling: how the batch was sampled, and where its responses end.
@@ -66,28 +66,33 @@ def preflight(
     Raises:
         PreflightError: a check failed; the message holds its number and the likely cause.
     """
-    if not float(learner.total(judgement.valid.sum())):
+    if not float(learner.total(reward_output.valid.sum())):
         return ["no response of the first batch has a score, so nothing was checked"]
-    _rewards_are_finite(judgement)
+    _rewards_are_finite(reward_output)
     _stop_token_is_trained(rollout)
     note = _annotate(learner, algorithm, replace(rollout, behavior_logprobs=None))
-    mask = rollout.mask & judgement.valid[:, None]
+    mask = rollout.loss_mask & reward_output.valid[:, None]
     _models_are_finite(note, mask)
     _engine_agrees(engine, rollout, note, mask, tolerance.engines)
     _padding_does_not_matter(learner, algorithm, rollout, note, tolerance.same_kernel)
     if fresh_reference and note.ref_logprobs is not None:
         _reference_is_fresh(note, mask, tolerance.same_kernel)
     experience, _ = make_experience(
-        replace(rollout, behavior_logprobs=None), judgement, learner, algorithm, kl_coef
+        replace(rollout, behavior_logprobs=None), reward_output, learner, algorithm, kl_coef
     )
     few = experience.rows(torch.arange(min(4, len(experience))))
-    _ratio_is_one(learner.probe(few).logprobs, few.old_logprobs, few.mask, tolerance.same_kernel)
+    _ratio_is_one(
+        learner.forward_no_grad(few).logprobs,
+        few.old_logprobs,
+        few.loss_mask,
+        tolerance.same_kernel,
+    )
     _losses_add_up(learner, algorithm, few)
-    return _unusual(rollout, judgement, learner, sampling, length_option)
+    return _unusual(rollout, reward_output, learner, sampling, length_option)
 
 
-def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> Annotation:
-    return learner.annotate(
+def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> ModelOutputs:
+    return learner.compute_logprobs(
         rollout,
         values=algorithm.needs_values,
         reference=algorithm.needs_reference,
@@ -99,28 +104,29 @@ def _gap(a: Tensor, b: Tensor, mask: Tensor) -> float:
     return float(torch.where(mask, (a - b).abs(), 0.0).sum() / mask.sum().clamp(min=1))
 
 
-def _rewards_are_finite(judgement: Judgement) -> None:
-    bad = judgement.valid & ~judgement.scores.isfinite()
+def _rewards_are_finite(reward_output: RewardOutput) -> None:
+    bad = reward_output.valid & ~reward_output.scores.isfinite()
     if bad.any():
         row = int(bad.nonzero()[0])
         raise PreflightError(
-            f"preflight: the score of row {row} is {float(judgement.scores[row])}; a reward must be"
+            f"preflight: the score of row {row} is {float(reward_output.scores[row])}; a reward"
+            f" must be"
             " a finite number. A reward model in float16 may overflow; a reward function may divide"
             " by zero"
         )
-    large = judgement.valid & (judgement.scores.abs() > LARGEST_SCORE)
+    large = reward_output.valid & (reward_output.scores.abs() > LARGEST_SCORE)
     if large.any():
         row = int(large.nonzero()[0])
         raise PreflightError(
-            f"preflight: the score of row {row} is {float(judgement.scores[row]):g}, and above"
+            f"preflight: the score of row {row} is {float(reward_output.scores[row]):g}, and above"
             f" {LARGEST_SCORE:g} squares of scores overflow float32; scale the rewards down"
         )
 
 
 def _stop_token_is_trained(rollout: Rollout) -> None:
-    ends = (rollout.present.sum(1) - 1).clamp(min=0)
-    trained = rollout.mask.gather(1, ends[:, None]).squeeze(1)
-    wrong = rollout.finished & ~trained
+    ends = (rollout.response_mask.sum(1) - 1).clamp(min=0)
+    trained = rollout.loss_mask.gather(1, ends[:, None]).squeeze(1)
+    wrong = rollout.terminated & ~trained
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise PreflightError(
@@ -130,7 +136,7 @@ def _stop_token_is_trained(rollout: Rollout) -> None:
         )
 
 
-def _models_are_finite(note: Annotation, mask: Tensor) -> None:
+def _models_are_finite(note: ModelOutputs, mask: Tensor) -> None:
     said = {
         "the policy": note.logprobs,
         "the reference": note.ref_logprobs,
@@ -149,7 +155,7 @@ def _models_are_finite(note: Annotation, mask: Tensor) -> None:
 
 
 def _engine_agrees(
-    engine: RolloutEngine, rollout: Rollout, note: Annotation, mask: Tensor, limit: float
+    engine: RolloutEngine, rollout: Rollout, note: ModelOutputs, mask: Tensor, limit: float
 ) -> None:
     if rollout.behavior_logprobs is None or engine.logprobs != "sampled":
         return
@@ -164,7 +170,7 @@ def _engine_agrees(
 
 
 def _padding_does_not_matter(
-    learner: Learner, algorithm: Algorithm, rollout: Rollout, note: Annotation, limit: float
+    learner: Learner, algorithm: Algorithm, rollout: Rollout, note: ModelOutputs, limit: float
 ) -> None:
     index = torch.arange(min(3, len(rollout))).flip(0)
     prompts = rollout.prompts
@@ -178,17 +184,17 @@ def _padding_does_not_matter(
             columns={},
         ),
         ids=pad(rollout.ids[index], (0, 2)),
-        mask=pad(rollout.mask[index], (0, 2)),
-        present=pad(rollout.present[index], (0, 2)),
-        finished=rollout.finished[index],
+        loss_mask=pad(rollout.loss_mask[index], (0, 2)),
+        response_mask=pad(rollout.response_mask[index], (0, 2)),
+        terminated=rollout.terminated[index],
         version=rollout.version[index],
-        support=None
-        if rollout.support is None
-        else pad(rollout.support[index], (0, 0, 0, 2), value=-1),
+        allowed_tokens=None
+        if rollout.allowed_tokens is None
+        else pad(rollout.allowed_tokens[index], (0, 0, 0, 2), value=-1),
     )
     width = rollout.ids.shape[1]
     again = _annotate(learner, algorithm, padded)
-    gap = _gap(again.logprobs[:, :width], note.logprobs[index], rollout.mask[index])
+    gap = _gap(again.logprobs[:, :width], note.logprobs[index], rollout.loss_mask[index])
     if not gap <= limit:
         raise PreflightError(
             f"preflight: adding padding and reversing rows changes log-probabilities by {gap:.3g}"
@@ -197,7 +203,7 @@ def _padding_does_not_matter(
         )
 
 
-def _reference_is_fresh(note: Annotation, mask: Tensor, limit: float) -> None:
+def _reference_is_fresh(note: ModelOutputs, mask: Tensor, limit: float) -> None:
     assert note.ref_logprobs is not None
     gap = _gap(note.ref_logprobs, note.logprobs, mask)
     if not gap <= limit:
@@ -228,7 +234,7 @@ def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> N
     totals = []
     for size in (rows, -(-rows // 2)):
         parts = cut(same_sign, torch.arange(rows), algorithm, size, lambda x: x)
-        losses = [algorithm.loss(learner.probe(part.rows), part).total for part in parts]
+        losses = [algorithm.loss(learner.forward_no_grad(part.rows), part).total for part in parts]
         totals.append([float(x.detach()) for x in losses])
     (whole,), apart = totals
     if not math.isfinite(whole) or not all(map(math.isfinite, apart)):
@@ -248,14 +254,14 @@ def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> N
 
 def _unusual(
     rollout: Rollout,
-    judgement: Judgement,
+    reward_output: RewardOutput,
     learner: Learner,
     sampling: Sampling,
     length_option: str,
 ) -> list[str]:
-    scores = torch.where(judgement.valid, judgement.scores, 0.0).double()
+    scores = torch.where(reward_output.valid, reward_output.scores, 0.0).double()
     n, s, ss = learner.total(
-        torch.stack([judgement.valid.sum().double(), scores.sum(), (scores**2).sum()])
+        torch.stack([reward_output.valid.sum().double(), scores.sum(), (scores**2).sum()])
     ).tolist()
     warnings = []
     if n > 1 and ss / n - (s / n) ** 2 <= 1e-12:
@@ -264,7 +270,7 @@ def _unusual(
             " nothing to learn"
         )
     rows, finished = learner.total(
-        torch.tensor([float(len(rollout)), float(rollout.finished.sum())], dtype=torch.float64)
+        torch.tensor([float(len(rollout)), float(rollout.terminated.sum())], dtype=torch.float64)
     ).tolist()
     ends = [*map(str, sampling.stop_ids), *map(repr, sampling.stop_strings)]
     if finished == 0 and rows and ends:

@@ -1,6 +1,6 @@
 """The stages of one training step, each a function of the record before it.
 
-collect -> make_experience -> optimise (cut -> Learner.update, once per optimiser step)
+collect -> make_experience -> optimize (cut -> Learner.update, once per optimizer step)
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from kedge.algorithms.base import Algorithm, Evidence
-from kedge.engine.brakes import Brakes
-from kedge.engine.described import described
-from kedge.engine.metrics import Tally
-from kedge.engine.said import said_by_all
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.engine.batch_metrics import batch_metrics
+from kedge.engine.early_stopping import StepLimits
+from kedge.engine.metrics import Tally, reduce_metrics
 from kedge.errors import ConfigError, RewardError, RolloutError
-from kedge.math.offpolicy import Correction, importance_weights
-from kedge.math.weights import WEIGHTINGS, row_mean
+from kedge.math.importance import Correction, importance_weights
+from kedge.math.loss_weights import WEIGHTINGS, row_mean
 from kedge.protocols import Learner, RewardSource, RolloutEngine, Total
 from kedge.types import (
-    Annotation,
-    Credit,
+    AdvantageOutput,
     Experience,
-    Judgement,
     MicroBatch,
+    ModelOutputs,
     PromptBatch,
+    RewardOutput,
     Rollout,
     Sampling,
 )
@@ -36,14 +35,14 @@ from kedge.types import (
 def collect(
     prompts: PromptBatch,
     engine: RolloutEngine,
-    judge: RewardSource,
+    reward_source: RewardSource,
     *,
     sampling: Sampling,
     seed: int,
     clock: Callable[[], float],
     greedy: bool = False,
     on_rollout: Callable[[Rollout], None] = lambda rollout: None,
-) -> tuple[Rollout, Judgement, dict[str, float]]:
+) -> tuple[Rollout, RewardOutput, dict[str, float]]:
     """Sample one response per prompt row and score it; also the seconds each took.
 
     With ``greedy`` the most likely response to each prompt is scored too, as the baseline.
@@ -63,37 +62,41 @@ def collect(
         )
     on_rollout(rollout)
     sampled = clock()
-    judgement = judge.score(rollout)
-    if greedy and judgement.baseline is None:
-        judgement = _with_baseline(judgement, prompts, engine, judge, sampling=sampling, seed=seed)
+    reward_output = reward_source.score(rollout)
+    if greedy and reward_output.greedy_scores is None:
+        reward_output = _with_baseline(
+            reward_output, prompts, engine, reward_source, sampling=sampling, seed=seed
+        )
     times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
-    return rollout, judgement, times
+    return rollout, reward_output, times
 
 
 def _with_baseline(
-    judgement: Judgement,
+    reward_output: RewardOutput,
     prompts: PromptBatch,
     engine: RolloutEngine,
-    judge: RewardSource,
+    reward_source: RewardSource,
     *,
     sampling: Sampling,
     seed: int,
-) -> Judgement:
-    """The judgement with greedy scores; where those fail, the group's rows are not valid."""
+) -> RewardOutput:
+    """The reward output with greedy scores; where those fail, the group's rows are not valid."""
     _, group = prompts.group.unique(return_inverse=True)
     order = torch.arange(len(prompts), device=group.device)
     first = order.new_full((int(group.max()) + 1,), len(prompts))
     first = first.scatter_reduce(0, group, order, "amin")
     argmax = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    found = judge.score(engine.generate(prompts.rows(first), sampling=argmax, seed=seed))
+    found = reward_source.score(engine.generate(prompts.rows(first), sampling=argmax, seed=seed))
     return replace(
-        judgement, baseline=found.scores[group], valid=judgement.valid & found.valid[group]
+        reward_output,
+        greedy_scores=found.scores[group],
+        valid=reward_output.valid & found.valid[group],
     )
 
 
 def make_experience(
     rollout: Rollout,
-    judgement: Judgement,
+    reward_output: RewardOutput,
     learner: Learner,
     algo: Algorithm,
     kl_coef: float,
@@ -105,9 +108,9 @@ def make_experience(
     it is the learner for all rows, and advantages are weighed by learner against sampler, bounded:
     decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
     """
-    _check_scores(judgement)
-    rollout = replace(rollout, mask=rollout.mask & judgement.valid[:, None])
-    note = learner.annotate(
+    _check_scores(reward_output)
+    rollout = replace(rollout, loss_mask=rollout.loss_mask & reward_output.valid[:, None])
+    note = learner.compute_logprobs(
         rollout,
         values=algo.needs_values,
         reference=algo.needs_reference,
@@ -117,51 +120,56 @@ def make_experience(
     sampled, own = rollout.behavior_logprobs, note.logprobs
     if sampled is not None and correction is None:
         note = replace(note, logprobs=torch.where(stale[:, None], sampled, own))
-    evidence = Evidence(rollout=rollout, judgement=judgement, annotation=note, total=learner.total)
-    credit = algo.credit(evidence, kl_coef)
-    _check_credit(credit, algo, rollout.mask)
+    inputs = AdvantageInputs(
+        rollout=rollout, reward_output=reward_output, model_outputs=note, total=learner.total
+    )
+    advantage_output = algo.compute_advantages(inputs, kl_coef)
+    _check_credit(advantage_output, algo, rollout.loss_mask)
     tally = Tally()
     if sampled is not None and own is not sampled:
         gap = (sampled - own).abs()
-        tally.mean("rollout/logprob_gap", gap, rollout.mask & ~stale[:, None])
-        tally.mean("rollout/stale_gap", gap, rollout.mask & stale[:, None])
+        tally.mean("rollout/logprob_gap", gap, rollout.loss_mask & ~stale[:, None])
+        tally.mean("rollout/stale_gap", gap, rollout.loss_mask & stale[:, None])
     if correction is not None:
-        credit = _corrected(credit, rollout, own, correction, tally)
+        advantage_output = _corrected(advantage_output, rollout, own, correction, tally)
     lag = (learner.version - rollout.version).clamp(min=0)
     tally.mean("rollout/lag", lag, rollout.version >= 0)
-    metrics = described(evidence, credit, kl_coef, tally)
-    metrics |= {f"log/{n}": mean for n, mean in said_by_all(judgement.said, learner).items()}
-    return _experience(rollout, note, credit), metrics
+    metrics = batch_metrics(inputs, advantage_output, kl_coef, tally)
+    metrics |= {
+        f"log/{n}": mean for n, mean in reduce_metrics(reward_output.metrics, learner).items()
+    }
+    return _experience(rollout, note, advantage_output), metrics
 
 
-def _check_scores(judgement: Judgement) -> None:
-    bad = judgement.valid & ~judgement.scores.isfinite()
+def _check_scores(reward_output: RewardOutput) -> None:
+    bad = reward_output.valid & ~reward_output.scores.isfinite()
     if bad.any():
         row = int(bad.nonzero()[0])
         raise RewardError(
-            f"the score of row {row} is {float(judgement.scores[row])}; a reward must be a finite"
+            f"the score of row {row} is {float(reward_output.scores[row])}; a reward must be a"
+            f" finite"
             " number. A weighted sum may overflow; a source of your own may divide by zero, and can"
             " mark a row as not valid instead"
         )
 
 
-def _check_credit(credit: Credit, algo: Algorithm, mask: Tensor) -> None:
+def _check_credit(advantage_output: AdvantageOutput, algo: Algorithm, mask: Tensor) -> None:
     """A field of another shape would spread over tokens by torch's rules of broadcasting."""
-    for field in fields(credit):
-        x = getattr(credit, field.name)
+    for field in fields(advantage_output):
+        x = getattr(advantage_output, field.name)
         if x is not None and x.shape != mask.shape:
             raise ConfigError(
                 f"the credit of {algo.name} has {field.name} of shape {tuple(x.shape)}; every field"
                 f" holds one number per response token, {tuple(mask.shape)} here: a number per"
-                " response is x[:, None] * evidence.rollout.mask"
+                " response is x[:, None] * inputs.rollout.loss_mask"
             )
-    if not bool(credit.advantages[mask].isfinite().all()):
+    if not bool(advantage_output.advantages[mask].isfinite().all()):
         raise ConfigError(f"the credit of {algo.name} has advantages that are not finite")
 
 
 def _corrected(
-    credit: Credit, rollout: Rollout, own: Tensor, how: Correction, tally: Tally
-) -> Credit:
+    advantage_output: AdvantageOutput, rollout: Rollout, own: Tensor, how: Correction, tally: Tally
+) -> AdvantageOutput:
     """Advantages weighed for what sampled their tokens.
 
     Losses are proportional to positive factors of an advantage, so this is the weight of the token
@@ -172,48 +180,54 @@ def _corrected(
             f"sampler_correction={how.kind!r} weighs tokens by learner against sampler, and the"
             " rollout engine records no log-probabilities; use one that does, or leave it out"
         )
-    weight = importance_weights(own, rollout.behavior_logprobs, rollout.mask, how)
-    tally.mean("rollout/correction_weight", weight, rollout.mask)
+    weight = importance_weights(own, rollout.behavior_logprobs, rollout.loss_mask, how)
+    tally.mean("rollout/correction_weight", weight, rollout.loss_mask)
     free = replace(how, kind="truncate", high=float("inf"), low=0.0)
-    bounded = weight != importance_weights(own, rollout.behavior_logprobs, rollout.mask, free)
-    tally.mean("rollout/correction_bounded", bounded, rollout.mask)
-    return replace(credit, advantages=credit.advantages * weight)
+    bounded = weight != importance_weights(own, rollout.behavior_logprobs, rollout.loss_mask, free)
+    tally.mean("rollout/correction_bounded", bounded, rollout.loss_mask)
+    return replace(advantage_output, advantages=advantage_output.advantages * weight)
 
 
-def _experience(rollout: Rollout, note: Annotation, credit: Credit) -> Experience:
-    mask = rollout.mask if credit.mask is None else rollout.mask & credit.mask
+def _experience(
+    rollout: Rollout, note: ModelOutputs, advantage_output: AdvantageOutput
+) -> Experience:
+    mask = (
+        rollout.loss_mask
+        if advantage_output.loss_mask is None
+        else rollout.loss_mask & advantage_output.loss_mask
+    )
     return Experience(
         prompt_ids=rollout.prompts.ids,
         prompt_mask=rollout.prompts.mask,
         ids=rollout.ids,
-        mask=mask,
-        present=rollout.present,
-        value_mask=mask if credit.value_mask is None else credit.value_mask,
+        loss_mask=mask,
+        response_mask=rollout.response_mask,
+        value_mask=mask if advantage_output.value_mask is None else advantage_output.value_mask,
         old_logprobs=note.logprobs,
         ref_logprobs=note.ref_logprobs,
         old_values=note.values,
-        rewards=credit.rewards,
-        advantages=credit.advantages,
-        returns=credit.returns,
+        rewards=advantage_output.rewards,
+        advantages=advantage_output.advantages,
+        returns=advantage_output.returns,
         behavior_logprobs=rollout.behavior_logprobs,
-        support=rollout.support,
+        allowed_tokens=rollout.allowed_tokens,
     )
 
 
 def cut(
     experience: Experience, index: Tensor, algo: Algorithm, micro_rows: int, total: Total
 ) -> Iterator[MicroBatch]:
-    """One optimiser step's rows as micro-batches; weights are fixed before the cut.
+    """One optimizer step's rows as micro-batches; weights are fixed before the cut.
 
     Rows of like length go together, which saves padding and changes no number.
     """
-    lengths = (experience.prompt_mask.sum(1) + experience.present.sum(1))[index]
+    lengths = (experience.prompt_mask.sum(1) + experience.response_mask.sum(1))[index]
     step = experience.rows(index[lengths.argsort(descending=True, stable=True)])
     weigh = WEIGHTINGS[algo.weighting]
     token, value, row = (
-        weigh(step.mask, total),
+        weigh(step.loss_mask, total),
         weigh(step.value_mask, total),
-        row_mean(step.mask, total),
+        row_mean(step.loss_mask, total),
     )
     for part in torch.arange(len(step)).split(micro_rows):
         yield MicroBatch(
@@ -224,7 +238,7 @@ def cut(
         )
 
 
-def optimise(
+def optimize(
     experience: Experience,
     learner: Learner,
     algo: Algorithm,
@@ -236,22 +250,22 @@ def optimise(
     only_value: bool = False,
     before_step: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
-    brakes: Brakes | None = None,
+    step_limits: StepLimits | None = None,
 ) -> dict[str, float]:
-    """``epochs`` passes over the experience, ``minibatches`` optimiser steps each.
+    """``epochs`` passes over the experience, ``minibatches`` optimizer steps each.
 
     Mini-batches are drawn from the rows of all ranks, so which rows share one does not depend on
     the number of ranks; each rank works on an equal share of every mini-batch.
     """
     shuffle = torch.Generator().manual_seed(seed)
     share = slice(None)
-    if minibatches > 1 and learner.ranks > 1:
-        experience, share = learner.pool(experience), slice(learner.rank, None, learner.ranks)
-    limits = brakes or Brakes()
+    if minibatches > 1 and learner.world_size > 1:
+        experience, share = learner.pool(experience), slice(learner.rank, None, learner.world_size)
+    limits = step_limits or StepLimits()
     history: list[dict[str, float]] = []
 
-    def admit(metrics: Mapping[str, float]) -> bool:
-        good = limits.admits(metrics)
+    def should_apply(metrics: Mapping[str, float]) -> bool:
+        good = limits.should_apply(metrics)
         if good:
             before_step()
         return good
@@ -260,16 +274,18 @@ def optimise(
         order = torch.randperm(len(experience), generator=shuffle)
         for index in order.chunk(minibatches):
             step = cut(experience, index[share], algo, micro_rows, learner.total)
-            found = learner.update(step, algo.loss, only_value=only_value, admit=admit)
+            found = learner.optimizer_step(
+                step, algo.loss, only_value=only_value, should_apply=should_apply
+            )
             history.append(found)
             after_step()
-            if limits.ends(found):
+            if limits.should_stop(found):
                 return _over_steps(history)
     return _over_steps(history)
 
 
 def _over_steps(history: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimiser steps of an update."""
+    """Means over the optimizer steps of an update."""
     metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}
     ratios = [h["val/ratio"] for h in history if "val/ratio" in h]
     if len(ratios) > 1:

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from kedge.algorithms.base import Algorithm
-from kedge.engine.brakes import Brakes
+from kedge.engine.batch_sizes import BatchSizes
+from kedge.engine.early_stopping import StepLimits
 from kedge.engine.hooks import Hooks, NoHooks
 from kedge.engine.metrics import check_known
-from kedge.engine.plan import BatchPlan
-from kedge.engine.resample import REPLACED
+from kedge.engine.rollout.dynamic_sampling import REPLACED
 from kedge.engine.seeds import seed_for
-from kedge.engine.stages import make_experience, optimise
+from kedge.engine.stages import make_experience, optimize
 from kedge.errors import RewardError
-from kedge.math.offpolicy import Correction
+from kedge.math.importance import Correction
 from kedge.protocols import KLController, Learner
-from kedge.types import Experience, Judgement, Rollout
+from kedge.types import Experience, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # batches in a row without any score; then the reward is taken to be broken
@@ -34,41 +34,42 @@ class Updater:
     learner: Learner
     algorithm: Algorithm
     kl: KLController
-    plan: BatchPlan
+    batch_sizes: BatchSizes
     hooks: Hooks = field(default_factory=NoHooks)
     seed: int = 0
     value_warmup_steps: int = 0  # first updates that train the value alone
     correction: Correction | None = None  # weigh tokens by learner against sampler
-    brakes: Brakes = field(default_factory=Brakes)
+    step_limits: StepLimits = field(default_factory=StepLimits)
     clock: Callable[[], float] = time.perf_counter
     step: int = 0  # updates finished
-    whole: bool = field(default=True, init=False)  # the state is that after ``step`` updates
+    # the state is that after ``step`` updates
+    state_consistent: bool = field(default=True, init=False)
     _unscored: int = field(default=0, init=False)  # batches in a row without any score
     _moves: int = field(default=0, init=False)  # updates in which the policy trained
 
     def train_on(
         self,
         rollout: Rollout,
-        judgement: Judgement,
+        reward_output: RewardOutput,
         times: dict[str, float],
         *,
         begin: float | None = None,
     ) -> dict[str, float]:
         """One update from samples, whoever drew them: everything after sampling."""
-        self.hooks.on_sample(self.step, rollout, judgement)
+        self.hooks.on_sample(self.step, rollout, reward_output)
         start = ready = self.clock()
-        if float(self.learner.total(judgement.valid.sum())):
+        if float(self.learner.total(reward_output.valid.sum())):
             self._unscored = 0
             experience, metrics = make_experience(
-                rollout, judgement, self.learner, self.algorithm, self.kl.value, self.correction
+                rollout, reward_output, self.learner, self.algorithm, self.kl.value, self.correction
             )
             self.hooks.on_experience(self.step, experience)
             ready = self.clock()
-            metrics |= self._optimise(experience)
+            metrics |= self._optimize(experience)
         else:
             metrics = self._without_scores(len(rollout))
-        self.learner.end_batch()
-        self.kl.update(metrics.get("objective/kl", 0.0), self.plan.batch_size)
+        self.learner.advance_version()
+        self.kl.update(metrics.get("objective/kl", 0.0), self.batch_sizes.batch_size)
         self.step += 1
         moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
         self._moves += moved and self.step > self.value_warmup_steps
@@ -81,26 +82,26 @@ class Updater:
             "time/annotate": ready - start,
             "time/update": done - ready,
             "time/step": whole,
-            "episode": float(self.step * self.plan.batch_size),
+            "episode": float(self.step * self.batch_sizes.batch_size),
         }
         if "completions/mean_length" in metrics:
-            tokens = metrics["completions/mean_length"] * self.plan.batch_size
+            tokens = metrics["completions/mean_length"] * self.batch_sizes.batch_size
             metrics["tokens_per_second"] = tokens / max(whole, 1e-9)
         check_known(metrics)
-        self.whole = True
+        self.state_consistent = True
         return metrics
 
-    def _optimise(self, experience: Experience) -> dict[str, float]:
-        return optimise(
+    def _optimize(self, experience: Experience) -> dict[str, float]:
+        return optimize(
             experience,
             self.learner,
             self.algorithm,
-            epochs=self.plan.epochs,
-            minibatches=self.plan.minibatches,
-            micro_rows=self.plan.micro_rows,
+            epochs=self.batch_sizes.epochs,
+            minibatches=self.batch_sizes.minibatches,
+            micro_rows=self.batch_sizes.micro_rows,
             seed=seed_for(self.seed, "shuffle", self.step),
             only_value=self.step < self.value_warmup_steps,
-            brakes=self.brakes,
+            step_limits=self.step_limits,
             before_step=self._touched,
             after_step=self.hooks.on_optimizer_step,
         )
@@ -119,11 +120,14 @@ class Updater:
                 ' failure, or use on_reward_error="raise" to stop at it'
             )
         logger.warning("%s: nothing is learned from it", what)
-        return {"rollout/dropped_rows": float(self.plan.batch_size), "val/num_eos_tokens": 0.0}
+        return {
+            "rollout/dropped_rows": float(self.batch_sizes.batch_size),
+            "val/num_eos_tokens": 0.0,
+        }
 
     def _touched(self) -> None:
         """From here on weights differ from those that ``step`` names."""
-        self.whole = False
+        self.state_consistent = False
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, without what is in flight (that is saved as records)."""
@@ -135,6 +139,6 @@ class Updater:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
-        self.step, self.whole = int(state["step"]), True
+        self.step, self.state_consistent = int(state["step"]), True
         self.learner.load_state_dict(state["learner"])
         self.kl.load_state_dict(state["kl"])

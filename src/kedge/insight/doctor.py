@@ -245,7 +245,7 @@ def gradient_spikes(log: RunLog) -> Finding | None:
         return None
     return Finding(
         "gradients spike",
-        f"largest norm {max(norms, default=0):.3g}, usual {usual:.3g}; {skipped:.0f} optimiser"
+        f"largest norm {max(norms, default=0):.3g}, usual {usual:.3g}; {skipped:.0f} optimizer"
         " steps skipped because it was not finite",
         "set max_grad_norm, clip rewards, lower learning_rate; look for infinite scores",
     )

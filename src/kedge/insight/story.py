@@ -135,7 +135,7 @@ def _time(log: RunLog) -> str:
             ("rollout", "sampling"),
             ("reward", "scoring"),
             ("annotate", "annotating"),
-            ("update", "optimising"),
+            ("update", "optimizing"),
         )
     }
     whole = sum(parts.values())

@@ -43,7 +43,7 @@ class Cache:
         """What was answered before, or None."""
         with self._turn:
             found = self._base.execute(
-                "select reply from replies where key = ?", (key_of(asked),)
+                "select reply from replies where key = ?", (cache_key(asked),)
             ).fetchone()
         return None if found is None else json.loads(found[0])
 
@@ -57,7 +57,7 @@ class Cache:
             try:
                 self._base.execute(
                     "insert or replace into replies values (?, ?)",
-                    (key_of(asked), json.dumps(reply)),
+                    (cache_key(asked), json.dumps(reply)),
                 )
                 self._base.commit()
             except sqlite3.Error as error:
@@ -68,7 +68,7 @@ class Cache:
         self._base.close()
 
 
-def key_of(asked: Mapping[str, Any]) -> str:
+def cache_key(asked: Mapping[str, Any]) -> str:
     """A name for everything that an answer depends on."""
     text = json.dumps(asked, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -22,7 +22,7 @@ def gae(
     lam: float | Tensor,
     after: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimation, one trajectory per row.
+    """Generalized advantage estimation, one trajectory per row.
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
@@ -129,7 +129,7 @@ def leave_one_out(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid & (counts > 1), found, 0.0).to(scores.dtype)
 
 
-def group_normalise(
+def group_normalize(
     scores: Tensor,
     group: Tensor,
     valid: Tensor,
@@ -157,10 +157,10 @@ def group_normalise(
         float32 [B], 0 where not valid.
     """
     kept, sums, counts = _group_sums(scores, group, valid)
-    centred = torch.where(valid, kept - sums / counts.clamp(min=1), 0.0).to(scores.dtype)
+    centered = torch.where(valid, kept - sums / counts.clamp(min=1), 0.0).to(scores.dtype)
     if scale == "group":
-        return centred / (group_std(scores, group, valid) + eps)
+        return centered / (group_std(scores, group, valid) + eps)
     if scale == "batch":
         _, std = moments(scores, valid, total=total)
-        return centred / (std + eps)
-    return centred
+        return centered / (std + eps)
+    return centered

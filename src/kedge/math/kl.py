@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class HasLogprobs(Protocol):
-    """What ``per_token_kl`` reads; ``kedge.types.Annotation`` is one."""
+    """What ``per_token_kl`` reads; ``kedge.types.ModelOutputs`` is one."""
 
     @property
     def logprobs(self) -> Tensor: ...  # noqa: D102

@@ -1,4 +1,4 @@
-"""Per-token losses.  No reduction happens here; weights do that (``kedge.math.weights``)."""
+"""Per-token losses.  No reduction happens here; weights do that (``kedge.math.loss_weights``)."""
 
 from __future__ import annotations
 

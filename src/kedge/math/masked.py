@@ -71,7 +71,7 @@ def moments(
     return mean, (sums[0] / (sums[1] - 1).clamp(min=1)).sqrt()
 
 
-def standardise(
+def standardize(
     x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _here, eps: float = 1e-4
 ) -> Tensor:
     """(x - mean) / (std + eps) over all ranks; the result is 0 off the mask.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.errors import RolloutError
-from kedge.types import Judgement, PromptBatch, Receipt, Rollout, Sampling
+from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ class ScriptedRollouts:
             first stop token; what follows is ignored, as a sampler would not have drawn it.
     """
 
-    live = True
+    shares_weights = True
     logprobs: Literal["sampled", "raw", "none"] = "none"
 
     def __init__(self, responses: Sequence[Sequence[Sequence[int] | Tensor]]) -> None:
@@ -61,9 +61,9 @@ class ScriptedRollouts:
         return Rollout(
             prompts=prompts,
             ids=ids * present,
-            mask=present,
-            present=present,
-            finished=stop.any(1),
+            loss_mask=present,
+            response_mask=present,
+            terminated=stop.any(1),
             version=torch.full((len(ids),), self.version),
         )
 
@@ -79,10 +79,10 @@ class ConstantReward:
     def __init__(self, value: float = 0.0) -> None:
         self.value = value
 
-    def score(self, rollout: Rollout) -> Judgement:
+    def score(self, rollout: Rollout) -> RewardOutput:
         """``value`` for every row."""
         rows = len(rollout)
-        return Judgement(
+        return RewardOutput(
             scores=torch.full((rows,), self.value), valid=torch.ones(rows, dtype=torch.bool)
         )
 
@@ -93,10 +93,10 @@ class FunctionReward:
     def __init__(self, function: Any) -> None:
         self.function = function
 
-    def score(self, rollout: Rollout) -> Judgement:
+    def score(self, rollout: Rollout) -> RewardOutput:
         """What the function says."""
         scores = torch.as_tensor(self.function(rollout), dtype=torch.float32)
-        return Judgement(scores=scores, valid=torch.ones(len(rollout), dtype=torch.bool))
+        return RewardOutput(scores=scores, valid=torch.ones(len(rollout), dtype=torch.bool))
 
 
 def tiny_policy(
@@ -110,7 +110,7 @@ def tiny_policy(
     seed: int = 0,
     **config: Any,
 ) -> PreTrainedModel:
-    """A randomly initialised causal language model of a few thousand weights, float32."""
+    """A randomly initialized causal language model of a few thousand weights, float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config
@@ -130,7 +130,7 @@ def tiny_reward_model(
     seed: int = 1,
     **config: Any,
 ) -> PreTrainedModel:
-    """A randomly initialised sequence-classification model with one label, float32."""
+    """A randomly initialized sequence-classification model with one label, float32."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config

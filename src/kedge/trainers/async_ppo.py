@@ -51,7 +51,7 @@ class AsyncPPOTrainer(PPOTrainer):
 
     def _other_names(self, row: Mapping[str, float]) -> dict[str, float]:
         """What open-instruct calls the metrics of an update."""
-        plan = self.engine.plan
+        plan = self.engine.batch_sizes
         config = self.args
         assert isinstance(config, AsyncPPOConfig)
         found = {new: row[old] for new, old in _SAME.items() if old in row}

@@ -8,21 +8,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import (
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    enable_full_determinism,
+    set_seed,
+)
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging as transformers_logging
 
-from kedge.config.on_policy import OnPolicyConfig
+from kedge.config.base import OnPolicyConfig
 from kedge.engine.loop import Engine
 from kedge.errors import ConfigError
-from kedge.trainers.about import read_about, write_about
-from kedge.trainers.beside import opening
-from kedge.trainers.claim import claimed
-from kedge.trainers.given import Given
-from kedge.trainers.prompts import eval_sets
-from kedge.trainers.publishing import hub_of, provenance, write_card
-from kedge.trainers.run import Run
-from kedge.trainers.saving import write_models
-from kedge.trainers.short_errors import short_errors
+from kedge.trainers.build.data import build_eval_sets
+from kedge.trainers.build.inputs import TrainerInputs
+from kedge.trainers.reporting.best_effort import required_write
+from kedge.trainers.reporting.hub import build_hub, provenance, write_card
+from kedge.trainers.reporting.run_info import read_run_info, write_run_info
+from kedge.trainers.run.checkpoint import write_models
+from kedge.trainers.run.output_lock import claimed
+from kedge.trainers.run.run import Run
+from kedge.trainers.run.short_errors import short_errors
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ class TrainerShell:
         algorithm_name: for the model card.
     """
 
-    def __init__(self, run: Run, given: Given, algorithm_name: str) -> None:
+    def __init__(self, run: Run, given: TrainerInputs, algorithm_name: str) -> None:
         self._run = run
         self.args: OnPolicyConfig = given.args
         self.processing_class = given.processing_class
@@ -61,7 +68,7 @@ class TrainerShell:
             ConfigError: another run is writing to ``output_dir``.
         """
         resume = resume_from_checkpoint
-        if not resume and self.engine.step >= (updates := self.engine.plan.updates):
+        if not resume and self.engine.step >= (updates := self.engine.batch_sizes.updates):
             logger.warning(
                 "all %d updates are done, so there is nothing to train; for more, make a trainer"
                 " with a larger total_episodes, max_steps or num_train_epochs, and resume",
@@ -69,8 +76,8 @@ class TrainerShell:
             )
         with claimed(self.args):
             if self.args.output_dir and self.accelerator.is_main_process:
-                with opening("output_dir", self.args.output_dir):
-                    write_about(self._made_of, self.args, device=str(self.accelerator.device))
+                with required_write("output_dir", self.args.output_dir):
+                    write_run_info(self._made_of, self.args, device=str(self.accelerator.device))
             return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
 
     @short_errors
@@ -84,7 +91,9 @@ class TrainerShell:
         sets = evaluator.sets
         if eval_dataset is not None:
             run = self._run
-            sets = eval_sets(eval_dataset, self.args, run.settings, run.tokenizer, self.accelerator)
+            sets = build_eval_sets(
+                eval_dataset, self.args, run.settings, run.tokenizer, self.accelerator
+            )
         if not sets:
             raise ConfigError("evaluate() needs prompts: give eval_dataset here or to the trainer")
         return evaluator.evaluate(sets)
@@ -125,7 +134,7 @@ class TrainerShell:
         self.create_model_card(**kwargs)
         if not self.accelerator.is_main_process:
             return None
-        hub = hub_of(self.args, token=token, revision=revision)
+        hub = build_hub(self.args, token=token, revision=revision)
         message = commit_message or "End of training"
         return hub.push(str(self.args.output_dir), message=message, blocking=blocking)
 
@@ -141,7 +150,7 @@ class TrainerShell:
                 self._made_of,
                 self.args,
                 self.state.log_history,
-                about=read_about(self.args.output_dir),
+                about=read_run_info(self.args.output_dir),
                 model_name=model_name,
                 dataset_name=dataset_name,
                 tags=tags,
@@ -193,10 +202,26 @@ class TrainerShell:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimiser of policy and value."""
+        """The optimizer of policy and value."""
         return self._run.learner.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
         """The learning-rate schedule."""
         return self._run.learner.scheduler
+
+
+def configure_process(args: TrainingArguments) -> None:
+    """Seed everything and set the verbosity that ``log_level`` and its kin ask for.
+
+    ``log_level="passive"`` leaves verbosity as it is.
+    """
+    if args.full_determinism:
+        enable_full_determinism(args.seed)
+    else:
+        set_seed(args.seed)
+    wanted = args.log_level if args.should_log else args.log_level_replica
+    if wanted != "passive":
+        level = args.get_process_log_level()
+        transformers_logging.set_verbosity(level)
+        logging.getLogger("kedge").setLevel(level)

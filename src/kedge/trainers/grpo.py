@@ -10,18 +10,17 @@ from torch import nn
 from transformers import TrainerCallback
 
 from kedge.algorithms import Algorithm, grpo
-from kedge.backends.hf.device import accelerator_for
+from kedge.backends.hf.distributed import accelerator_for
 from kedge.config.grpo import GRPOConfig, resolve_grpo
 from kedge.errors import ConfigError
-from kedge.naming import named
 from kedge.protocols import RolloutEngine
-from kedge.trainers.assembly import assemble
-from kedge.trainers.base import TrainerShell
-from kedge.trainers.given import Given
-from kedge.trainers.loading import end_tokens, init_kwargs
-from kedge.trainers.process import settle_process
-from kedge.trainers.prompts import own_or, text_tokenizer
-from kedge.trainers.rules import check_unread
+from kedge.suggestions import named
+from kedge.trainers.base import TrainerShell, configure_process
+from kedge.trainers.build.algorithm import check_unread
+from kedge.trainers.build.build import build_run
+from kedge.trainers.build.data import own_or, text_tokenizer
+from kedge.trainers.build.inputs import TrainerInputs
+from kedge.trainers.build.models import end_tokens, init_kwargs
 from kedge.trainers.trl_names import log_trl_names
 
 
@@ -47,7 +46,7 @@ class GRPOTrainer(TrainerShell):
         reward_weights: weight of each source; overrides ``GRPOConfig``'s.
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
         rollout_engine: samples instead of the embedded engine.
-        algorithm: a learning rule of your own instead of GRPO.
+        algorithm: a algorithm of your own instead of GRPO.
         quantization_config: of transformers, for the base of an adapter whose model is given by
             name; needs ``peft_config``.
 
@@ -85,7 +84,7 @@ class GRPOTrainer(TrainerShell):
             trust=options.trust_remote_code,
             revision=init_kwargs(options).get("revision"),
         )
-        given = Given(
+        given = TrainerInputs(
             args=options,
             processing_class=own_or(processing_class, tokenizer),
             model=model,
@@ -102,7 +101,7 @@ class GRPOTrainer(TrainerShell):
             rollout_engine=rollout_engine,
             quantization_config=quantization_config,
         )
-        settle_process(options)
+        configure_process(options)
         accelerator = accelerator_for(options)
         settings = resolve_grpo(
             options,
@@ -114,7 +113,7 @@ class GRPOTrainer(TrainerShell):
             **asdict(settings.grpo),
             reference=held,
         )
-        run = assemble(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        run = build_run(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
         log_trl_names(run)
         super().__init__(run, given, "GRPO" if algorithm is None else algorithm.name)
 

@@ -10,19 +10,18 @@ from torch import nn
 from transformers import TrainerCallback
 
 from kedge.algorithms import Algorithm, ppo
-from kedge.backends.hf.device import accelerator_for
+from kedge.backends.hf.distributed import accelerator_for
 from kedge.config.ppo import PPOConfig
 from kedge.config.resolve import resolve
 from kedge.errors import ConfigError
-from kedge.naming import named
 from kedge.protocols import RolloutEngine
-from kedge.trainers.assembly import assemble
-from kedge.trainers.base import TrainerShell
-from kedge.trainers.given import Given
-from kedge.trainers.loading import end_tokens
-from kedge.trainers.process import settle_process
-from kedge.trainers.prompts import text_tokenizer
-from kedge.trainers.rules import check_unread
+from kedge.suggestions import named
+from kedge.trainers.base import TrainerShell, configure_process
+from kedge.trainers.build.algorithm import check_unread
+from kedge.trainers.build.build import build_run
+from kedge.trainers.build.data import text_tokenizer
+from kedge.trainers.build.inputs import TrainerInputs
+from kedge.trainers.build.models import end_tokens
 
 _OLDER_NAMES = {
     "config": "args",
@@ -56,7 +55,7 @@ class PPOTrainer(TrainerShell):
         reward_weights: weight of each source, models first; overrides ``PPOConfig``'s.
         reward_processing_class: tokenizers of reward models that do not share the policy's.
         rollout_engine: samples instead of the embedded engine.
-        algorithm: a learning rule of your own instead of PPO.
+        algorithm: a algorithm of your own instead of PPO.
 
     Raises:
         ConfigError: options that cannot work, before any weight is loaded where possible.
@@ -87,7 +86,7 @@ class PPOTrainer(TrainerShell):
         args = checked(args)
         if algorithm is not None:
             check_unread(args, algorithm, value_model=value_model)
-        given = Given(
+        given = TrainerInputs(
             args=args,
             processing_class=processing_class,
             model=model,
@@ -105,7 +104,7 @@ class PPOTrainer(TrainerShell):
             reward_processing_class=reward_processing_class,
             rollout_engine=rollout_engine,
         )
-        settle_process(args)
+        configure_process(args)
         accelerator = accelerator_for(args)
         tokenizer = text_tokenizer(processing_class, model)
         settings = resolve(
@@ -115,7 +114,7 @@ class PPOTrainer(TrainerShell):
         )
         held = ref_model is not None or settings.kl.coef > 0 or settings.kl.adaptive
         rule = algorithm or ppo(**asdict(settings.ppo), reference=held)
-        run = assemble(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        run = build_run(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
         super().__init__(run, given, "PPO" if algorithm is None else algorithm.name)
 
 

@@ -10,18 +10,17 @@ from torch import nn
 from transformers import TrainerCallback
 
 from kedge.algorithms import Algorithm, rloo
-from kedge.backends.hf.device import accelerator_for
+from kedge.backends.hf.distributed import accelerator_for
 from kedge.config.rloo import RLOOConfig, resolve_rloo
 from kedge.errors import ConfigError
-from kedge.naming import named
 from kedge.protocols import RolloutEngine
-from kedge.trainers.assembly import assemble
-from kedge.trainers.base import TrainerShell
-from kedge.trainers.given import Given
-from kedge.trainers.loading import end_tokens, init_kwargs
-from kedge.trainers.process import settle_process
-from kedge.trainers.prompts import own_or, text_tokenizer
-from kedge.trainers.rules import check_unread
+from kedge.suggestions import named
+from kedge.trainers.base import TrainerShell, configure_process
+from kedge.trainers.build.algorithm import check_unread
+from kedge.trainers.build.build import build_run
+from kedge.trainers.build.data import own_or, text_tokenizer
+from kedge.trainers.build.inputs import TrainerInputs
+from kedge.trainers.build.models import end_tokens, init_kwargs
 from kedge.trainers.trl_names import log_trl_names
 
 # TRL up to 0.21: TRL 0.22 and later.
@@ -59,7 +58,7 @@ class RLOOTrainer(TrainerShell):
         reward_weights: weight of each source; overrides ``RLOOConfig``'s.
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
         rollout_engine: samples instead of the embedded engine.
-        algorithm: a learning rule of your own instead of RLOO.
+        algorithm: a algorithm of your own instead of RLOO.
         quantization_config: of transformers, for the base of an adapter whose model is given by
             name; needs ``peft_config``.
         older: the names of TRL up to 0.21: ``config``, ``tokenizer``, ``policy``, ``ref_policy``
@@ -119,7 +118,7 @@ class RLOOTrainer(TrainerShell):
         rewards = named["reward_funcs"]
         if older.get("reward_model") is not None:
             rewards = of_texts(rewards, tokenizer)
-        given = Given(
+        given = TrainerInputs(
             args=options,
             processing_class=own_or(named["processing_class"], tokenizer),
             model=named["model"],
@@ -136,7 +135,7 @@ class RLOOTrainer(TrainerShell):
             rollout_engine=rollout_engine,
             quantization_config=quantization_config,
         )
-        settle_process(options)
+        configure_process(options)
         accelerator = accelerator_for(options)
         settings = resolve_rloo(
             options,
@@ -145,7 +144,7 @@ class RLOOTrainer(TrainerShell):
         )
         held = given.ref_model is not None or settings.kl.coef > 0
         rule = algorithm or rloo(**asdict(settings.rloo), reference=held)
-        run = assemble(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        run = build_run(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
         log_trl_names(run)
         super().__init__(run, given, "RLOO" if algorithm is None else algorithm.name)
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from kedge.engine.metrics import TRL_NAMES
 
 if TYPE_CHECKING:
-    from kedge.trainers.run import Run
+    from kedge.trainers.run.run import Run
 
 _STD = "/std"
 
 
 def log_trl_names(run: Run) -> None:
     """Let training and evaluations of ``run`` log TRL's names, too."""
-    rows = run.engine.plan.batch_size
+    rows = run.engine.batch_sizes.batch_size
     token_kl = run.engine.algorithm.name != "rloo"
     run.more = run.evaluator.more = partial(trl_names, rows=rows, token_kl=token_kl)
 

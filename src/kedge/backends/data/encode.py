@@ -17,7 +17,7 @@ from kedge.backends.data.table import ArrowTable, Table
 from kedge.errors import DataError
 
 logger = logging.getLogger(__name__)
-CHUNK = 1000  # rows tokenised at a time
+CHUNK = 1000  # rows tokenized at a time
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SOURCES = ("input_ids", "prompt", "query")  # the first one found is used
 
@@ -74,7 +74,7 @@ def encode_prompts(
     chat_template_kwargs: Mapping[str, Any],
     num_proc: int | None,
 ) -> EncodedPrompts:
-    """Tokenise every prompt of ``table``.
+    """Tokenize every prompt of ``table``.
 
     Raises:
         DataError: no rows, no prompt column, a row of the wrong type, an empty prompt, or nothing

@@ -25,7 +25,7 @@ class DatasetPrompts:
     permutation drawn anew for pass ``i div N`` over the N prompts, so a batch may span passes and
     a dataset smaller than a batch repeats.  All ranks see slices of one global batch.
 
-    Column ``input_ids`` is taken as it is, else ``prompt``, else ``query`` is tokenised: text with
+    Column ``input_ids`` is taken as it is, else ``prompt``, else ``query`` is tokenized: text with
     the tokenizer's special tokens (an eos that the tokenizer appends is left off), chat messages
     with its chat template.  In ``input_ids`` padding is what ``attention_mask`` says; without that
     column every id is real, whatever its value.  All other columns go along in
@@ -46,7 +46,7 @@ class DatasetPrompts:
         data_collator: called with ``[{"input_ids": ..., "attention_mask": ...}]``, one dict per
             prompt of the global batch, instead of Kedge's own padding; must be pure and return
             both keys.  Real tokens are moved to the right end of the row afterwards.
-        dataset_num_proc: processes that tokenise a ``datasets.Dataset``.
+        dataset_num_proc: processes that tokenize a ``datasets.Dataset``.
         columns: dataset columns to pass along; None passes all.
 
     Raises:

@@ -13,11 +13,11 @@ from kedge.backends.hf.packing import Packed
 from kedge.backends.hf.sharding import inside
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
 from kedge.errors import ConfigError
-from kedge.math.logprob import Draw, linear_logprob
+from kedge.ops.linear_logprob import TokenConstraints, linear_logprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ForwardRequest:
     """What a forward pass shall say of packed rows.
 
     Args:
@@ -34,14 +34,14 @@ class Ask:
     packed: Packed
     tokens: Tensor
     targets: Tensor
-    draw: Draw
+    draw: TokenConstraints
     slots: Tensor | None = None
     ends: bool = False
     policy: bool = True
     only_value: bool = False
 
 
-class Said(NamedTuple):
+class ForwardOutput(NamedTuple):
     """The answers: flat, in row-major order of the slots asked about."""
 
     logprobs: Tensor | None  # float32 [n]
@@ -91,13 +91,13 @@ class ActorCritic(nn.Module):
                 f" {' '.join(str(error).split())}"
             ) from error
 
-    def forward(self, ask: Ask) -> Said:
+    def forward(self, ask: ForwardRequest) -> ForwardOutput:
         """Everything asked for, from one pass through each trunk that is needed."""
         states = None
         if ask.slots is not None:
             states = ask.packed.states(ask.slots)
             states = torch.cat([states, ask.packed.ends]) if ask.ends else states
-        value, said = self.value, Said(None, None, None, None, None)
+        value, said = self.value, ForwardOutput(None, None, None, None, None)
         if ask.policy or (self.shared and states is not None):
             said = inside(self.policy, lambda: self._ask_policy(ask, states))
         if isinstance(value, ScalarModel) and states is not None:
@@ -109,7 +109,7 @@ class ActorCritic(nn.Module):
             said = said._replace(values=values, ends=ends)
         return said
 
-    def _ask_policy(self, ask: Ask, states: Tensor | None) -> Said:
+    def _ask_policy(self, ask: ForwardRequest, states: Tensor | None) -> ForwardOutput:
         logprobs = entropy = hidden = values = None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not ask.only_value):
             whole = self.parts.read(ask.packed).flatten(0, 1)
@@ -120,4 +120,4 @@ class ActorCritic(nn.Module):
                 )
         if isinstance(self.value, ScalarHead) and states is not None:
             values = self.value(whole[states]).sum(1)  # one column
-        return Said(logprobs, entropy, values, None, hidden)
+        return ForwardOutput(logprobs, entropy, values, None, hidden)

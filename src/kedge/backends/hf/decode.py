@@ -92,7 +92,7 @@ def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
         getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
 
 
-def base_of(model: Any) -> Any:
+def get_base_model(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -102,8 +102,8 @@ class CausalStepper:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        config = base_of(model).config
-        accepted = inspect.signature(base_of(model).forward).parameters
+        config = get_base_model(model).config
+        accepted = inspect.signature(get_base_model(model).forward).parameters
         self._cache = growing_cache(config)
         self._options: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True}
         if "logits_to_keep" in accepted:
@@ -145,7 +145,7 @@ class EncoderDecoderStepper:
     """Encoder-decoder models: the prompt goes to the encoder, the decoder starts empty."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = base_of(model)
+        self._model = get_base_model(model)
         config = self._model.config
         start = config.decoder_start_token_id
         if start is None:
@@ -184,13 +184,13 @@ class EncoderDecoderStepper:
         self._encoded, self._mask = self._encoded[rows], self._mask[rows]
 
 
-def stepper_for(model: nn.Module) -> Stepper:
+def build_stepper(model: nn.Module) -> Stepper:
     """A fresh stepper of the kind that fits the model.
 
     Raises:
         ConfigError: the embedded engine cannot sample from this kind of model.
     """
-    base = base_of(model)
+    base = get_base_model(model)
     name = type(base).__name__
     if "past_key_values" not in inspect.signature(base.forward).parameters:
         raise ConfigError(

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.decode import base_of
+from kedge.backends.hf.decode import get_base_model
 from kedge.backends.hf.model import LanguageModelParts, causal_parts, head_weight
 from kedge.backends.hf.packing import Packed
 from kedge.errors import ConfigError
-from kedge.math.logprob import Head
+from kedge.ops.linear_logprob import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class EncoderDecoderParts:
         return replace(self, encoder=encoder, decoder=decoder)
 
 
-def parts_of(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
+def build_parts(model: nn.Module, *, verify: bool = True) -> LanguageModelParts:
     """Trunk and head of a causal or an encoder-decoder language model.
 
     Raises:
         ConfigError: its logits are not those of a linear head over its hidden states.
     """
-    inner = base_of(model)
+    inner = get_base_model(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         return encoder_decoder_parts(inner, verify=verify)
     return causal_parts(model, verify=verify)

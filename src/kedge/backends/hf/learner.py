@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
-from kedge.backends.hf.actor_critic import ActorCritic, Ask, Said
-from kedge.backends.hf.annotate import annotate_all, sampled_by
-from kedge.backends.hf.device import accelerator_for
+from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, ForwardRequest
+from kedge.backends.hf.compatibility import check_rows
+from kedge.backends.hf.distributed import accelerator_for, broadcast_parameters, pool_rows, total
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
-from kedge.backends.hf.fit import check_rows
-from kedge.backends.hf.kernels import Kernels
+from kedge.backends.hf.logprobs import compute_logprobs, sampled_by
 from kedge.backends.hf.model import (
     LanguageModelParts,
     causal_parts,
@@ -47,8 +46,7 @@ from kedge.backends.hf.packing import (
     to_device,
     worth_padding,
 )
-from kedge.backends.hf.ranks import level, pool_rows, total
-from kedge.backends.hf.reference import Elsewhere, Reference
+from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
     GatheredEngine,
@@ -63,19 +61,20 @@ from kedge.backends.hf.sharding import (
 )
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel, save_value
 from kedge.errors import CheckpointError, ConfigError, KedgeError
-from kedge.protocols import Admit, LossFn, RolloutEngine, always
-from kedge.types import Annotation, Experience, MicroBatch, PolicyOutput, Rollout
+from kedge.ops.cpu.patch import Kernels
+from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
+from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
-_PATIENCE = 3  # optimiser steps in a row that may be skipped
+_PATIENCE = 3  # optimizer steps in a row that may be skipped
 _PATIENCE_FP16 = 25  # the first loss scale is too high by design and is halved until it fits
 
 
 class HFLearner:
-    """Holds policy, value model, reference and optimiser.
+    """Holds policy, value model, reference and optimizer.
 
     Args:
         policy: causal language model.
-        args: optimiser, schedule and weight decay are read from it.
+        args: optimizer, schedule and weight decay are read from it.
         settings: everything else.
         value: a model of its own, a head on the policy's trunk, or None.
         reference: what the policy is held to, or None.
@@ -96,7 +95,7 @@ class HFLearner:
         *,
         value: ScalarModel | ScalarHead | None = None,
         reference: Reference | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: RemoteReference | None = None,
         accelerator: Accelerator | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         parts: LanguageModelParts | None = None,
@@ -109,8 +108,8 @@ class HFLearner:
         self.reference = None if reference is None else reference.to(self.device)
         self.elsewhere = elsewhere
         self._prepare()
-        if self.ranks > 1:
-            level([self.module, *(self.reference.own if self.reference else [])])
+        if self.world_size > 1:
+            broadcast_parameters([self.module, *(self.reference.own if self.reference else [])])
         if self.sharded:
             self._shard(optimizers[0])
         self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
@@ -143,11 +142,11 @@ class HFLearner:
     def _shard(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None or self.accelerator.mixed_precision == "fp16":
             raise ConfigError(
-                "sharded models need an optimiser made from options (optim=..., not optimizers=) "
+                "sharded models need an optimizer made from options (optim=..., not optimizers=) "
                 "and bf16 or float32 (fp16=False)"
             )
         for model in self._held():
-            shard(model, self.device, self.ranks, again=self.shards == "weights")
+            shard(model, self.device, self.world_size, again=self.shards == "weights")
 
     def _held(self) -> list[nn.Module]:
         return [*self._models(), *(self.reference.own if self.reference else [])]
@@ -174,7 +173,7 @@ class HFLearner:
         return self.module.value
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """How many processes train together."""
         return self.accelerator.num_processes
 
@@ -189,9 +188,9 @@ class HFLearner:
         return self.shards != "none"
 
     @torch.no_grad()
-    def annotate(
+    def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
-    ) -> Annotation:
+    ) -> ModelOutputs:
         """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
         self._check(values=values, reference=reference, full_kl=full_kl)
         check_rows(rollout, self._held())
@@ -200,7 +199,7 @@ class HFLearner:
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
-        lengths = rollout.prompts.mask.sum(1) + rollout.present.sum(1)
+        lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
         most = self.settings.forward_rows * int(lengths.max())
         groups = by_length(lengths.tolist(), tokens=most, spare=self._spare)
         begun = self.elsewhere.begin(rollout, groups) if self.elsewhere and reference else None
@@ -209,13 +208,15 @@ class HFLearner:
         wanted = {name for name, asked in names.items() if asked}
         gathered = whole(self._held() if self.sharded else [])
         with gathered, self._kernels.active(), self.accelerator.autocast():
-            out = annotate_all(self.module, self.reference, rollout, groups, wanted, self.settings)
+            out = compute_logprobs(
+                self.module, self.reference, rollout, groups, wanted, self.settings
+            )
         if begun is not None:
             out["ref_logprobs"] = begun()
         out = {name: x.to(home) for name, x in out.items()}
         if reuse and sampled is not None:
             out["logprobs"] = sampled
-        return Annotation(**out)
+        return ModelOutputs(**out)
 
     def _check(self, *, values: bool, reference: bool, full_kl: bool) -> None:
         held = self.reference is not None
@@ -224,15 +225,15 @@ class HFLearner:
         if values and self.value is None:
             raise ConfigError("values were asked for, but the learner was given no value model")
 
-    def update(
+    def optimizer_step(
         self,
         step: Iterable[MicroBatch],
         loss: LossFn,
         *,
         only_value: bool = False,
-        admit: Admit = always,
+        should_apply: ShouldApply = always,
     ) -> dict[str, float]:
-        """ONE optimiser step.  Returns the loss's metrics summed over micro-batches and ranks.
+        """ONE optimizer step.  Returns the loss's metrics summed over micro-batches and ranks.
 
         The step is taken if ``admit`` says so of these metrics; else the gradient is dropped.
 
@@ -252,7 +253,7 @@ class HFLearner:
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
         total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
         metrics = dict(zip(sums, total.tolist(), strict=True))
-        if not admit(metrics):
+        if not should_apply(metrics):
             return metrics | self._standing()
         return metrics | self._take_step()
 
@@ -261,27 +262,29 @@ class HFLearner:
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
         slots = None if self.value is None else rows.value_mask
-        ask = Ask(
+        ask = ForwardRequest(
             packed=self.module.parts.pack(
-                rows.prompt_ids, rows.prompt_mask, rows.ids, rows.present
+                rows.prompt_ids, rows.prompt_mask, rows.ids, rows.response_mask
             ),
-            tokens=rows.mask,
-            targets=rows.ids[rows.mask],
-            draw=self.settings.draw(rows.mask, None if rows.support is None else rows.support),
+            tokens=rows.loss_mask,
+            targets=rows.ids[rows.loss_mask],
+            draw=self.settings.draw(
+                rows.loss_mask, None if rows.allowed_tokens is None else rows.allowed_tokens
+            ),
             slots=slots,
             only_value=only_value,
         )
         with self.accelerator.autocast():
-            said: Said = self.module(ask)
+            said: ForwardOutput = self.module(ask)
         assert said.logprobs is not None and said.entropy is not None  # asked for  # noqa: PT018
         return PolicyOutput(
-            logprobs=place(said.logprobs, rows.mask),
-            entropy=place(said.entropy, rows.mask),
+            logprobs=place(said.logprobs, rows.loss_mask),
+            entropy=place(said.entropy, rows.loss_mask),
             values=None if slots is None or said.values is None else place(said.values, slots),
         )
 
     @torch.no_grad()
-    def probe(self, rows: Experience) -> PolicyOutput:
+    def forward_no_grad(self, rows: Experience) -> PolicyOutput:
         """The forward pass of ``update`` without gradient or step, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._kernels.active():
@@ -297,10 +300,10 @@ class HFLearner:
     def _sum_gradients(self) -> None:
         reshard(self._held())
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        sum_gradients(trained, self.ranks, self._bucket_mb)
+        sum_gradients(trained, self.world_size, self._bucket_mb)
 
     def _take_step(self) -> dict[str, float]:
-        """Clip the gradients that are there, summed over ranks, and take the optimiser step."""
+        """Clip the gradients that are there, summed over ranks, and take the optimizer step."""
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
@@ -318,7 +321,7 @@ class HFLearner:
         self.scaler.update()
         if self._in_a_row >= (_PATIENCE_FP16 if self.scaler.is_enabled() else _PATIENCE):
             raise KedgeError(
-                f"the gradient was not finite in {self._in_a_row} optimiser steps in a row (norms: "
+                f"the gradient was not finite in {self._in_a_row} optimizer steps in a row (norms: "
                 f"{found}); look for infinite rewards or a learning rate that is too high"
             )
         sizes = {names[n]: x for n, x in found.items()} if finite else {}
@@ -329,7 +332,7 @@ class HFLearner:
         held = {n: m for n, m in models.items() if m is not None}
         return {n: [p for p in m.parameters() if p.requires_grad] for n, m in held.items()}
 
-    def end_batch(self) -> None:
+    def advance_version(self) -> None:
         """A training step is over: the version and the schedule move on by one."""
         advance(self.scheduler)
         self.version += 1
@@ -345,15 +348,19 @@ class HFLearner:
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of ``x`` over all ranks, on the device it came from."""
-        return x if self.ranks == 1 else total(x, self.device)
+        return x if self.world_size == 1 else total(x, self.device)
 
     def pool(self, mine: Experience) -> Experience:
         """The rows of all ranks, in rank order."""
-        return mine if self.ranks == 1 else pool_rows(mine, self.device, self.ranks)
+        return mine if self.world_size == 1 else pool_rows(mine, self.device, self.world_size)
 
     def sampler(self, engine: RolloutEngine) -> RolloutEngine:
         """``engine``, made to see whole weights where those it samples from are cut over ranks."""
-        return GatheredEngine(engine, self.policy) if self.sharded and engine.live else engine
+        return (
+            GatheredEngine(engine, self.policy)
+            if self.sharded and engine.shares_weights
+            else engine
+        )
 
     def save(self, folder: Path, value_folder: Path) -> None:
         """Write policy and value model for ``from_pretrained``.  Every rank calls, one writes."""

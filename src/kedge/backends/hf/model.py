@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.backends.hf.packing import Packed, pack
 from kedge.errors import ConfigError
-from kedge.math.logprob import Head
+from kedge.ops.linear_logprob import Head
 
 _RATES = ("dropout", "layerdrop", "drop_path")
 
@@ -124,7 +124,7 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
     config = getattr(inner, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; a decoder-only model is needed")
-    backbone = backbone_of(inner)
+    backbone = get_backbone(inner)
     output = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if backbone is None or output is None:
         raise ConfigError(
@@ -146,7 +146,7 @@ def _say_nothing(*_: object) -> None:
     pass
 
 
-def backbone_of(model: nn.Module) -> nn.Module | None:
+def get_backbone(model: nn.Module) -> nn.Module | None:
     """The part of a transformers model below its head."""
     prefix = getattr(model, "base_model_prefix", "")
     return getattr(model, prefix, None) if prefix else None

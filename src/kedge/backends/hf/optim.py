@@ -1,4 +1,4 @@
-"""Optimiser, schedule and gradient clipping."""
+"""Optimizer, schedule and gradient clipping."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TFAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One optimiser step."""
+        """One optimizer step."""
         for group in self.param_groups:
             (b1, b2), rate = group["betas"], group["lr"]
             for p in group["params"]:
@@ -96,12 +96,12 @@ class TFAdamW(Optimizer):
 
 
 def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
-    """The optimiser that ``args.optim`` names, over these groups.
+    """The optimizer that ``args.optim`` names, over these groups.
 
     ``optim_args="style=tf"`` makes AdamW the one of TensorFlow.
 
     Raises:
-        ConfigError: nothing trains, or an optimiser that wants the whole model.
+        ConfigError: nothing trains, or an optimizer that wants the whole model.
     """
     if not groups:
         raise ConfigError("no weight has requires_grad=True: there is nothing to train")
@@ -150,7 +150,7 @@ def _style(args: TrainingArguments) -> str:
 
 
 def check_holds(optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]) -> None:
-    """Refuse an optimiser that would never move one of the models that train.
+    """Refuse an optimizer that would never move one of the models that train.
 
     Args:
         optimizer: given by the user, perhaps.
@@ -194,7 +194,7 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
 def advance(scheduler: LRScheduler) -> None:
     """Move a schedule on by one training step."""
     with warnings.catch_warnings():
-        # Torch takes it for a mistake when the first optimiser steps were all left out.
+        # Torch takes it for a mistake when the first optimizer steps were all left out.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         scheduler.step()
 

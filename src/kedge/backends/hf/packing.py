@@ -104,7 +104,7 @@ def split_by_length(
     """
     for uncut in step:
         rows = uncut.rows
-        lengths = (rows.prompt_mask.sum(1) + rows.present.sum(1)).tolist()
+        lengths = (rows.prompt_mask.sum(1) + rows.response_mask.sum(1)).tolist()
         for group in by_length(lengths, tokens=2**62, spare=spare):
             index = torch.tensor(group, device=rows.ids.device)
             yield MicroBatch(

@@ -99,7 +99,7 @@ def is_quantized(model: nn.Module) -> bool:
 def quantization(
     bits: Literal[4, 8], *, compute_dtype: torch.dtype = torch.bfloat16, nested: bool = False
 ) -> Any:
-    """How ``load_policy`` shall quantise a frozen base: NF4 or LLM.int8.
+    """How ``load_policy`` shall quantize a frozen base: NF4 or LLM.int8.
 
     QLoRA (arXiv:2305.14314, sec. 3); LLM.int8() (arXiv:2208.07339).
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.encoder_decoder import parts_of
+from kedge.backends.hf.encoder_decoder import build_parts
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
 from kedge.backends.hf.model import LanguageModelParts, no_dropout
 from kedge.types import Rollout
@@ -37,7 +37,7 @@ class Reference(Protocol):
         ...
 
 
-class Elsewhere(Protocol):
+class RemoteReference(Protocol):
     """A reference that computes in other processes, while the learner goes on."""
 
     def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
@@ -55,7 +55,7 @@ class FrozenModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model.requires_grad_(False).eval()
         no_dropout(self.model)
-        self.parts = parts_of(self.model)
+        self.parts = build_parts(self.model)
         self._fingerprint: str | None = None
 
     def fingerprint(self) -> str:
@@ -80,7 +80,7 @@ class FrozenModel:
         return self
 
 
-class OtherAdapter:
+class AdapterReference:
     """The policy's own base, without its adapter or with another one.
 
     Args:
@@ -99,13 +99,13 @@ class OtherAdapter:
         """Trunk and head, with the reference's adapter for the length of the block alone."""
         if self.name is None:
             with self.policy.disable_adapter():
-                yield parts_of(self.policy, verify=False)
+                yield build_parts(self.policy, verify=False)
             return
         before = self.policy.active_adapter
         trains = [(p, p.requires_grad) for p in self.policy.parameters()]
         self.policy.set_adapter(self.name)
         try:
-            yield parts_of(self.policy, verify=False)
+            yield build_parts(self.policy, verify=False)
         finally:
             self.policy.set_adapter(before)
             for p, flag in trains:
@@ -123,11 +123,11 @@ class OtherAdapter:
         """None: the base is the policy's."""
         return []
 
-    def to(self, device: torch.device) -> OtherAdapter:
+    def to(self, device: torch.device) -> AdapterReference:
         """The same: it lives where the policy lives."""
         return self
 
 
-def copy_of(policy: nn.Module) -> FrozenModel:
+def frozen_copy(policy: nn.Module) -> FrozenModel:
     """The policy as it is now, frozen."""
     return FrozenModel(copy.deepcopy(policy))

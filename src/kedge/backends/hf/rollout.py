@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.decode import base_of, stepper_for
+from kedge.backends.hf.decode import build_stepper, get_base_model
 from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
-from kedge.backends.hf.kernels import Kernels
 from kedge.backends.hf.sampling import check, draw, restrict, support, uniforms
 from kedge.backends.hf.stopping import Stopper
 from kedge.errors import RolloutError
+from kedge.ops.cpu.patch import Kernels
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 _SMALL = 1_000_000  # weights
@@ -29,11 +29,12 @@ class EmbeddedEngine:
         model: a causal or an encoder-decoder language model (PEFT models too).
         pad_id: fills ``Rollout.ids`` after the end of a response; masks never depend on it.
         tokenizer: needed for stop strings only.
-        live: True samples from ``model`` itself; False from a copy that ``load_weights`` updates.
+        shares_weights: True samples from ``model`` itself; False from a copy that ``load_weights``
+            updates.
         chunk_rows: rows that are in flight together; bounds memory, changes no result.
         device: where the copy lives; a live model stays where it is.
         autocast: run the model under autocast of this type, e.g. torch.bfloat16.
-        spare_slot: leave one slot after the longest response if max_new_tokens allows, so that a
+        extra_slot: leave one slot after the longest response if max_new_tokens allows, so that a
             score can be placed after the last token.
         keep_support: record ``Rollout.support`` when top-k, top-p or min-p cut the distribution.
     """
@@ -44,28 +45,28 @@ class EmbeddedEngine:
         *,
         pad_id: int,
         tokenizer: Any = None,
-        live: bool = True,
+        shares_weights: bool = True,
         chunk_rows: int = 64,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
-        spare_slot: bool = False,
+        extra_slot: bool = False,
         keep_support: bool = True,
     ) -> None:
-        if not live:
+        if not shares_weights:
             model = copy.deepcopy(model).requires_grad_(False)
             model = model if device is None else model.to(device)
         self.model = model
-        self._live = live
+        self._live = shares_weights
         self._pad_id = pad_id
         self._tokenizer = tokenizer
         self._chunk_rows = chunk_rows
         self._autocast = autocast
-        self._spare_slot = spare_slot
+        self._extra_slot = extra_slot
         self._keep_support = keep_support
         self._version = 0
 
     @property
-    def live(self) -> bool:
+    def shares_weights(self) -> bool:
         """True if it samples from the given model, False if from a copy."""
         return self._live
 
@@ -91,7 +92,7 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract, or the model returns NaN.
         """
-        config: Any = base_of(self.model).config
+        config: Any = get_base_model(self.model).config
         check(sampling, config.get_text_config().vocab_size)
         check_prompts(prompts, sampling, config)
         device = next(self.model.parameters()).device
@@ -129,7 +130,7 @@ class EmbeddedEngine:
         steps = torch.arange(sampling.max_new_tokens, device=device)
         u = uniforms(seed, prompts.row[rows].to(device), steps).t().contiguous()
         return _sample(
-            stepper_for(self.model),
+            build_stepper(self.model),
             (ids, mask, copies.to(device)),
             u,
             sampling,
@@ -142,7 +143,7 @@ class EmbeddedEngine:
     ) -> Rollout:
         """The rows of all chunks, back in the order of the prompts."""
         size = max(int(x.length.max()) for x in pieces)
-        size = min(size + self._spare_slot, limit)
+        size = min(size + self._extra_slot, limit)
         device = prompts.ids.device
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order))
 
@@ -162,12 +163,12 @@ class EmbeddedEngine:
         return Rollout(
             prompts=prompts,
             ids=ids.masked_fill(~present, self._pad_id),
-            mask=present,
-            present=present.clone(),
-            finished=join([x.finished for x in pieces]),
+            loss_mask=present,
+            response_mask=present.clone(),
+            terminated=join([x.finished for x in pieces]),
             version=torch.full_like(length, self._version),
             behavior_logprobs=logprobs.masked_fill(~present, 0.0),
-            support=_join_support(kept, size, join, present) if kept else None,
+            allowed_tokens=_join_support(kept, size, join, present) if kept else None,
         )
 
 
@@ -182,7 +183,7 @@ class _Responses:
     support: Tensor | None  # int64 [b, T, K]
 
 
-class _Tape:
+class _TokenBuffer:
     """Tokens as they are sampled, for a set of rows that only ever shrinks."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -223,7 +224,7 @@ def _sample(
     length = torch.full((rows,), len(u), device=device)
     finished = torch.zeros(rows, dtype=torch.bool, device=device)
     running = torch.ones_like(finished)
-    tape = _Tape(rows, device)
+    tape = _TokenBuffer(rows, device)
     logits = stepper.start(*prompts)
     for t in range(len(u)):
         logits = restrict(logits, sampling, t, stop_ids)

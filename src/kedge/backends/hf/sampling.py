@@ -23,7 +23,7 @@ def _signed(x: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
+    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         # >> copies the sign bit of an int64: mask it, to shift in zeros.
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.math.logprob import Draw
+from kedge.ops.linear_logprob import TokenConstraints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class BareArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """How the learner computes; the optimiser's own settings are TrainingArguments.
+    """How the learner computes; the optimizer's own settings are TrainingArguments.
 
     Args:
         total_updates: training steps that the learning-rate schedule covers.
@@ -54,11 +54,11 @@ class LearnerSettings:
     reuse_behavior_logprobs: bool = False
     allow_low_precision_weights: bool = False
 
-    def draw(self, tokens: Tensor, support: Tensor | None) -> Draw:
+    def draw(self, tokens: Tensor, support: Tensor | None) -> TokenConstraints:
         """What could be drawn at the marked tokens bool [b, R]; support int64 [b, R, K]."""
         banned = None
         if self.min_new_tokens and self.stop_ids:
             early = tokens.nonzero()[:, 1] < self.min_new_tokens
             banned = (early, torch.tensor(self.stop_ids, device=tokens.device))
         chosen = None if support is None else support[tokens]
-        return Draw(temperature=self.temperature, banned=banned, support=chosen)
+        return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=chosen)

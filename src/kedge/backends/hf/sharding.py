@@ -1,4 +1,4 @@
-"""Weights, gradients and optimiser state cut over ranks (FSDP2, torch.distributed.fsdp).
+"""Weights, gradients and optimizer state cut over ranks (FSDP2, torch.distributed.fsdp).
 
 Zhao et al. 2023 (arXiv:2304.11277); Rajbhandari et al. 2020 (ZeRO stage 3, arXiv:1910.02054).
 """
@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kedge.backends.hf.distributed import total
 from kedge.backends.hf.fingerprint import full
-from kedge.backends.hf.ranks import total
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -156,7 +156,7 @@ def cut_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def cut_state(optimizer: Optimizer) -> None:
-    """Cut an optimiser's whole state tensors as their weights are, in place."""
+    """Cut an optimizer's whole state tensors as their weights are, in place."""
     for p, state in optimizer.state.items():
         for name, x in state.items():
             if isinstance(p, DTensor) and isinstance(x, Tensor) and x.shape == p.shape:
@@ -175,9 +175,9 @@ class GatheredEngine:
         self.engine, self.policy = engine, policy
 
     @property
-    def live(self) -> bool:
+    def shares_weights(self) -> bool:
         """True: it samples from the learner's own modules."""
-        return self.engine.live
+        return self.engine.shares_weights
 
     @property
     def logprobs(self) -> Literal["sampled", "raw", "none"]:

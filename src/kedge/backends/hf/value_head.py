@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from kedge.backends.hf.load import check_folder, load_whole
-from kedge.backends.hf.model import CausalParts, backbone_of, expect_no_mask, trunk
+from kedge.backends.hf.model import CausalParts, expect_no_mask, get_backbone, trunk
 from kedge.backends.rewards.heads import SHIFT, in_full
 from kedge.errors import ConfigError
 
@@ -92,7 +92,7 @@ def scalar_model(model: nn.Module) -> ScalarModel:
     name = type(model).__name__
     if isinstance(model, ScalarModel):
         return model
-    backbone = backbone_of(model)
+    backbone = get_backbone(model)
     head = next((getattr(model, h) for h in _HEADS if hasattr(model, h)), None)
     if backbone is None or head is None:
         raise ConfigError(

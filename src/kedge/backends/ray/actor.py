@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kedge.backends.ray.cluster import cause
-from kedge.backends.ray.host import Host
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, KedgeError, RolloutError
 
@@ -18,12 +18,12 @@ _IN_A_ROW = 3  # deaths without an answer in between
 _PULSE = "pulse"  # a thread of its own inside the actor
 
 
-class LostError(RolloutError):
+class LostActorError(RolloutError):
     """The actor died or hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ActorLimits:
     """How long to wait for an actor, in seconds."""
 
     start: float = 300.0  # until its process answers, and until its object is built
@@ -32,9 +32,9 @@ class Limits:
     call: float = 3600.0  # for one call, however lively it is
 
 
-def limits_of(options: RolloutOptions) -> Limits:
+def actor_limits(options: RolloutOptions) -> ActorLimits:
     """How long to wait for an actor."""
-    return Limits(
+    return ActorLimits(
         start=options.start_timeout,
         heartbeat=options.heartbeat,
         patience=options.patience,
@@ -66,7 +66,7 @@ class Actor:
         build: Callable[[Any], Any],
         *,
         options: Mapping[str, Any],
-        limits: Limits,
+        limits: ActorLimits,
         revive: Callable[[Actor], None] | None = None,
     ) -> None:
         self.name, self.restarts, self.pid = name, 0, 0
@@ -94,18 +94,18 @@ class Actor:
         while True:
             try:
                 return self.once(method, *args, within=within, **named)
-            except LostError as error:  # noqa: PERF203
+            except LostActorError as error:  # noqa: PERF203
                 tries = self._again(error, tries)
 
     def once(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
         """``method`` of the object, as it is now.
 
         Raises:
-            LostError: the process was lost.
+            LostActorError: the process was lost.
             KedgeError: what the method raised.
         """
         if self._handle is None:
-            raise LostError(f"{self.name} is not running")
+            raise LostActorError(f"{self.name} is not running")
         limit = self._limits.call if within is None else within
         return self._answer(self._handle.call.remote(method, *args, **named), limit)
 
@@ -115,7 +115,7 @@ class Actor:
 
     # -- below ----------------------------------------------------------------------------------
 
-    def _again(self, error: LostError, tries: int) -> int:
+    def _again(self, error: LostActorError, tries: int) -> int:
         if tries >= _IN_A_ROW:
             raise RolloutError(
                 f"{self.name} was lost {tries + 1} times in a row: {error}"
@@ -127,7 +127,7 @@ class Actor:
             self._start()
             if self._revive is not None:
                 self._revive(self)
-        except LostError as lost:
+        except LostActorError as lost:
             logger.warning("%s", lost)
             self._kill()  # it may be alive, and must not be asked without what it shall hold
         else:
@@ -138,21 +138,21 @@ class Actor:
         import ray
 
         groups = {_PULSE: 1}
-        actor = ray.remote(concurrency_groups=groups)(Host)
+        actor = ray.remote(concurrency_groups=groups)(ActorHost)
         self._handle = actor.options(**self._options).remote()
         pulse = self._pulse()
         if not self._ready([pulse], self._limits.start):
             self._kill()
             raise ConfigError(
                 f"{self.name} did not start within {self._limits.start:g} s"
-                f" (vllm_start_timeout); it asked for {self._options_text()}"
+                f" (worker_start_timeout); it asked for {self._options_text()}"
             )
         self.pid = self._get(pulse)
         built = self._build(self._handle)
         # Without asking for signs of life: while it imports, a healthy process may give none.
         if not self._ready([built], self._limits.start):
-            raise LostError(
-                f"{self.name} was not ready within {self._limits.start:g} s (vllm_start_timeout)"
+            raise LostActorError(
+                f"{self.name} was not ready within {self._limits.start:g} s (worker_start_timeout)"
             )
         self._get(built)
 
@@ -167,10 +167,12 @@ class Actor:
         until = time.monotonic() + limit
         while not self._ready([asked], min(self._limits.heartbeat, until - time.monotonic())):
             if time.monotonic() >= until:
-                raise LostError(f"{self.name} took longer than {limit:g} s")
+                raise LostActorError(f"{self.name} took longer than {limit:g} s")
             pulse = self._pulse()
             if not self._ready([asked, pulse], self._limits.patience):
-                raise LostError(f"{self.name} gave no sign of life for {self._limits.patience:g} s")
+                raise LostActorError(
+                    f"{self.name} gave no sign of life for {self._limits.patience:g} s"
+                )
             if not self._ready([asked], 0):
                 self._get(pulse)
         return self._get(asked)
@@ -193,7 +195,7 @@ class Actor:
                 raise error.cause from None
             raise RolloutError(f"{self.name} failed: {error.cause!r}") from error
         except RayError as error:
-            raise LostError(f"{self.name} is gone: {cause(error)}") from error
+            raise LostActorError(f"{self.name} is gone: {cause(error)}") from error
 
     def _kill(self) -> None:
         import ray
@@ -202,3 +204,22 @@ class Actor:
         if self._handle is not None and ray.is_initialized():
             ray.kill(self._handle)
         self._handle = None
+
+
+class ActorHost:
+    """Holds one object and calls its methods; becomes an actor by ``ray.remote``."""
+
+    def __init__(self) -> None:
+        self._held: Any = None
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Make the object, here rather than in the constructor so that errors keep their type."""
+        self._held = factory(*args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """``method`` of the object."""
+        return getattr(self._held, method)(*args, **kwargs)

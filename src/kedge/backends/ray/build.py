@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.engines import SplitEngine, together
 from kedge.backends.hf.rollout import check_prompts
-from kedge.backends.ray.actor import limits_of
+from kedge.backends.ray.actor import actor_limits
 from kedge.backends.ray.engine import RayEngine
-from kedge.backends.ray.placement import Plan, plan_seats
-from kedge.backends.ray.room import Room, address, held, of_its_own
-from kedge.backends.ray.shelf import Shelf
-from kedge.backends.vllm.wire import Control, Wire, nccl, reaches
+from kedge.backends.ray.placement import PlacementPlan, plan_seats
+from kedge.backends.ray.resources import ActorResources, address, allocate, from_launch
+from kedge.backends.ray.weight_store import SharedWeights
+from kedge.backends.rollout import ShardedEngine, start_all
+from kedge.backends.vllm.nccl_transfer import Control, NcclTransfer, nccl, reaches
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
@@ -32,7 +32,7 @@ def ray_engines(
     pad_id: int,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
-    spare_slot: bool = False,
+    extra_slot: bool = False,
     chunk_rows: int = 64,
     share: int | None = None,
 ) -> RolloutEngine:
@@ -44,7 +44,7 @@ def ray_engines(
         pad_id: fills ``Rollout.ids`` after the end of a response.
         tokenizer: needed for stop strings only.
         dtype: what the learner computes in; None is float32.
-        spare_slot: leave one slot after the longest response.
+        extra_slot: leave one slot after the longest response.
         chunk_rows: rows that an embedded engine has in flight together.
         share: the rank whose engines these are; None: they are of all ranks.
 
@@ -53,7 +53,7 @@ def ray_engines(
     """
     room = _room(options, share)
     if options.ray.engine == "embedded":
-        settings = {"pad_id": pad_id, "spare_slot": spare_slot, "tokenizer": tokenizer}
+        settings = {"pad_id": pad_id, "extra_slot": extra_slot, "tokenizer": tokenizer}
         settings |= {"chunk_rows": chunk_rows, "autocast": dtype}
         return _embedded(policy, settings, options, room)
     from kedge.backends.vllm.build import vllm_engine
@@ -64,16 +64,16 @@ def ray_engines(
         pad_id=pad_id,
         tokenizer=tokenizer,
         dtype=dtype,
-        spare_slot=spare_slot,
+        extra_slot=extra_slot,
         starts=partial(_vllm_starts, options=options, room=room),
         on_close=room.release,
     )
 
 
-def _room(options: RolloutOptions, share: int | None) -> Room:
+def _room(options: RolloutOptions, share: int | None) -> ActorResources:
     """Room for engines: all of them, or those of one rank."""
     count, option = options.num_engines, "vllm_num_engines"
-    found = held("engine", count=count, option=option, each=share is not None)
+    found = from_launch("engine", count=count, option=option, each=share is not None)
     if found is not None:
         return found
     if share is not None and address(options) is None:
@@ -83,23 +83,23 @@ def _room(options: RolloutOptions, share: int | None) -> Room:
             " kedge.backends.ray.launch"
         )
 
-    def plan(gpus: bool) -> Plan:
+    def plan(gpus: bool) -> PlacementPlan:
         each = int(options.engine_args.get("tensor_parallel_size", 1))
         return plan_seats(engines=count, gpus=gpus, gpus_per_engine=each)
 
-    return of_its_own("engine", options, plan)
+    return allocate("engine", options, plan)
 
 
 def _embedded(
     policy: nn.Module,
     settings: Mapping[str, Any],
     options: RolloutOptions,
-    room: Room,
-) -> SplitEngine:
+    room: ActorResources,
+) -> ShardedEngine:
     import ray
 
     model = ray.put(copy.deepcopy(policy).requires_grad_(False).cpu())
-    shelf = Shelf(len(room.seats))
+    shelf = SharedWeights(len(room.seats))
     makers = [
         partial(
             RayEngine,
@@ -107,14 +107,14 @@ def _embedded(
             model,
             settings,
             options=room.placement.options(seat),
-            limits=limits_of(options),
+            limits=actor_limits(options),
             shelf=shelf,
         )
         for seat in room.seats
     ]
     config: Any = policy.config
-    return SplitEngine(
-        together(makers, undo=room.release),
+    return ShardedEngine(
+        start_all(makers, undo=room.release),
         pad_id=int(settings["pad_id"]),
         check=partial(check_prompts, config=config),
         on_close=room.release,
@@ -127,7 +127,7 @@ def _vllm_starts(
     arguments: Mapping[str, Any],
     *,
     options: RolloutOptions,
-    room: Room,
+    room: ActorResources,
 ) -> list[Callable[[], Any]]:
     import ray
 
@@ -135,7 +135,7 @@ def _vllm_starts(
 
     wire = _wire(weights, options, room, adapter=blueprint.adapter is not None)
     arguments = dict(arguments) | ({"weight_transfer_config": NCCL} if wire else {})
-    drawn, shelf = ray.put(blueprint), Shelf(len(room.seats))
+    drawn, shelf = ray.put(blueprint), SharedWeights(len(room.seats))
     first = ray.put({name: x.detach().cpu() for name, x in weights.items()})
     return [
         partial(
@@ -145,7 +145,7 @@ def _vllm_starts(
             first,
             arguments,
             options=room.placement.options(seat),
-            limits=limits_of(options),
+            limits=actor_limits(options),
             shelf=shelf,
             wire=wire,
         )
@@ -154,8 +154,8 @@ def _vllm_starts(
 
 
 def _wire(
-    weights: Mapping[str, Tensor], options: RolloutOptions, room: Room, *, adapter: bool
-) -> Callable[[Control], Wire] | None:
+    weights: Mapping[str, Tensor], options: RolloutOptions, room: ActorResources, *, adapter: bool
+) -> Callable[[Control], NcclTransfer] | None:
     """How weights get to each vLLM from GPU to GPU, where that can be.
 
     Raises:
@@ -176,7 +176,7 @@ def _wire(
     address = ray.util.get_node_ip_address()
     limit = options.start_timeout
 
-    def connect(control: Control) -> Wire:
-        return Wire(control, nccl(address=address, workers=int(gpus)), limit=limit)
+    def connect(control: Control) -> NcclTransfer:
+        return NcclTransfer(control, nccl(address=address, workers=int(gpus)), limit=limit)
 
     return connect

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.engines.rows import answering, bare
 from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.ray.actor import Actor, Limits
-from kedge.backends.ray.shelf import Shelf
+from kedge.backends.ray.actor import Actor, ActorLimits
+from kedge.backends.ray.weight_store import SharedWeights
+from kedge.backends.rollout.rows import answering, bare
 from kedge.errors import SyncError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -38,8 +38,8 @@ class RayEngine:
         settings: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
-        limits: Limits,
-        shelf: Shelf,
+        limits: ActorLimits,
+        shelf: SharedWeights,
     ) -> None:
         self._shelf = shelf
         self._held: tuple[Any, int, Receipt] | None = None
@@ -52,7 +52,7 @@ class RayEngine:
         )
 
     @property
-    def live(self) -> Literal[False]:
+    def shares_weights(self) -> Literal[False]:
         """It holds a copy of the policy."""
         return False
 
@@ -102,4 +102,4 @@ class RayEngine:
 def embedded(policy: nn.Module, settings: Mapping[str, Any]) -> EmbeddedEngine:
     """The engine, on the GPU that Ray gave to this process if it gave one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return EmbeddedEngine(policy, live=False, device=device, **settings)
+    return EmbeddedEngine(policy, shares_weights=False, device=device, **settings)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kedge.backends.ray import cluster
+from kedge.backends.ray.context import DriverMailbox, RankContext
 from kedge.backends.ray.placement import Placement, place, plan_seats
-from kedge.backends.ray.rank import Failure, Rank
-from kedge.backends.ray.seat import Board, Here
-from kedge.backends.wishes import Wishes
+from kedge.backends.ray.worker import Failure, RankWorker
+from kedge.backends.shutdown import GracefulShutdown
 from kedge.errors import ConfigError, KedgeError, LaunchError
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ _ECHO = 3.0  # seconds in which other ranks tell what they know of a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class LaunchLimits:
     """How long to wait, in seconds."""
 
     room: float = 300.0  # until the cluster has room for everyone
@@ -48,7 +48,7 @@ def launch(  # noqa: PLR0913
     single_gpu_mode: bool = False,
     address: str | None = None,
     environment: Mapping[str, str] | None = None,
-    limits: Limits | None = None,
+    limits: LaunchLimits | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> T:
@@ -82,7 +82,7 @@ def launch(  # noqa: PLR0913
         KeyboardInterrupt: after Ctrl-C, once the ranks have ended.
         SystemExit: after SIGTERM, once the ranks have ended.
     """
-    limits = limits or Limits()
+    limits = limits or LaunchLimits()
     seats = sum(learners)
     ours = cluster.connect(address, cpus=seats * (1 + rewards + references) + engines)
     try:
@@ -99,7 +99,7 @@ def launch(  # noqa: PLR0913
         )
         placement = place(plan, wait_seconds=limits.room)
         (say or _print)(f"on Ray:\n{placement.text()}")
-        crew = _Crew(placement, limits, on_row)
+        crew = _LearnerGroup(placement, limits, on_row)
         try:
             crew.start()
             return crew.run(job, environment or {})
@@ -117,11 +117,11 @@ def _print(text: str) -> None:
 
 
 @dataclass(slots=True)
-class _Crew:
+class _LearnerGroup:
     """All ranks, and the board between them and the driver."""
 
     placement: Placement
-    limits: Limits
+    limits: LaunchLimits
     on_row: Callable[[dict[str, Any]], None] | None
     board: Any = None
     ranks: list[Any] = field(default_factory=list)
@@ -132,8 +132,8 @@ class _Crew:
     def start(self) -> None:
         import ray
 
-        self.board = ray.remote(Board).options(num_cpus=0).remote()
-        actor = ray.remote(concurrency_groups={_PULSE: 1})(Rank)
+        self.board = ray.remote(DriverMailbox).options(num_cpus=0).remote()
+        actor = ray.remote(concurrency_groups={_PULSE: 1})(RankWorker)
         seats = self.placement.plan.of("learner")
         self.ranks = [actor.options(**self.placement.options(seat)).remote() for seat in seats]
         asked = [self._ping(i) for i in range(len(self.ranks))]
@@ -154,8 +154,8 @@ class _Crew:
         """Watch the job until all ranks are done, or one is not."""
         import ray
 
-        wishes = Wishes()
-        with wishes.heard():
+        wishes = GracefulShutdown()
+        with wishes.install():
             running = self._begin(job, environment)
             failures: list[Failure] = []
             result: Any = None
@@ -170,7 +170,7 @@ class _Crew:
                 failures += self._hung(running)
                 if failures:
                     until = min(until, time.monotonic() + _ECHO)
-                elif wishes.new():
+                elif wishes.newly_requested():
                     self.board.stop.remote()
                     until = time.monotonic() + self.limits.stop
             self._pass_on()
@@ -181,7 +181,7 @@ class _Crew:
                 f"learners {sorted(running.values())} did not end within {self.limits.stop:g} s of"
                 " being asked to; they were killed"
             )
-        wishes.fulfil()
+        wishes.reraise()
         return result
 
     def end(self) -> None:
@@ -209,8 +209,8 @@ class _Crew:
                 "LOCAL_RANK": local,
             }
             own |= {"MASTER_ADDR": self.where[0][1], "MASTER_PORT": port}
-            place = Here(
-                rank=rank, ranks=len(self.ranks), placement=self.placement, board=self.board
+            place = RankContext(
+                rank=rank, world_size=len(self.ranks), placement=self.placement, mailbox=self.board
             )
             variables = {name: str(value) for name, value in own.items()} | dict(environment)
             try:

@@ -26,7 +26,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlacementPlan:
     """Bundles of resources, each on one node, and who sits in which."""
 
     bundles: tuple[Mapping[str, float], ...]
@@ -72,7 +72,7 @@ def plan_seats(
     gpus_per_reward: float = 0.0,
     gpus_per_reference: float = 0.0,
     single_gpu_mode: bool = False,
-) -> Plan:
+) -> PlacementPlan:
     """Bundles: one per node of learners, one per engine, one per worker.
 
     Args:
@@ -126,14 +126,14 @@ def plan_seats(
     for _ in range(references):
         add("reference", 1, gpus_per_reference)
     strategy: Literal["PACK", "SPREAD"] = "SPREAD" if len(learners) > 1 else "PACK"
-    return Plan(bundles=tuple(bundles), seats=tuple(seats), strategy=strategy)
+    return PlacementPlan(bundles=tuple(bundles), seats=tuple(seats), strategy=strategy)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A plan for which the cluster holds room.  It can be sent to actors."""
 
-    plan: Plan
+    plan: PlacementPlan
     group: Any  # ray.util.placement_group.PlacementGroup
 
     def options(self, seat: Seat) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Placement:
             remove_placement_group(self.group)
 
 
-def place(plan: Plan, *, wait_seconds: float) -> Placement:
+def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
     """Ask the cluster for room, and wait until it has it.
 
     Args:
@@ -187,7 +187,7 @@ def place(plan: Plan, *, wait_seconds: float) -> Placement:
     return Placement(plan, group)
 
 
-def _missing(plan: Plan) -> str:
+def _missing(plan: PlacementPlan) -> str:
     """What was asked for, what there is and what is free, resource by resource."""
     import ray
 

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.engines import together
-from kedge.backends.engines.rows import bare
-from kedge.backends.hf.annotate import reference_logprobs
-from kedge.backends.hf.kernels import Kernels
 from kedge.backends.hf.load import load_policy
+from kedge.backends.hf.logprobs import reference_logprobs
 from kedge.backends.hf.packing import to_device
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
-from kedge.backends.ray.actor import Actor, Limits, limits_of
-from kedge.backends.ray.placement import Plan, plan_seats
-from kedge.backends.ray.room import Room, held, of_its_own
+from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
+from kedge.backends.ray.placement import PlacementPlan, plan_seats
+from kedge.backends.ray.resources import ActorResources, allocate, from_launch
+from kedge.backends.rollout import start_all
+from kedge.backends.rollout.rows import bare
 from kedge.config.rollout import RolloutOptions
+from kedge.ops.cpu.patch import Kernels
 from kedge.types import Rollout
 
 
-class Referee:
+class ReferenceActor:
     """A reference inside an actor.
 
     Args:
@@ -78,7 +78,7 @@ class RayReference:
     worker that dies or hangs is made again and computes its share once more.
 
     Args:
-        build: starts the building of a worker's ``Referee``, given the actor's handle.
+        build: starts the building of a worker's ``ReferenceActor``, given the actor's handle.
         room: where they run; one seat per worker.
         limits: how long to wait for one.
 
@@ -86,7 +86,9 @@ class RayReference:
         ConfigError: a worker does not start, or the model cannot be loaded.
     """
 
-    def __init__(self, build: Callable[[Any], Any], room: Room, *, limits: Limits) -> None:
+    def __init__(
+        self, build: Callable[[Any], Any], room: ActorResources, *, limits: ActorLimits
+    ) -> None:
         self._release = room.release
         makers = [
             partial(
@@ -98,7 +100,7 @@ class RayReference:
             )
             for seat in room.seats
         ]
-        self.workers = together(makers, undo=room.release)
+        self.workers = start_all(makers, undo=room.release)
         self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix="reference")
 
     def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
@@ -165,17 +167,17 @@ def ray_reference(
     import ray
 
     asked = options.ray
-    room = held("reference", count=asked.ref_workers, option="ray_ref_workers")
+    room = from_launch("reference", count=asked.ref_workers, option="ray_ref_workers")
     if room is None:
 
-        def plan(_: bool) -> Plan:
+        def plan(_: bool) -> PlacementPlan:
             return plan_seats(references=asked.ref_workers, gpus_per_reference=asked.ref_gpus)
 
-        room = of_its_own("reference", options, plan)
+        room = allocate("reference", options, plan)
     sent = ray.put(model)
     about = {"autocast": autocast, "quick": quick, "trust": trust}
     return RayReference(
-        lambda handle: handle.build.remote(Referee, sent, settings, **about),
+        lambda handle: handle.build.remote(ReferenceActor, sent, settings, **about),
         room,
-        limits=limits_of(options),
+        limits=actor_limits(options),
     )

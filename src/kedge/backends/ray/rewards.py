@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.backends.engines import together
-from kedge.backends.ray.actor import Actor, Limits, limits_of
-from kedge.backends.ray.placement import Plan, plan_seats
-from kedge.backends.ray.room import Room, held, of_its_own
+from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
+from kedge.backends.ray.placement import PlacementPlan, plan_seats
+from kedge.backends.ray.resources import ActorResources, allocate, from_launch
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
+from kedge.backends.rollout import start_all
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, RewardError, RolloutError
-from kedge.types import Judgement, Metrics, Rollout
+from kedge.types import Metrics, RewardOutput, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Recipe:
     mixture: Mapping[str, Any]  # the others of reward_source
 
 
-class Judge:
+class RewardActor:
     """A reward source inside an actor."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -55,12 +55,12 @@ class Judge:
         found: frozenset[str] | None = getattr(self._source, "columns", None)
         return found
 
-    def score(self, rollout: Rollout, state: Any) -> Judgement:
-        """The judgement, with what functions reported beside it."""
+    def score(self, rollout: Rollout, state: Any) -> RewardOutput:
+        """The reward output, with what functions reported beside it."""
         self._state = state
         found = self._source.score(rollout)
         metrics, extras = self._log.drain()
-        return replace(found, said=metrics.totals, extras=extras)
+        return replace(found, metrics=metrics.totals, columns=extras)
 
 
 class RayRewards:
@@ -84,9 +84,9 @@ class RayRewards:
     def __init__(
         self,
         recipe: Recipe,
-        room: Room,
+        room: ActorResources,
         *,
-        limits: Limits,
+        limits: ActorLimits,
         log: RewardLog,
         trainer_state: Callable[[], object],
     ) -> None:
@@ -105,18 +105,18 @@ class RayRewards:
             partial(
                 Actor,
                 f"reward worker {seat.index}",
-                lambda handle: handle.build.remote(Judge, sent),
+                lambda handle: handle.build.remote(RewardActor, sent),
                 options=room.placement.options(seat),
                 limits=limits,
             )
             for seat in room.seats
         ]
-        self.workers = together(makers, undo=room.release)
+        self.workers = start_all(makers, undo=room.release)
         self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix="reward")
         self.columns: frozenset[str] | None = self.workers[0].call("columns")
 
-    def score(self, rollout: Rollout) -> Judgement:
-        """One judgement for all rows.
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """One reward output for all rows.
 
         Raises:
             RewardError: a function or model failed, or its worker died again and again.
@@ -132,11 +132,11 @@ class RayRewards:
             found = [each.result() for each in running]
         except RolloutError as error:
             raise RewardError(str(error)) from error
-        judgement = Judgement.cat(found).to(rollout.ids.device)
-        self._log.merge(Metrics(judgement.said))
-        for column, values in judgement.extras.items():
+        reward_output = RewardOutput.cat(found).to(rollout.ids.device)
+        self._log.merge(Metrics(reward_output.metrics))
+        for column, values in reward_output.columns.items():
             self._log.extra(column, values)
-        return judgement
+        return reward_output
 
     def close(self) -> None:
         """End the workers."""
@@ -165,21 +165,23 @@ def ray_rewards(
         ConfigError: the cluster has no room, or a worker does not start.
     """
     asked = options.ray
-    room = held("reward", count=asked.reward_workers, option="ray_reward_workers")
+    room = from_launch("reward", count=asked.reward_workers, option="ray_reward_workers")
     if room is None:
 
-        def plan(_: bool) -> Plan:
+        def plan(_: bool) -> PlacementPlan:
             return plan_seats(rewards=asked.reward_workers, gpus_per_reward=asked.reward_gpus)
 
-        room = of_its_own("reward", options, plan)
-    return RayRewards(recipe, room, limits=limits_of(options), log=log, trainer_state=trainer_state)
+        room = allocate("reward", options, plan)
+    return RayRewards(
+        recipe, room, limits=actor_limits(options), log=log, trainer_state=trainer_state
+    )
 
 
 def between_groups(group: Tensor, parts: int) -> list[slice]:
     """Consecutive rows, as even as they go without parting rows of one group.
 
     Args:
-        group: int64 [B]; where rows of a group are not neighbours, nothing is parted.
+        group: int64 [B]; where rows of a group are not neighbors, nothing is parted.
         parts: most shares.
     """
     rows = len(group)
@@ -193,4 +195,4 @@ def between_groups(group: Tensor, parts: int) -> list[slice]:
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
     """Some of the rows, on the CPU, as wide as all, with what a reward may read of them."""
-    return replace(rollout, support=None).rows(rows).to("cpu")
+    return replace(rollout, allowed_tokens=None).rows(rows).to("cpu")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kedge.backends.ray.actor import Actor, Limits, LostError
-from kedge.backends.ray.shelf import Shelf
-from kedge.backends.vllm import Answer, Ask, InProcess
-from kedge.backends.vllm.parcel import Parcel
-from kedge.backends.vllm.wire import Control, Wire
+from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.backends.ray.weight_store import SharedWeights
+from kedge.backends.vllm import GenerationRequest, GenerationResult, InProcess
+from kedge.backends.vllm.nccl_transfer import Control, NcclTransfer
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import RolloutError
 
 
@@ -40,13 +40,13 @@ class RayService:
         engine_args: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
-        limits: Limits,
-        shelf: Shelf,
-        wire: Callable[[Control], Wire] | None = None,
+        limits: ActorLimits,
+        shelf: SharedWeights,
+        wire: Callable[[Control], NcclTransfer] | None = None,
     ) -> None:
         self._shelf, self._limits, self._connect = shelf, limits, wire
         self._held: tuple[Any, int] | None = None  # where they are, and their version
-        self._wire: Wire | None = None
+        self._wire: NcclTransfer | None = None
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(InProcess, blueprint, weights, dict(engine_args)),
@@ -55,9 +55,9 @@ class RayService:
             revive=self._revive,
         )
 
-    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The answers, in the order of the asks, through any death of the actor."""
-        found: list[Answer] = self.actor.call("generate", list(asks))
+        found: list[GenerationResult] = self.actor.call("generate", list(asks))
         return found
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
@@ -65,25 +65,27 @@ class RayService:
         found: list[list[float]] = self.actor.call("score", list(rows))
         return found
 
-    def load(self, parcel: Parcel, version: int) -> None:
+    def load(self, parcel: WeightPayload, version: int) -> None:
         """Exchange the weights, or the adapter, and drop the cache of prefixes."""
         adapter = parcel.adapter
         if self._connect is not None and adapter is None:
             self.actor.call("version")  # made again first, should it have died meanwhile
             try:
                 self._send(parcel, version)
-            except LostError as error:
+            except LostActorError as error:
                 raise RolloutError(
                     f"{error} while weights were on their way to it over NCCL, which cannot be"
                     " interrupted; the run goes on from its newest checkpoint"
                 ) from error
             self._held = parcel, version
             return
-        ref = self._shelf.ref(dict(parcel.named), lambda w: Parcel(tuple(w.items()), adapter))
+        ref = self._shelf.ref(
+            dict(parcel.named), lambda w: WeightPayload(tuple(w.items()), adapter)
+        )
         self.actor.call("load", ref, version, within=self._limits.start)
         self._held = ref, version
 
-    def _send(self, parcel: Parcel, version: int) -> None:
+    def _send(self, parcel: WeightPayload, version: int) -> None:
         assert self._connect is not None
         if self._wire is None:
             self._wire = self._connect(ActorControl(self.actor, self._limits.start))
@@ -112,7 +114,7 @@ class RayService:
         if self._held is None:
             return
         held, version = self._held
-        if isinstance(held, Parcel):
+        if isinstance(held, WeightPayload):
             self._send(held, version)
         else:
             actor.once("load", held, version, within=self._limits.start)

@@ -3,7 +3,7 @@
 from kedge.backends.rewards.build import FunctionOptions, ModelOptions, reward_source
 from kedge.backends.rewards.eos import EosPenalty
 from kedge.backends.rewards.function import RewardFunction
-from kedge.backends.rewards.log import Noted, RewardLog
+from kedge.backends.rewards.log import MetricCapturingSource, RewardLog
 from kedge.backends.rewards.mixture import Mixture, columns_read
 from kedge.backends.rewards.model import RewardModel
 from kedge.backends.rewards.texts import TextCache
@@ -11,9 +11,9 @@ from kedge.backends.rewards.texts import TextCache
 __all__ = [
     "EosPenalty",
     "FunctionOptions",
+    "MetricCapturingSource",
     "Mixture",
     "ModelOptions",
-    "Noted",
     "RewardFunction",
     "RewardLog",
     "RewardModel",

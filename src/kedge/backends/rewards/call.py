@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import os
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from kedge.backends.rewards.log import RewardLog
@@ -115,3 +119,26 @@ def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
         if name in alone:
             alone[name] = method
     return alone
+
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_owner = 0  # process that started the loop: threads do not survive a fork
+
+
+def submit(awaitable: Awaitable[Any]) -> Future[Any]:
+    """Run ``awaitable`` on the background loop."""
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run_coroutine_threadsafe(wait(), _running())
+
+
+def _running() -> asyncio.AbstractEventLoop:
+    global _loop, _owner
+    with _lock:
+        if _loop is None or _owner != os.getpid():
+            _loop, _owner = asyncio.new_event_loop(), os.getpid()
+            threading.Thread(target=_loop.run_forever, name="kedge-rewards", daemon=True).start()
+        return _loop

@@ -8,7 +8,7 @@ import torch
 
 from kedge.errors import ConfigError
 from kedge.protocols import RewardSource
-from kedge.types import Judgement, Rollout
+from kedge.types import RewardOutput, Rollout
 
 
 class EosPenalty:
@@ -47,10 +47,10 @@ class EosPenalty:
         self._subtract = missing_eos_penalty
         self._replace = penalty_reward_value if non_eos_penalty else None
 
-    def score(self, rollout: Rollout) -> Judgement:
-        """The inner judgement; the parts keep the scores before the penalty."""
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """The inner reward output; the parts keep the scores before the penalty."""
         judged = self._inner.score(rollout)
-        scores, ended = judged.scores, rollout.finished
+        scores, ended = judged.scores, rollout.terminated
         if self._subtract is not None:
             scores = torch.where(ended, scores, scores - self._subtract)
         if self._replace is not None:

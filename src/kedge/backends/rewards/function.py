@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.backends.rewards import background
+from kedge.backends.rewards import call as background
 from kedge.backends.rewards.call import Signature, arguments, function_name, is_async, one_row
 from kedge.backends.rewards.log import RewardLog
+from kedge.backends.rewards.source_scores import Pending, SourceScores
 from kedge.backends.rewards.texts import TextCache, Texts, row_name
 from kedge.backends.rewards.values import Values, read_values
-from kedge.backends.rewards.verdict import Pending, Verdict
 from kedge.errors import ConfigError, RewardError
-from kedge.types import Judgement, Rollout
+from kedge.types import RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
 OnError = Literal["raise", "score", "drop"]
@@ -38,7 +38,7 @@ class RewardFunction:
     Args:
         function: the callable.
         texts: the decoded rollout, shared with other sources.
-        name: of the part in the judgement; by default the function's.
+        name: of the part in the reward output; by default the function's.
         on_error: a row for which the function raises, or returns no finite number, stops training
             (``"raise"``), gets ``error_score`` (``"score"``), or is left out (``"drop"``).  A call
             that raised is repeated row by row, to find the row.
@@ -79,9 +79,9 @@ class RewardFunction:
         self._log = log or RewardLog()
         self._state = trainer_state or (lambda: None)
 
-    def score(self, rollout: Rollout) -> Judgement:
-        """One judgement for all rows; rows the function does not apply to are not valid."""
-        return self.begin(rollout)().judgement()
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """One reward output for all rows; rows the function does not apply to are not valid."""
+        return self.begin(rollout)().to_reward_output()
 
     def begin(self, rollout: Rollout) -> Pending:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
@@ -90,7 +90,9 @@ class RewardFunction:
         started = background.submit(self._function(**kwargs)) if is_async(self._function) else None
         return lambda: self._finish(texts, kwargs, started)
 
-    def _finish(self, texts: Texts, kwargs: dict[str, Any], started: Future[Any] | None) -> Verdict:
+    def _finish(
+        self, texts: Texts, kwargs: dict[str, Any], started: Future[Any] | None
+    ) -> SourceScores:
         lengths = [len(ids) for ids in texts.completion_ids]
         width = texts.rollout.ids.shape[1]
         try:
@@ -160,7 +162,7 @@ class RewardFunction:
             values.scores.update(dict.fromkeys(values.errors, self._error_score))
             values.errors.clear()
 
-    def _verdict(self, rollout: Rollout, values: Values) -> Verdict:
+    def _verdict(self, rollout: Rollout, values: Values) -> SourceScores:
         device, count = rollout.ids.device, len(rollout)
         scores, part = torch.zeros(count), torch.full((count,), torch.nan)
         applies, failed = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
@@ -173,11 +175,11 @@ class RewardFunction:
             part[row] = sum(numbers)
         applies[[*values.scores, *values.dense]] = True
         failed[list(values.errors)] = True
-        return Verdict(
+        return SourceScores(
             scores=scores.to(device),
             applies=applies.to(device),
             failed=failed.to(device),
-            parts={self.name: part.to(device)},
+            components={self.name: part.to(device)},
             token_rewards=None if dense is None else dense.to(device),
         )
 

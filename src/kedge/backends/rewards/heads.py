@@ -15,7 +15,7 @@ SHIFT = "kedge_score_shift"  # in a configuration: added to every score (backend
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
 
-def head_of(model: nn.Module) -> Head:
+def find_head(model: nn.Module) -> Head:
     """How ``model`` scores right-padded rows.
 
     A model with a backbone (named by ``base_model_prefix``) and a ``score`` layer is scored at the

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kedge.errors import RewardError
 from kedge.protocols import RewardSource
-from kedge.types import Judgement, Metrics, Rollout
+from kedge.types import Metrics, RewardOutput, Rollout
 
 
 class RewardLog:
@@ -38,8 +38,8 @@ class RewardLog:
         return found
 
 
-class Noted:
-    """A reward source whose judgements carry what its functions recorded about those very rows.
+class MetricCapturingSource:
+    """A reward source whose reward outputs carry what its functions recorded about those very rows.
 
     It is asked by one thread at a time, so that no other batch's records get among them.
     """
@@ -48,15 +48,15 @@ class Noted:
         self._source, self._log, self._turn = source, log, threading.Lock()
         self.columns = getattr(source, "columns", None)
 
-    def score(self, rollout: Rollout) -> Judgement:
-        """The source's judgement, with ``said`` and ``extras``.
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """The source's reward output, with ``said`` and ``extras``.
 
         Raises:
             RewardError: a column of extras has not one value per row.
         """
         with self._turn:
             self._log.drain()  # of a call that failed
-            judgement = self._source.score(rollout)
+            reward_output = self._source.score(rollout)
             metrics, extras = self._log.drain()
         for name, values in extras.items():
             if len(values) != len(rollout):
@@ -64,7 +64,7 @@ class Noted:
                     f"log_extra({name!r}, ...) was given {len(values)} values for {len(rollout)}"
                     " completions; give one for each"
                 )
-        return replace(judgement, said=metrics.totals, extras=extras)
+        return replace(reward_output, metrics=metrics.totals, columns=extras)
 
     def close(self) -> None:
         """Release what the source holds outside this process."""

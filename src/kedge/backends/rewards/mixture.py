@@ -7,10 +7,15 @@ from typing import Literal
 
 import torch
 
-from kedge.backends.rewards.verdict import Pending, Starts, Verdict, verdict_of
+from kedge.backends.rewards.source_scores import (
+    AsyncRewardSource,
+    Pending,
+    SourceScores,
+    to_source_scores,
+)
 from kedge.errors import ConfigError, RewardError
 from kedge.protocols import RewardSource
-from kedge.types import Judgement, Rollout
+from kedge.types import RewardOutput, Rollout
 
 
 class Mixture:
@@ -48,16 +53,16 @@ class Mixture:
         self.columns = columns_read([source for _, source, _ in sources])
         self._on_unscored = on_unscored
 
-    def score(self, rollout: Rollout) -> Judgement:
+    def score(self, rollout: Rollout) -> RewardOutput:
         """The weighted sum for all rows; asynchronous sources run at the same time."""
-        return self.begin(rollout)().judgement()
+        return self.begin(rollout)().to_reward_output()
 
     def begin(self, rollout: Rollout) -> Pending:
         """Start all sources that can be started."""
         started = [_begin(source, rollout) for _, source, _ in self._sources]
         return lambda: self._mix(rollout, [result() for result in started])
 
-    def _mix(self, rollout: Rollout, verdicts: list[Verdict]) -> Verdict:
+    def _mix(self, rollout: Rollout, verdicts: list[SourceScores]) -> SourceScores:
         applies = torch.stack([v.applies for v in verdicts]).any(0)
         failed = torch.stack([v.failed for v in verdicts]).any(0)
         unscored = ~applies & ~failed
@@ -76,8 +81,8 @@ class Mixture:
                 added = weight * torch.where(verdict.applies[:, None], verdict.token_rewards, 0.0)
                 dense = added if dense is None else dense + added
             parts |= _named(name, verdict)
-        return Verdict(
-            scores=scores, applies=applies, failed=failed, parts=parts, token_rewards=dense
+        return SourceScores(
+            scores=scores, applies=applies, failed=failed, components=parts, token_rewards=dense
         )
 
 
@@ -103,17 +108,17 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _begin(source: RewardSource, rollout: Rollout) -> Pending:
-    if isinstance(source, Starts):
+    if isinstance(source, AsyncRewardSource):
         return source.begin(rollout)
-    return lambda: verdict_of(_judged(source, rollout))
+    return lambda: to_source_scores(_judged(source, rollout))
 
 
-def _judged(source: RewardSource, rollout: Rollout) -> Judgement:
+def _judged(source: RewardSource, rollout: Rollout) -> RewardOutput:
     name, found = type(source).__name__, source.score(rollout)
-    if not isinstance(found, Judgement):
+    if not isinstance(found, RewardOutput):
         raise RewardError(
             f"{name}.score returned {type(found).__name__}; an object with score(rollout) returns a"
-            " kedge.types.Judgement (a function of completions may return a list)"
+            " kedge.types.RewardOutput (a function of completions may return a list)"
         )
     shapes = (tuple(found.scores.shape), tuple(found.valid.shape))
     if shapes != ((len(rollout),),) * 2:
@@ -124,8 +129,8 @@ def _judged(source: RewardSource, rollout: Rollout) -> Judgement:
     return found
 
 
-def _named(name: str, verdict: Verdict) -> dict[str, torch.Tensor]:
-    parts = dict(verdict.parts)
+def _named(name: str, verdict: SourceScores) -> dict[str, torch.Tensor]:
+    parts = dict(verdict.components)
     if len(parts) == 1:
         return {name: next(iter(parts.values()))}
     if not parts:

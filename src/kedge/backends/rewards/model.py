@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.kernels import Kernels
-from kedge.backends.rewards.heads import SHIFT, head_of
-from kedge.backends.rewards.packing import chunks, filled, packed, padded
+from kedge.backends.rewards.batching import chunks, filled, packed, padded
+from kedge.backends.rewards.heads import SHIFT, find_head
 from kedge.backends.rewards.retokenize import Retokenizer
 from kedge.backends.rewards.texts import TextCache, row_name
 from kedge.errors import ConfigError, RewardError
-from kedge.types import Judgement, Rollout
+from kedge.ops.cpu.patch import Kernels
+from kedge.types import RewardOutput, Rollout
 
 
 class RewardModel:
@@ -27,7 +27,7 @@ class RewardModel:
 
     Args:
         model: any such module.
-        tokenizer: the model's own tokenizer; rows are decoded and tokenised anew with it.  None
+        tokenizer: the model's own tokenizer; rows are decoded and tokenized anew with it.  None
             (or the policy's vocabulary) passes the policy's token ids on exactly.
         texts: the decoded rollout, shared with other sources; needed with a tokenizer of its own.
         policy_vocab_size: token ids the policy can produce are below it.
@@ -36,7 +36,7 @@ class RewardModel:
             can take is an error.
         reward_label: label (index or name) that is the reward, where the model has several.
         autocast: dtype to run in, such as ``torch.bfloat16``; None runs in the weights' dtype.
-        name: of the part in the judgement; by default the model's class.
+        name: of the part in the reward output; by default the model's class.
 
     Raises:
         ConfigError: the vocabulary is too small, or there are several labels and none was named.
@@ -62,7 +62,7 @@ class RewardModel:
         self.model = model.eval()
         bare = getattr(model, "get_base_model", lambda: model)()
         self.name = name or type(bare).__name__
-        self._head = head_of(bare)
+        self._head = find_head(bare)
         self._config = getattr(bare, "config", None)
         self._shift = float(getattr(self._config, SHIFT, 0.0))
         self._label = _label(self._config, reward_label, self.name)
@@ -80,14 +80,14 @@ class RewardModel:
         self._check_vocabulary(policy_vocab_size)
         self._chunk, self._max_length, self._autocast = chunk_rows, max_length, autocast
 
-    def score(self, rollout: Rollout) -> Judgement:
+    def score(self, rollout: Rollout) -> RewardOutput:
         """One score per row.
 
         Raises:
             RewardError: a score is not finite, or a row does not fit the model.
         """
         if self._own is not None and self._texts is not None:
-            finished = rollout.finished.tolist()
+            finished = rollout.terminated.tolist()
             ids, lengths = padded(self._own.rows(self._texts.of(rollout), finished))
         else:
             ids, lengths = packed(rollout)
@@ -102,7 +102,9 @@ class RewardModel:
                 f"reward model {self.name} gave the score {float(scores[row])} to"
                 f" {self._name_row(rollout, row)}; its weights or its precision are at fault"
             )
-        return Judgement(scores=scores, valid=torch.ones_like(finite), parts={self.name: scores})
+        return RewardOutput(
+            scores=scores, valid=torch.ones_like(finite), components={self.name: scores}
+        )
 
     def score_texts(self, texts: list[str], tokenizer: Any) -> Tensor:
         """The scores of whole texts, read as a finished answer is: with its end-of-text token.
@@ -184,7 +186,7 @@ class RewardModel:
             raise RewardError(
                 f"token {int(ids[row, column])} of {self._name_row(rollout, row)} is outside the"
                 f" vocabulary of reward model {self.name} ({self._vocab} tokens); give the model's"
-                " own tokenizer, so that rows are tokenised for it"
+                " own tokenizer, so that rows are tokenized for it"
             )
 
     def _check_vocabulary(self, policy_vocab_size: int | None) -> None:

@@ -10,7 +10,7 @@ from kedge.errors import ConfigError
 
 
 class Retokenizer:
-    """Tokenises decoded rows for a model with its own vocabulary.
+    """Tokenizes decoded rows for a model with its own vocabulary.
 
     Text: prompt text + response text with the tokenizer's special tokens.  The eos token ends
     exactly the finished rows, except for encoders (``framed``, or a tokenizer with a sep token),

@@ -36,7 +36,7 @@ class Texts:
     @cached_property
     def completion_ids(self) -> list[list[int]]:
         """Token ids of every response, its stop token included."""
-        lengths = _lengths(self.rollout.present)
+        lengths = _lengths(self.rollout.response_mask)
         rows = self.rollout.ids.tolist()
         return [row[:n] for row, n in zip(rows, lengths, strict=True)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from kedge.errors import DataError
+import torch
+
+from kedge.errors import ConfigError, DataError
 
 
 def train_supervised(
@@ -53,3 +55,26 @@ def train_supervised(
     trainer.save_model(config.output_dir)
     tokenizer.save_pretrained(config.output_dir)
     return trainer
+
+
+def config_class(kind: Literal["sft", "reward"]) -> Any:
+    """``SFTConfig`` or ``RewardConfig``.
+
+    Raises:
+        ConfigError: TRL is not installed.
+    """
+    try:
+        from trl.trainer.reward_config import RewardConfig
+        from trl.trainer.sft_config import SFTConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"kedge {kind} needs TRL: pip install 'kedge[pipeline]' ({error})"
+        ) from error
+    return SFTConfig if kind == "sft" else RewardConfig
+
+
+def defaults() -> dict[str, Any]:
+    """Options that differ from TRL's defaults, where they are not given."""
+    gpu = torch.cuda.is_available()
+    found: dict[str, Any] = {"report_to": "none", "logging_steps": 10}
+    return found if gpu else found | {"bf16": False, "dataloader_pin_memory": False}

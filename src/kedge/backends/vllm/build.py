@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.engines import SplitEngine, together
 from kedge.backends.hf.fingerprint import policy_weights
 from kedge.backends.hf.rollout import check_prompts
-from kedge.backends.vllm.blueprint import Blueprint
+from kedge.backends.rollout import ShardedEngine, start_all
 from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
 from kedge.backends.vllm.inprocess import InProcess
+from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.server import Server
 from kedge.backends.vllm.service import Service
@@ -86,7 +86,7 @@ def _config_of(name: Any) -> Any:
 
 
 Start = Callable[[], Service]
-Starts = Callable[[Blueprint, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
+Starts = Callable[[PolicySpec, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
 
 
 def vllm_engine(
@@ -96,11 +96,11 @@ def vllm_engine(
     pad_id: int,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
-    spare_slot: bool = False,
+    extra_slot: bool = False,
     share: bool = False,
     starts: Starts | None = None,
     on_close: Callable[[], None] | None = None,
-) -> VLLMEngine | SplitEngine:
+) -> VLLMEngine | ShardedEngine:
     """An engine that samples from a copy of the policy, or several that share the rows.
 
     Args:
@@ -109,7 +109,7 @@ def vllm_engine(
         pad_id: fills ``Rollout.ids`` after the end of a response.
         tokenizer: needed for stop strings only.
         dtype: what the learner computes in; None is float32.
-        spare_slot: leave one slot after the longest response.
+        extra_slot: leave one slot after the longest response.
         share: these are the engines of this process; others have theirs.
         starts: from (blueprint, weights, engine arguments) to what starts each vLLM; None: as the
             options say.
@@ -118,7 +118,7 @@ def vllm_engine(
     Raises:
         ConfigError: vLLM refuses the model or the arguments.
     """
-    blueprint = Blueprint.of(policy, tokenizer)
+    blueprint = PolicySpec.of(policy, tokenizer)
     name = str(dtype or torch.float32).removeprefix("torch.")
     arguments: dict[str, Any] = {
         "dtype": name,
@@ -135,7 +135,7 @@ def vllm_engine(
             blueprint,
             pad_id=pad_id,
             tolerance=default if options.tolerance is None else options.tolerance,
-            spare_slot=spare_slot,
+            extra_slot=extra_slot,
             sleeps=options.sleep,
         )
 
@@ -153,9 +153,9 @@ def vllm_engine(
             return make(found[0])
     else:
         found = starts(blueprint, weights, arguments)
-    engines = together([partial(make, start) for start in found], undo=on_close)
+    engines = start_all([partial(make, start) for start in found], undo=on_close)
     config: Any = policy.config
-    return SplitEngine(
+    return ShardedEngine(
         engines,
         pad_id=pad_id,
         check=partial(check_prompts, config=config),
@@ -164,7 +164,7 @@ def vllm_engine(
 
 
 def _service(
-    blueprint: Blueprint,
+    blueprint: PolicySpec,
     weights: Mapping[str, Tensor],
     options: RolloutOptions,
     arguments: Mapping[str, Any],

@@ -12,8 +12,8 @@ from torch import Tensor
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.hf.sampling import check
-from kedge.backends.vllm.blueprint import Blueprint
-from kedge.backends.vllm.requests import asks_of, rollout_of
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.requests import build_requests, build_rollout
 from kedge.backends.vllm.service import Service
 from kedge.errors import RolloutError, SyncError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -33,18 +33,18 @@ class VLLMEngine:
         pad_id: fills ``Rollout.ids`` after the end of a response.
         tolerance: largest accepted mean difference between what vLLM and the learner's code compute
             for the probe after a sync, nats per token.
-        spare_slot: leave one slot after the longest response if max_new_tokens allows.
+        extra_slot: leave one slot after the longest response if max_new_tokens allows.
         sleeps: free vLLM's memory between one ``generate`` and the next.
     """
 
     def __init__(
         self,
         service: Service,
-        blueprint: Blueprint,
+        blueprint: PolicySpec,
         *,
         pad_id: int,
         tolerance: float = FULL_PRECISION,
-        spare_slot: bool = False,
+        extra_slot: bool = False,
         sleeps: bool = False,
     ) -> None:
         self.service = service
@@ -52,13 +52,13 @@ class VLLMEngine:
         self.sync_gap = 0.0  # mean difference found by the last receipt, nats per token
         self._pad_id = pad_id
         self._tolerance = tolerance
-        self._spare_slot = spare_slot
+        self._extra_slot = extra_slot
         self._sleeps = sleeps
         self._last: _Sync | None = None
         self._sent: int | None = None  # the version
 
     @property
-    def live(self) -> Literal[False]:
+    def shares_weights(self) -> Literal[False]:
         """It holds a copy of the policy."""
         return False
 
@@ -78,7 +78,7 @@ class VLLMEngine:
         config: Any = self.blueprint.skeleton.config
         check(sampling, config.get_text_config().vocab_size)
         check_prompts(prompts, sampling, config)
-        asks = asks_of(prompts, sampling, seed)
+        asks = build_requests(prompts, sampling, seed)
         if self._sleeps:
             self.service.wake()
         answers = self.service.generate(asks)
@@ -87,13 +87,13 @@ class VLLMEngine:
         if len(answers) != len(asks):
             raise RolloutError(f"vLLM answered {len(answers)} of {len(asks)} rows")
         self._check_versions({answer.version for answer in answers})
-        return rollout_of(
+        return build_rollout(
             answers,
             prompts,
             sampling,
             pad_id=self._pad_id,
             tokenizer=self.blueprint.tokenizer,
-            spare_slot=self._spare_slot,
+            extra_slot=self._extra_slot,
         )
 
     def _check_versions(self, said: set[int]) -> None:

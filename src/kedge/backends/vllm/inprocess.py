@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.backends.vllm.blueprint import Blueprint
-from kedge.backends.vllm.parcel import Parcel, rank_of
-from kedge.backends.vllm.service import Answer, Ask, version_of
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.service import GenerationRequest, GenerationResult, parse_version
+from kedge.backends.vllm.weight_payload import WeightPayload, max_lora_rank
 from kedge.errors import ConfigError, RolloutError, SyncError
 
 _SHARE = 0.3  # of a GPU's memory that a learner needs, too; vLLM's own default is nearly all
@@ -43,7 +43,7 @@ class InProcess:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PolicySpec,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
@@ -72,14 +72,14 @@ class InProcess:
             warnings.simplefilter("ignore")
             yield
 
-    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The answers, in the order of the asks."""
         return [_answer(out.outputs[0]) for out in self._run(asks)]
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability of each token of each row but its first."""
         params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
-        asks = [Ask(prompt=row, params=params) for row in rows]
+        asks = [GenerationRequest(prompt=row, params=params) for row in rows]
         # vLLM on CPUs mixes up the rows of a batch that is scored with an adapter.
         batches = [asks] if self._adapter is None else [[ask] for ask in asks]
         found = [out for batch in batches for out in self._run(batch)]
@@ -88,7 +88,7 @@ class InProcess:
             for out, row in zip(found, rows, strict=True)
         ]
 
-    def _run(self, asks: Sequence[Ask]) -> list[Any]:
+    def _run(self, asks: Sequence[GenerationRequest]) -> list[Any]:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
@@ -102,7 +102,7 @@ class InProcess:
             raise RolloutError(f"vLLM refused a batch of {len(asks)} rows: {error}") from error
         return found
 
-    def load(self, parcel: Parcel, version: int) -> None:
+    def load(self, parcel: WeightPayload, version: int) -> None:
         """Exchange the weights, or the adapter, and drop the cache of prefixes.
 
         Raises:
@@ -141,7 +141,7 @@ class InProcess:
             raise SyncError("vLLM did not drop its cache of prefixes: requests are still running")
         self._llm.llm_engine.set_weight_version(str(version))
 
-    def _add_adapter(self, parcel: Parcel) -> Any:
+    def _add_adapter(self, parcel: WeightPayload) -> Any:
         from vllm.lora.request import LoRARequest
 
         self._loads += 1
@@ -157,7 +157,7 @@ class InProcess:
 
     def version(self) -> int:
         """The version of the weights, as vLLM says."""
-        return version_of(self._llm.llm_engine.get_weight_version())
+        return parse_version(self._llm.llm_engine.get_weight_version())
 
     def sleep(self) -> None:
         """Free the cache; the weights wait in the host's memory."""
@@ -175,11 +175,15 @@ class InProcess:
         self._folder.cleanup()
 
 
-def fixed_args(blueprint: Blueprint) -> dict[str, Any]:
+def fixed_args(blueprint: PolicySpec) -> dict[str, Any]:
     """What Kedge decides, because samples would be of another distribution otherwise."""
     room: dict[str, Any] = {}
     if blueprint.adapter is not None:
-        room = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(blueprint.adapter)}
+        room = {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": max_lora_rank(blueprint.adapter),
+        }
     return room | {
         "runner": "generate",
         "skip_tokenizer_init": blueprint.tokenizer is None,
@@ -235,10 +239,10 @@ def _heal(skeleton: torch.nn.Module) -> None:
             kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
-def _answer(found: Any) -> Answer:
+def _answer(found: Any) -> GenerationResult:
     tokens = list(found.token_ids)
-    versions = [version_of(span.version) for span in found.weight_versions or ()]
-    return Answer(
+    versions = [parse_version(span.version) for span in found.weight_versions or ()]
+    return GenerationResult(
         tokens=tokens,
         logprobs=[at[token].logprob for at, token in zip(found.logprobs, tokens, strict=True)],
         stopped=found.finish_reason == "stop",

@@ -14,17 +14,17 @@ from typing import Any
 
 import httpx
 
-from kedge.backends.vllm.parcel import Parcel
-from kedge.backends.vllm.service import Answer, Ask, version_of
+from kedge.backends.vllm.service import GenerationRequest, GenerationResult, parse_version
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import ConfigError, RolloutError, SyncError
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class LostError(RolloutError):
+class LostServerError(RolloutError):
     """The server does not answer any more; the rows that it did answer are in ``answers``."""
 
-    def __init__(self, message: str, answers: Sequence[Answer | None] = ()) -> None:
+    def __init__(self, message: str, answers: Sequence[GenerationResult | None] = ()) -> None:
         super().__init__(message)
         self.answers = answers
 
@@ -69,14 +69,14 @@ class Remote:
 
     # -- what a service does --------------------------------------------------------------------
 
-    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The answers, in the order of the asks.
 
         Raises:
-            LostError: the server went away or hangs; it holds what was answered before.
+            LostServerError: the server went away or hangs; it holds what was answered before.
             RolloutError: the server refuses the request.
         """
-        answers: list[Answer | None] = [None] * len(asks)
+        answers: list[GenerationResult | None] = [None] * len(asks)
 
         async def one(client: httpx.AsyncClient, i: int) -> None:
             body = self._body(asks[i].prompt, asks[i].params)
@@ -85,7 +85,7 @@ class Remote:
 
         try:
             asyncio.run(self._watched(lambda c: [one(c, i) for i in range(len(asks))]))
-        except LostError as error:
+        except LostServerError as error:
             error.answers = answers
             raise
         return [a for a in answers if a is not None]
@@ -100,7 +100,7 @@ class Remote:
             found.append([at[str(t)]["logprob"] for at, t in zip(said[1:], row[1:], strict=True)])
         return found
 
-    def load(self, parcel: Parcel, version: int) -> None:
+    def load(self, parcel: WeightPayload, version: int) -> None:
         """Exchange the weights, or the adapter, and drop the cache of prefixes.
 
         Raises:
@@ -133,7 +133,7 @@ class Remote:
                 if not self._post("/reset_prefix_cache")["success"]:
                     raise SyncError("vLLM did not drop its cache of prefixes: requests are running")
                 self.name_version(version)
-        except LostError:
+        except LostServerError:
             raise
         except RolloutError as error:
             raise SyncError(f"vLLM refused the weights of version {version}: {error}") from error
@@ -144,7 +144,7 @@ class Remote:
         self._post("/pause?mode=wait", timeout=self._slow)
         try:
             yield
-        except LostError:
+        except LostServerError:
             raise  # there is nobody to tell
         except BaseException:
             self._post("/resume")
@@ -153,7 +153,7 @@ class Remote:
 
     def version(self) -> int:
         """The version of the weights, as vLLM says."""
-        return version_of(self._get("/weight_info")["weight_version"])
+        return parse_version(self._get("/weight_info")["weight_version"])
 
     def sleep(self) -> None:
         """Free the cache; the weights wait in the host's memory."""
@@ -255,7 +255,9 @@ class Remote:
             try:
                 await _first_error([pulse], jobs)
             except httpx.TransportError as error:
-                raise LostError(f"the vLLM server at {self.url} is gone: {error!r}") from error
+                raise LostServerError(
+                    f"the vLLM server at {self.url} is gone: {error!r}"
+                ) from error
             finally:
                 for task in (pulse, *jobs):
                     task.cancel()
@@ -268,7 +270,7 @@ class Remote:
             try:
                 _json(await client.get("/weight_info", timeout=self._patience))
             except httpx.TimeoutException:
-                raise LostError(
+                raise LostServerError(
                     f"the vLLM server at {self.url} gave no sign of life for {self._patience:g} s"
                 ) from None
 
@@ -282,7 +284,7 @@ class Remote:
         try:
             return _json(ask())
         except httpx.TransportError as error:
-            raise LostError(f"the vLLM server at {self.url} is gone: {error!r}") from error
+            raise LostServerError(f"the vLLM server at {self.url} is gone: {error!r}") from error
 
 
 async def _first_error(watchers: list[asyncio.Task[None]], jobs: list[asyncio.Task[None]]) -> None:
@@ -299,12 +301,12 @@ def _json(response: httpx.Response) -> Any:
     """The body of a good answer.
 
     Raises:
-        LostError: the server failed.
+        LostServerError: the server failed.
         RolloutError: it refused.
     """
     where, said = response.request.url.path, response.text[:500]
     if response.status_code >= 500:
-        raise LostError(f"the vLLM server failed at {where}: {said}")
+        raise LostServerError(f"the vLLM server failed at {where}: {said}")
     if response.status_code >= 400:
         raise RolloutError(f"the vLLM server refused {where}: {said}")
     with contextlib.suppress(ValueError):
@@ -312,9 +314,9 @@ def _json(response: httpx.Response) -> Any:
     return None
 
 
-def _answer(choice: dict[str, Any]) -> Answer:
-    versions = [version_of(span["version"]) for span in choice["weight_versions"] or ()]
-    return Answer(
+def _answer(choice: dict[str, Any]) -> GenerationResult:
+    versions = [parse_version(span["version"]) for span in choice["weight_versions"] or ()]
+    return GenerationResult(
         tokens=choice["token_ids"],
         logprobs=[at["logprob"] for at in choice["logprobs"]["content"]],
         stopped=choice["finish_reason"] == "stop",

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 from kedge.backends.hf.stopping import StopStrings
-from kedge.backends.vllm.service import Answer, Ask
+from kedge.backends.vllm.service import GenerationRequest, GenerationResult
 from kedge.errors import ConfigError, RolloutError
 from kedge.types import PromptBatch, Rollout, Sampling
 
 _COLDEST = 0.01  # vLLM raises lower temperatures to it
 
 
-def asks_of(prompts: PromptBatch, sampling: Sampling, seed: int) -> list[Ask]:
+def build_requests(prompts: PromptBatch, sampling: Sampling, seed: int) -> list[GenerationRequest]:
     """One request per row, each with a seed of its own.
 
     Raises:
         ConfigError: a temperature that vLLM would change.
     """
-    params = params_of(sampling)
+    params = build_sampling_params(sampling)
     return [
-        Ask(prompt=ids[mask].tolist(), params=params | {"seed": row_seed(seed, row)})
+        GenerationRequest(prompt=ids[mask].tolist(), params=params | {"seed": row_seed(seed, row)})
         for ids, mask, row in zip(prompts.ids, prompts.mask, prompts.row.tolist(), strict=True)
     ]
 
 
-def params_of(sampling: Sampling) -> dict[str, Any]:
+def build_sampling_params(sampling: Sampling) -> dict[str, Any]:
     """The keyword arguments of ``vllm.SamplingParams``, without the seed.
 
     Raises:
@@ -63,14 +63,14 @@ def row_seed(seed: int, row: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest())
 
 
-def rollout_of(
-    answers: Sequence[Answer],
+def build_rollout(
+    answers: Sequence[GenerationResult],
     prompts: PromptBatch,
     sampling: Sampling,
     *,
     pad_id: int,
     tokenizer: Any,
-    spare_slot: bool,
+    extra_slot: bool,
 ) -> Rollout:
     """The record of the answers, in the order of the prompts.
 
@@ -84,7 +84,7 @@ def rollout_of(
             f"vLLM answered {min(lengths)} to {max(lengths)} tokens where 1 to"
             f" max_new_tokens={sampling.max_new_tokens} were asked for"
         )
-    size = min(max(lengths) + spare_slot, sampling.max_new_tokens)
+    size = min(max(lengths) + extra_slot, sampling.max_new_tokens)
     rows = len(answers)
     ids = torch.full((rows, size), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(rows, size)
@@ -104,9 +104,9 @@ def rollout_of(
     return Rollout(
         prompts=prompts,
         ids=ids.to(device),
-        mask=present.to(device),
-        present=present.clone().to(device),
-        finished=torch.tensor([done for _, done in cut], device=device),
+        loss_mask=present.to(device),
+        response_mask=present.clone().to(device),
+        terminated=torch.tensor([done for _, done in cut], device=device),
         version=torch.tensor([a.version for a in answers], device=device),
         behavior_logprobs=_at_most_0(logprobs).to(device),
     )
@@ -121,7 +121,7 @@ def _stops(sampling: Sampling, tokenizer: Any) -> StopStrings | None:
     return StopStrings(sampling, tokenizer) if sampling.stop_strings else None
 
 
-def _ended(answer: Answer, stops: StopStrings | None) -> tuple[int, bool]:
+def _ended(answer: GenerationResult, stops: StopStrings | None) -> tuple[int, bool]:
     """Length of the response, and whether it ended by itself.
 
     vLLM notices a stop string some tokens late where a character spans several of them, so the

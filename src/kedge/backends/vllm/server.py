@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kedge.backends.vllm import keeper
-from kedge.backends.vllm.blueprint import Blueprint
+from kedge.backends.vllm import process_guard
 from kedge.backends.vllm.inprocess import device_args, fixed_args
-from kedge.backends.vllm.parcel import Parcel
-from kedge.backends.vllm.remote import LostError, Remote
-from kedge.backends.vllm.service import Answer, Ask
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.remote import LostServerError, Remote
+from kedge.backends.vllm.service import GenerationRequest, GenerationResult
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import ConfigError, RolloutError
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Server:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PolicySpec,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
         *,
@@ -107,18 +107,20 @@ class Server:
             self.close()
             raise
 
-    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The answers, in the order of the asks, through any death of the server.
 
         Raises:
             RolloutError: it died again and again, or refuses the request.
         """
-        answers: list[Answer | None] = [None] * len(asks)
+        answers: list[GenerationResult | None] = [None] * len(asks)
         tries = 0
         while missing := [i for i, a in enumerate(answers) if a is None]:
             try:
-                found: Sequence[Answer | None] = self._remote.generate([asks[i] for i in missing])
-            except LostError as error:
+                found: Sequence[GenerationResult | None] = self._remote.generate(
+                    [asks[i] for i in missing]
+                )
+            except LostServerError as error:
                 found = error.answers
                 tries = self._again(error, tries)
             for i, answer in zip(missing, found, strict=False):
@@ -129,13 +131,13 @@ class Server:
         """Log-probability of each token of each row but its first."""
         return self._through(lambda: self._remote.score(rows))
 
-    def load(self, parcel: Parcel, version: int) -> None:
+    def load(self, parcel: WeightPayload, version: int) -> None:
         """Exchange the weights, or the adapter, and drop the cache of prefixes."""
         self._version = version
         try:
             self._remote.load(parcel, version)
             self._loaded = True
-        except LostError as error:  # they are written: a new server starts with them
+        except LostServerError as error:  # they are written: a new server starts with them
             self._loaded = True
             self._again(error, 0)
 
@@ -167,10 +169,10 @@ class Server:
         while True:
             try:
                 return call()
-            except LostError as error:  # noqa: PERF203
+            except LostServerError as error:  # noqa: PERF203
                 tries = self._again(error, tries)
 
-    def _again(self, error: LostError, tries: int) -> int:
+    def _again(self, error: LostServerError, tries: int) -> int:
         if tries >= _IN_A_ROW:
             raise RolloutError(
                 f"the vLLM server died {tries + 1} times in a row ({error}); the end of its log:\n"
@@ -193,7 +195,7 @@ class Server:
                 said = self._process.said()
                 self._process.kill()
                 raise ConfigError(
-                    f"the vLLM server {how} (vllm_start_timeout, vllm_engine_args and vllm_python"
+                    f"the vLLM server {how} (worker_start_timeout, vllm_engine_args and vllm_python"
                     f" steer it); the end of its log:\n{said}"
                 )
             time.sleep(0.2)
@@ -207,7 +209,7 @@ class Process:
     def __init__(
         self, command: Sequence[str], *, log: Path, eager: bool, devices: str | None = None
     ) -> None:
-        self._command = [sys.executable, keeper.__file__, str(_GRACE), *command]
+        self._command = [sys.executable, process_guard.__file__, str(_GRACE), *command]
         self._log = log
         self._environment = {**_ENVIRONMENT, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         if eager:

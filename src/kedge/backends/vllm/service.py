@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kedge.backends.vllm.parcel import Parcel
+from kedge.backends.vllm.weight_payload import WeightPayload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """One response to be sampled."""
 
     prompt: list[int]
@@ -18,7 +18,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GenerationResult:
     """One sampled response."""
 
     tokens: list[int]  # the stop token is the last of them
@@ -30,7 +30,7 @@ class Answer:
 class Service(Protocol):
     """One vLLM.  Calls come from one thread at a time."""
 
-    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The answers, in the order of the asks."""
         ...
 
@@ -38,7 +38,7 @@ class Service(Protocol):
         """Log-probability (nats, temperature 1) of each token of each row but its first."""
         ...
 
-    def load(self, parcel: Parcel, version: int) -> None:
+    def load(self, parcel: WeightPayload, version: int) -> None:
         """Compute with these weights from now on, and forget what was cached of older ones."""
         ...
 
@@ -59,6 +59,6 @@ class Service(Protocol):
         ...
 
 
-def version_of(text: str | None) -> int:
+def parse_version(text: str | None) -> int:
     """The number in vLLM's name of a weight version; -1 for a name that is none of ours."""
     return int(text) if text is not None and text.lstrip("-").isdigit() else -1

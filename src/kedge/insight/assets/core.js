@@ -77,7 +77,7 @@ function rowsOf(pairs, head) {
       el("td", { className: i ? "num" : "" }, typeof c === "number" ? fmt(c) : c)))));
 }
 
-// A score's colour: which tenth of all scores it is in.
+// A score's color: which tenth of all scores it is in.
 function scoreChip(score, sorted) {
   if (score === null || score === undefined) return el("span", { className: "chip" }, "no score");
   let low = 0, high = sorted.length;

@@ -2,7 +2,7 @@
 const GROUPS = [
   ["Score and KL", /^(objective|rewards)\//], ["Evaluation", /^eval_/], ["Policy", /^(policy\/|loss\/policy|loss\/kl|val\/ratio)/],
   ["Value", /^(val\/(?!num)|loss\/value)/], ["Responses", /^(completions\/|val\/num_eos)/], ["Sampling", /^rollout\//],
-  ["Optimiser", /^(lr|grad_norm|skipped)/], ["Time and memory", /^(time|memory)\/|^(eps|tokens_per_second)$/], ["From reward functions", /^log\//], ["Run", /./],
+  ["Optimizer", /^(lr|grad_norm|skipped)/], ["Time and memory", /^(time|memory)\/|^(eps|tokens_per_second)$/], ["From reward functions", /^log\//], ["Run", /./],
 ];
 
 function curves(data) {

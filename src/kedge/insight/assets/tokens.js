@@ -1,16 +1,16 @@
-// Each response coloured by what training thought of its tokens.
+// Each response colored by what training thought of its tokens.
 const QUANTITIES = {
   advantage: { label: "advantage", text: "above 0, the update makes the token likelier", center: 0 },
   kl: { label: "KL to the reference", text: "log-probability minus the reference's, nats", center: 0 },
-  ratio: { label: "ratio, after the update", text: "probability after the update over before; the colour is its logarithm", center: 0 },
+  ratio: { label: "ratio, after the update", text: "probability after the update over before; the color is its logarithm", center: 0 },
   value: { label: "value", text: "return expected before the token", center: null },
   error: { label: "return minus value", text: "what came after was better (above 0) than expected", center: 0 },
   reward: { label: "reward", text: "reward of the token: score where it is given, minus the KL penalty", center: 0 },
-  logprob: { label: "log-probability", text: "of the policy that sampled, nats; strong colour is a surprise", center: 0 },
+  logprob: { label: "log-probability", text: "of the policy that sampled, nats; strong color is a surprise", center: 0 },
   staleness: { label: "learner against sampler", text: "log-probability before the update minus the sampler's", center: 0 },
 };
 
-// What is coloured, per token; null where the run has no such number.
+// What is colored, per token; null where the run has no such number.
 const minus = (a, b) => (a && b ? a.map((x, i) => (x === null || b[i] === null ? null : x - b[i])) : null);
 const DERIVE = {
   advantage: (r) => r.advantage, value: (r) => r.value, reward: (r) => r.reward, logprob: (r) => r.logprob,
@@ -31,7 +31,7 @@ function tokens(data) {
   const search = el("input", { type: "search", placeholder: "in prompt or response…", value: given.get("find") || "" });
   const step = el("select", { title: "step" }, el("option", { value: "" }, "all steps"), data.tokens.map((t) => el("option", { value: t.step }, `step ${t.step}`)));
   const sort = el("select", { title: "order" }, Object.keys(SORTS).map((s) => el("option", {}, s)));
-  const color = el("select", { id: "color", title: "colour by" }, kinds.map((k) => el("option", { value: k }, QUANTITIES[k].label)));
+  const color = el("select", { id: "color", title: "color by" }, kinds.map((k) => el("option", { value: k }, QUANTITIES[k].label)));
   const own = el("input", { type: "checkbox" }), count = el("span", { className: "quiet" });
   const head = el("div"), legend = el("div", { className: "legend" }), text = el("div", { className: "tokens card" }), strip = el("canvas", { className: "strip" }), foot = el("div");
   step.value = given.get("step") || "";
@@ -57,7 +57,7 @@ function tokens(data) {
     list.fill(found, Math.max(0, at));
   }
 
-  // The size of a strong colour: the 98th percentile over the response or over all of them.
+  // The size of a strong color: the 98th percentile over the response or over all of them.
   function range(kind) {
     if (!own.checked && ranges[kind]) return ranges[kind];
     const every = own.checked ? 1 : Math.max(1, Math.floor(all.length / 1000));
@@ -169,7 +169,7 @@ function tokens(data) {
   new ResizeObserver(later(bars, 60)).observe(strip);
   fill();
   return el("div", { className: "split" }, el("div", { className: "side" }, el("div", { className: "bar" }, search, step, sort, count), list.box),
-    el("div", { className: "detail" }, head, el("div", { className: "bar" }, el("label", {}, "colour by ", color), legend, el("label", { className: "quiet" }, own, " scale of this response")), text, strip, foot));
+    el("div", { className: "detail" }, head, el("div", { className: "bar" }, el("label", {}, "color by ", color), legend, el("label", { className: "quiet" }, own, " scale of this response")), text, strip, foot));
 }
 
 function measured(row, step, index) {

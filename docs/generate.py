@@ -1,0 +1,249 @@
+"""Writes the generated pages and tables of the documentation.
+
+python docs/generate.py        rewrites docs/reference and the tables in docs/algorithms
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import TrainingArguments
+
+from kedge.algorithms import BUILTIN
+from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.config.base import OnPolicyConfig
+from kedge.config.compat.transformers4 import REMOVED
+from kedge.config.declare import default_of
+from kedge.config.grpo import GRPOConfig
+from kedge.config.options import UNKNOWN, Honored, Ignored, Moved, Refused
+from kedge.config.ppo import PPOConfig
+from kedge.config.rloo import RLOOConfig
+from kedge.engine.metrics import (
+    NAMES,
+    OF_ALGORITHM,
+    OF_ALL_ALGORITHMS,
+    PREFIXES,
+    SEED_NAMES,
+    SEED_PREFIXES,
+    TRL_NAMES,
+    TRL_NOTES,
+)
+
+METRICS_HEAD = """# Metrics
+
+One row is logged every `logging_steps` updates: the mean over the updates since the last row, of
+values that are already means over the whole batch of all processes, real tokens only. Rows are in
+`trainer.state.log_history`, in `metrics.jsonl`, on screen and wherever `report_to` says.
+
+| metric | meaning |
+|---|---|
+"""
+
+SEED_METRICS_HEAD = """
+## Of asynchronous PPO
+
+`kedge async-ppo` logs these besides, under open-instruct's names.
+
+| metric | meaning |
+|---|---|
+"""
+
+
+TRL_HEAD = """
+## Under TRL's names
+
+`GRPOTrainer` and `RLOOTrainer` log these, too, in training and with `eval_` in evaluations. Not
+logged: `clip_ratio/low_min` and `clip_ratio/high_max`, extremes over micro-batches, which are cut
+to fit memory here; and `total_flos`, since the operations of sampling and scoring are not counted.
+
+| TRL | here |
+|---|---|
+"""
+
+
+def metrics_page() -> str:
+    """The page as Markdown."""
+    parts = [NAMES | {f"{prefix}...": text for prefix, text in PREFIXES.items()}]
+    parts += [SEED_NAMES | SEED_PREFIXES, TRL_NAMES | TRL_NOTES]
+    tables = [
+        "".join(f"| `{n}` | {_cell_metrics(x)} |\n" for n, x in part.items()) for part in parts
+    ]
+    return "".join(
+        h + t for h, t in zip((METRICS_HEAD, SEED_METRICS_HEAD, TRL_HEAD), tables, strict=True)
+    )
+
+
+def _cell_metrics(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def options_table(rule: Callable[..., Any]) -> str:
+    """Every option of a rule: name, default, what it does."""
+    said = described(rule)
+    lines = ["| option | default | |", "|---|---|---|"]
+    for name, parameter in inspect.signature(rule).parameters.items():
+        lines.append(f"| `{name}` | `{parameter.default!r}` | {said[name]} |")
+    return "\n".join(lines)
+
+
+def described(rule: Callable[..., Any]) -> dict[str, str]:
+    """``name -> text`` of the docstring's Args."""
+    text = inspect.cleandoc(rule.__doc__ or "")
+    _, _, after = text.partition("Args:\n")
+    block = re.split(r"\n\s*\n", after, maxsplit=1)[0]
+    found: dict[str, str] = {}
+    for part in re.split(r"\n {4}(?=\w+: )", "\n" + block.rstrip()):
+        name, colon, words = part.strip().partition(": ")
+        if colon:
+            found[name] = " ".join(words.split()).replace("``", "`")
+    return found
+
+
+def metrics_table(rule: str) -> str:
+    """Every metric that a rule logs of an update: name, what it means."""
+    names = [*OF_ALL_ALGORITHMS, *OF_ALGORITHM[rule]]
+    rows = [
+        f"| `{name}` | {NAMES[name].replace('|', chr(92) + '|')} |"
+        for name in NAMES
+        if name in names
+    ]
+    return "\n".join(["| metric | |", "|---|---|", *rows])
+
+
+def renewed(page: str, rule: str) -> str:
+    """The page with its tables made anew.
+
+    Raises:
+        ValueError: it has no place for one of them.
+    """
+    tables = {"options": options_table(BUILTIN[rule]), "metrics": metrics_table(rule)}
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if not (begin in page and end in page):
+            raise ValueError(f"{rule}: the page has no {begin} ... {end}")
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def write_algorithm_pages(folder: str) -> None:
+    """Rewrite the tables of every page in ``folder``."""
+    for name in BUILTIN:
+        file = Path(folder) / f"{name}.md"
+        file.write_text(renewed(file.read_text(encoding="utf-8"), name), encoding="utf-8")
+
+
+OPTIONS_HEAD = """\
+# Options of {trainer}
+
+Every field of `kedge.{config}`, which is `transformers.TrainingArguments` with those of {name}.
+Each one acts, hands its value to another name, or is refused when it is set away from its default.
+A few that cannot change what is trained are accepted without effect, with a warning.  On the
+command line a field `name` is `--name VALUE`; a yes-or-no field is `--name` and `--no_name`.
+`max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count updates: one batch
+of responses each.
+
+This page is made by `python docs/generate.py`,
+here with transformers {version}.
+"""
+
+
+# Sections of the page in order, and how ``Honored.where`` begins for their fields.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Learning": ("algorithm", "KL controller", "value model", "learner"),
+    "Batches and length of the run": ("plan",),
+    "Sampling": ("sampling", "rows at a time"),
+    "Rewards and prompts": ("rewards", "prompts"),
+    "Evaluation, logs and checkpoints": (
+        *("evaluation", "cadence", "trackers", "checkpoints", "train()", "hub", "progress bar"),
+    ),
+    "Models": ("models", "loading", "command line and scripts"),
+    "Loop and rollout engine": ("engine", "loop", "rollout engine"),
+    "Process and everything else": ("",),
+}
+
+CONFIGS: dict[str, type[OnPolicyConfig]] = {
+    "ppo_config.md": PPOConfig,
+    "async_ppo_config.md": AsyncPPOConfig,
+    "rloo_config.md": RLOOConfig,
+    "grpo_config.md": GRPOConfig,
+}
+
+
+def options_page(config: type[OnPolicyConfig]) -> str:
+    """The whole page of one config, in Markdown."""
+    name = config.__name__.removesuffix("Config")
+    inherited = {f.name for f in fields(TrainingArguments)}
+    acting: dict[str, list[str]] = {title: [] for title in SECTIONS}
+    refused: list[str] = []
+    older: list[str] = []
+    ignored: list[str] = []
+    for field in sorted(fields(config), key=lambda f: f.name in inherited):
+        support = config.SUPPORT.get(field.name, UNKNOWN)
+        if isinstance(support, Honored):
+            acting[_section_reference(support.where)].append(_honored_reference(field, support))
+        elif isinstance(support, Moved):
+            older.append(f"| `{field.name}` | `{support.to}` |")
+        elif isinstance(support, Ignored):
+            ignored.append(f"| `{field.name}` | {support.reason} |")
+        elif field.name not in REMOVED:
+            refused.append(f"| `{field.name}` | {support.reason} | {support.way_out} |")
+    gone = [
+        _gone_reference(name, each) for name, each in REMOVED.items() if isinstance(each, Refused)
+    ]
+    return "\n".join(
+        [
+            OPTIONS_HEAD.format(
+                trainer=name + "Trainer",
+                config=config.__name__,
+                name=name,
+                version=transformers.__version__,
+            ),
+            *(
+                line
+                for title, rows in acting.items()
+                for line in _table_reference(title, "| field | default | meaning | acts in |", rows)
+            ),
+            *_table_reference("Fields that are refused", "| field | why | instead |", refused),
+            *_table_reference("Fields without effect", "| field | why |", ignored),
+            *_table_reference("Other names", "| field | acts as |", older),
+            *_table_reference("Older fields that are refused", "| field | why | instead |", gone),
+        ]
+    )
+
+
+def _section_reference(where: str) -> str:
+    return next(title for title, begins in SECTIONS.items() if where.startswith(begins))
+
+
+def _honored_reference(field: Field[Any], support: Honored) -> str:
+    text = " ".join(str(field.metadata.get("help", "")).split()).replace("|", "\\|")
+    shown = default_of(field)
+    return f"| `{field.name}` | `{getattr(shown, 'value', shown)!r}` | {text} | {support.where} |"
+
+
+def _gone_reference(name: str, support: Refused) -> str:
+    return f"| `{name}` | {support.reason} | {support.way_out} |"
+
+
+def _table_reference(title: str, head: str, rows: list[str]) -> list[str]:
+    return [f"## {title}", "", head, "|---" * (head.count("|") - 1) + "|", *rows, ""]
+
+
+def main() -> None:
+    """Rewrite everything that is generated, in place."""
+    docs = Path(__file__).parent
+    (docs / "reference" / "metrics.md").write_text(metrics_page(), encoding="utf-8")
+    for file, config in CONFIGS.items():
+        (docs / "reference" / file).write_text(options_page(config), encoding="utf-8")
+    write_algorithm_pages(str(docs / "algorithms"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What several algorithms share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import AdvantageInputs
+from kedge.math.kl import per_token_kl
+from kedge.math.losses import Clip
+from kedge.math.masked import standardize
+from kedge.types import MicroBatch, PolicyOutput
+
+Bounds = float | tuple[float, float] | None
+
+
+def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tensor:
+    """Scores, normalized over all valid rows of all ranks and then clipped; each on its own.
+
+    Args:
+        e: the batch.
+        normalize: (score - mean) / (std + 1e-4).
+        clip: bounds ``(low, high)``, or one number for ``(-clip, clip)``.
+
+    Returns:
+        float32 [B], 0 where not valid.
+    """
+    scores = torch.where(e.reward_output.valid, e.reward_output.scores, 0.0)
+    if normalize:
+        scores = standardize(scores, e.reward_output.valid, total=e.total)
+    if clip is None:
+        return scores
+    low, high = clip if isinstance(clip, tuple) else (-clip, clip)
+    return torch.where(e.reward_output.valid, scores.clamp(low, high), 0.0)
+
+
+def dense_rewards(e: AdvantageInputs) -> Tensor:
+    """Token rewards of the judge on the tokens that train, 0 if it gave none.  float32 [B, R]."""
+    dense = e.reward_output.token_rewards
+    return e.rollout.loss_mask * (0.0 if dense is None else dense)
+
+
+def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
+    """KL per token where tokens train; None without a reference.  float32 [B, R]."""
+    return per_token_kl(e.model_outputs, estimator) * e.rollout.loss_mask if reference else None
+
+
+def policy_metrics(
+    new: PolicyOutput, mb: MicroBatch, weight: Tensor, log_ratio: Tensor, ratio: Tensor
+) -> dict[str, Tensor]:
+    """Metrics of a policy loss, with ``weight`` per token [b, R] or per response [b]."""
+    return {
+        "policy/approxkl_avg": (weight * 0.5 * log_ratio**2).sum(),
+        "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
+        "val/ratio": (weight * ratio).sum(),
+    }
+
+
+def clipped_sides(
+    ratio: Tensor, advantages: Tensor, clip: Clip, weight: Tensor
+) -> dict[str, Tensor]:
+    """How much was clipped below and above, with ``weight`` per token or response."""
+    low = (ratio < 1 - clip.low) & (advantages < 0)
+    high = (ratio > clip.top) & (advantages > 0)
+    return {
+        "clip_ratio/low_mean": (weight * low).sum(),
+        "clip_ratio/high_mean": (weight * high).sum(),
+    }

@@ -1,0 +1,67 @@
+"""What processes that train together tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable
+from dataclasses import fields, replace
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from kedge.records import widen_field
+from kedge.types import Experience
+
+
+def broadcast_parameters(models: Iterable[nn.Module]) -> None:
+    """Give every rank the weights of the first."""
+    for model in models:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def total(x: Tensor, device: torch.device) -> Tensor:
+    """Sum of ``x`` over all ranks, on the device it came from."""
+    summed = x.to(device, copy=True)
+    dist.all_reduce(summed)
+    return summed.to(x.device)
+
+
+def pool_rows(mine: Experience, device: torch.device, ranks: int) -> Experience:
+    """The rows of all ranks, in rank order, as wide as the widest; every rank has equally many."""
+    pooled = {}
+    for f in fields(mine):
+        x = getattr(mine, f.name)
+        if x is None:
+            continue
+        sizes = torch.tensor(x.shape[1:], device=device)
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+        sent = x.byte() if x.dtype == torch.bool else x
+        sent = widen_field(f, sent, sizes.tolist()).to(device).contiguous()
+        parts = [torch.empty_like(sent) for _ in range(ranks)]
+        dist.all_gather(parts, sent)
+        pooled[f.name] = torch.cat(parts).to(device=x.device, dtype=x.dtype)
+    return replace(mine, **pooled)
+
+
+def accelerator_for(args: TrainingArguments) -> Accelerator:
+    """The accelerator of a run: device, precision and the processes that ``launch`` started."""
+    # Else transformers fills models with noise on all ranks but the first.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    made = Accelerator(cpu=args.use_cpu, mixed_precision=precision)
+    unset_hf_deepspeed_config()  # else transformers loads empty weights under ZeRO stage 3
+    if made.num_processes > 1:
+        atexit.register(_leave)
+    return made
+
+
+def _leave() -> None:
+    """End the process group while Python still runs: torn down later, gloo's threads may abort."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""Weights on their way to a vLLM: a whole model's, or those of a LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kedge.backends.hf.peft import is_quantized
+from kedge.errors import ConfigError
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPayload:
+    """Names and weights as a checkpoint has them, and the LoRA configuration if they are one's."""
+
+    named: tuple[tuple[str, Tensor], ...]
+    adapter: Any = None
+
+    def write(self, folder: Path) -> None:
+        """One safetensors file in ``folder``, there under its name once it is whole."""
+        folder.mkdir(parents=True, exist_ok=True)
+        name = "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for key, x in self.named:
+            mine = x.contiguous().cpu()
+            tensors[key] = mine.clone() if mine.data_ptr() in seen else mine
+            seen.add(mine.data_ptr())
+        part = folder / f"{name}.part"
+        save_file(tensors, part, metadata={"format": "pt"})
+        if self.adapter is not None:
+            self.adapter.save_pretrained(folder)
+        part.replace(folder / name)
+
+
+def get_lora_config(policy: nn.Module) -> Any:
+    """The configuration of the LoRA that trains; None where there is no adapter.
+
+    Raises:
+        ConfigError: an adapter that vLLM would not compute as the learner does.
+    """
+    model: Any = policy
+    if not hasattr(policy, "peft_config"):
+        return None
+    config = model.peft_config[model.active_adapter]
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    wrong = [
+        (kind != "LORA", f"is {kind}"),
+        (getattr(config, "use_dora", False), "has use_dora=True"),
+        (bool(getattr(config, "modules_to_save", None)), "has modules_to_save"),
+        (getattr(config, "bias", "none") != "none", "trains biases"),
+        (bool(getattr(config, "target_parameters", None)), "has target_parameters"),
+        (getattr(config, "r", 0) > RANKS[-1], f"has a rank above {RANKS[-1]}"),
+        (is_quantized(model.get_base_model()), "sits on a quantized base"),
+    ]
+    for bad, text in wrong:
+        if bad:
+            raise ConfigError(
+                f"the policy's adapter {text}, and vLLM takes plain LoRA on whole weights; use"
+                " rollout_engine='embedded'"
+            )
+    return config
+
+
+def max_lora_rank(adapter: Any) -> int:
+    """The rank to make room for: the adapter's highest, rounded up to one that vLLM knows."""
+    highest = max([adapter.r, *dict(adapter.rank_pattern or {}).values()])
+    return next(r for r in RANKS if r >= highest)
+
+
+def adapter_weights(weights: Mapping[str, Tensor]) -> tuple[tuple[str, Tensor], ...]:
+    """Under the names of an adapter's file: without the name of the adapter."""
+    named = []
+    for name, x in weights.items():
+        stem, _, last = name.rpartition(".")
+        named.append((f"{stem.rpartition('.')[0]}.{last}", x.detach()))
+    return tuple(named)
+
+
+def base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The frozen weights under the names that the model has without its adapter."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): x
+        for name, x in weights.items()
+        if ".lora_" not in name
+    }

@@ -1,0 +1,135 @@
+"""The value head of the classic models, and reading one from files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.utils.hub import cached_file
+
+from kedge.backends.hf.value_head import HEAD_FILE, ScalarHead
+from kedge.errors import ConfigError
+
+PREFIX = "v_head."
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+
+
+class ValueHead(ScalarHead):
+    """A linear map from hidden states to one number, after dropout, in float32.
+
+    The trainer runs models in evaluation mode, as TRL does: dropout would make the probability
+    ratio of an unchanged policy differ from 1.  It acts where you train the model yourself.
+
+    Args:
+        config: of the model; its ``summary_dropout_prob`` goes before the argument.
+        summary_dropout_prob: dropout rate.
+        v_head_init_strategy: "normal", or None for the usual initialization of a linear layer.
+        v_head_initializer_range: standard deviation of "normal"; the bias is then 0.
+
+    Raises:
+        ConfigError: no hidden size in the config, or an unknown strategy.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        summary_dropout_prob: float = 0.1,
+        v_head_init_strategy: str | None = None,
+        v_head_initializer_range: float = 0.2,
+    ) -> None:
+        super().__init__(hidden_size(config))
+        rate = getattr(config, "summary_dropout_prob", summary_dropout_prob)
+        self.dropout: nn.Module = nn.Dropout(rate) if rate else nn.Identity()
+        if v_head_init_strategy == "normal":
+            nn.init.normal_(self.summary.weight, std=v_head_initializer_range)
+        elif v_head_init_strategy is None:
+            self.summary.reset_parameters()
+        else:
+            raise ConfigError(
+                f'v_head_init_strategy={v_head_init_strategy!r} is unknown; "normal" or None'
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Float [..., H] -> float32 [..., 1]."""
+        return super().forward(self.dropout(hidden))
+
+
+def hidden_size(config: Any) -> int:
+    """Width of the states that the output layer reads."""
+    places = (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
+    for place in places:
+        for name in ("word_embed_proj_dim", "hidden_size"):
+            if getattr(place, name, None):
+                return int(getattr(place, name))
+    raise ConfigError(
+        f"{type(config).__name__} has no hidden_size, so no value head can be made for its model"
+    )
+
+
+def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
+    """The tensors ``summary.weight`` [1, H] and ``summary.bias`` [1] of a saved model, or {}.
+
+    Reads what Kedge writes, LLaMA-Factory's value_head.safetensors, and the "v_head." entries that
+    TRL puts into model.safetensors or pytorch_model.bin, whole or in shards.  Only tensors are
+    read from a .bin file, never objects.
+
+    Args:
+        source: folder or hub name.
+        **hub: revision, token, cache_dir, ... of a download.
+
+    Raises:
+        ConfigError: a file is damaged, or holds more than tensors.
+    """
+    own = _file(source, HEAD_FILE, hub)
+    if own is not None:
+        return {name.removeprefix(PREFIX): x for name, x in _tensors(own, "").items()}
+    for name in _WHOLE:
+        index = _file(source, f"{name}.index.json", hub)
+        if index is not None:
+            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted({file for key, file in where.items() if key.startswith(PREFIX)})
+            files = [_file(source, shard, hub) for shard in shards]
+        else:
+            files = [_file(source, name, hub)]
+        found: dict[str, Tensor] = {}
+        for file in files:
+            found |= {} if file is None else _tensors(file, PREFIX)
+        if found:
+            return found
+    return {}
+
+
+def _file(source: str | Path, name: str, hub: Mapping[str, Any]) -> Path | None:
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    found = cached_file(
+        str(source),
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub,
+    )
+    return None if found is None else Path(found)
+
+
+def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as held:
+                keys = [k for k in held.keys() if k.startswith(prefix)]  # noqa: SIM118
+                return {k.removeprefix(prefix): held.get_tensor(k) for k in keys}
+        held = torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise ConfigError(f"the value head in {file} cannot be read: {error}") from error
+    except Exception as error:  # pickle.UnpicklingError: objects of other kinds
+        raise ConfigError(
+            f"{file} holds more than tensors and is not opened, for that could run any program; "
+            f"convert it to safetensors where you trust it ({error})"
+        ) from error
+    return {k.removeprefix(prefix): v for k, v in held.items() if k.startswith(prefix)}

@@ -1,0 +1,217 @@
+"""Language models with a value head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from kedge.backends.hf.peft import with_adapter
+from kedge.backends.hf.value_head import save_value
+from kedge.classic.models.loading import HEAD_OPTIONS, LoadingOptions, load_base, split_options
+from kedge.classic.models.reward_adapter import RewardAdapter
+from kedge.classic.models.value_head import PREFIX, ValueHead, read_value_head
+from kedge.errors import ConfigError
+
+WRAPPED = "pretrained_model."
+
+
+@contextmanager
+def unwrap_model_for_generation(
+    model: Any, accelerator: Any, is_peft_model: bool = False
+) -> Iterator[Any]:
+    """A ``with`` block that gives the model to call ``generate`` of.
+
+    Args:
+        model: of this module, perhaps wrapped for several processes.
+        accelerator: an ``accelerate.Accelerator``.
+        is_peft_model: sample without the adapter, that is from the reference.
+    """
+    inner = accelerator.unwrap_model(model)
+    with inner.pretrained_model.disable_adapter() if is_peft_model else nullcontext():
+        yield inner
+
+
+class PreTrainedModelWrapper(nn.Module):
+    """A transformers model, or a PEFT model around one, and a value head on its trunk.
+
+    Args:
+        pretrained_model: the model.
+        **kwargs: of ``ValueHead``: summary_dropout_prob, v_head_init_strategy,
+            v_head_initializer_range.
+
+    Raises:
+        ConfigError: the model has no language-model head, or part of it is on the CPU or disk.
+    """
+
+    transformers_parent_class: ClassVar[Any] = None
+    lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")  # for programs to read
+    supported_args: ClassVar[tuple[str, ...]] = HEAD_OPTIONS
+
+    def __init__(self, pretrained_model: Any, **kwargs: Any) -> None:
+        super().__init__()
+        unknown = sorted(set(kwargs) - set(HEAD_OPTIONS))
+        if unknown:
+            raise ConfigError(
+                f"{type(self).__name__} does not know {', '.join(unknown)}; a value head has "
+                f"{', '.join(HEAD_OPTIONS)}"
+            )
+        if pretrained_model.get_output_embeddings() is None:
+            raise ConfigError(
+                f"{type(pretrained_model).__name__} has no language-model head; load it with "
+                f"{self.transformers_parent_class.__name__}"
+            )
+        self.pretrained_model = pretrained_model
+        self.config = pretrained_model.config
+        self.is_peft_model = hasattr(pretrained_model, "peft_config")
+        self.is_sequential_parallel = False
+        self.is_loaded_in_8bit = bool(getattr(pretrained_model, "is_loaded_in_8bit", False))
+        self.is_loaded_in_4bit = bool(getattr(pretrained_model, "is_loaded_in_4bit", False))
+        self.reward_adapter: RewardAdapter | None = None
+        self.v_head = ValueHead(self.config, **kwargs)
+        self.v_head.to(self._device_of_the_output())
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path | nn.Module, *model_args: Any, **kwargs: Any
+    ) -> Any:
+        """A model with a value head, from a name, a folder or a model.
+
+        A value head that is found beside the weights is read too (``read_value_head``).  Weights
+        are loaded in float32 unless ``dtype`` says otherwise, for they are going to train.
+
+        Args:
+            pretrained_model_name_or_path: hub name, folder (of an adapter too), or a model.
+            *model_args: of the transformers class.
+            **kwargs: of the value head (see there); peft_config makes a new adapter;
+                reward_adapter names an adapter with a score head, for ``compute_reward_score``,
+                which is kept under reward_adapter_name ("reward_adapter"); is_trainable says
+                whether a loaded adapter trains; load_in_8bit, load_in_4bit; all others go to the
+                transformers class.
+
+        Raises:
+            ConfigError: options that contradict each other, or files that cannot be used.
+        """
+        options: LoadingOptions = split_options(kwargs)
+        source = pretrained_model_name_or_path
+        base = load_base(cls.transformers_parent_class, source, model_args, options)
+        if options.peft_config is not None and not hasattr(base, "peft_config"):
+            base = with_adapter(base, options.peft_config)
+        model = cls(base, **options.head)
+        if not isinstance(source, nn.Module):
+            held = read_value_head(source, **options.hub)
+            if held:
+                model.v_head.load_state_dict(held)
+        if options.reward_adapter is not None:
+            name = options.reward_adapter_name
+            model.reward_adapter = RewardAdapter.load(base, options.reward_adapter, name)
+        return model
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        return_past_key_values: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Logits float32 [B, T, V], the model's loss or None, values float32 [B, T].
+
+        With ``return_past_key_values`` a fourth item, the keys and values.  For an
+        encoder-decoder T counts the decoder's tokens.
+        """
+        if past_key_values is not None:
+            kwargs["past_key_values"] = past_key_values
+        kwargs["output_hidden_states"] = True
+        out = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        states = getattr(out, "decoder_hidden_states", None) or out.hidden_states
+        value = self.v_head(states[-1].to(self.v_head.summary.weight.device)).squeeze(-1)
+        found = (out.logits.float(), out.loss, value)
+        return (*found, out.past_key_values) if return_past_key_values else found
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``generate`` of the wrapped model."""
+        return self.pretrained_model.generate(*args, **kwargs)
+
+    def compute_reward_score(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Scores float32 [B, T, labels] by the reward adapter; the policy's is active again after.
+
+        Args:
+            input_ids: int64 [B, T].
+            attention_mask: bool or int [B, T]; None: no padding.
+        """
+        if self.reward_adapter is None:
+            raise ConfigError("there is no reward adapter; pass reward_adapter= to from_pretrained")
+        return self.reward_adapter.score(input_ids, attention_mask)
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Recompute activations in the backward pass; the trainer does so by an option."""
+        self.pretrained_model.gradient_checkpointing_enable(*args, **kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        self.pretrained_model.gradient_checkpointing_disable()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped model's tensors under its own names, the head's as "v_head.*".
+
+        Of a PEFT model the head's alone: an adapter is saved by ``save_pretrained``.
+        """
+        base = {} if self.is_peft_model else self.pretrained_model.state_dict(*args, **kwargs)
+        return base | {f"{PREFIX}{k}": v for k, v in self.v_head.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take the tensors that ``state_dict`` returned."""
+        head = {k.removeprefix(PREFIX): v for k, v in state_dict.items() if k.startswith(PREFIX)}
+        rest = {k: v for k, v in state_dict.items() if not k.startswith(PREFIX)}
+        if rest or not self.is_peft_model:
+            self.pretrained_model.load_state_dict(rest, strict=strict, assign=assign)
+        return self.v_head.load_state_dict(head, strict=strict, assign=assign)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write the model (of a PEFT model the adapter) and ``value_head.safetensors`` beside it.
+
+        Args:
+            save_directory: made if it is missing.
+            **kwargs: of the wrapped model's ``save_pretrained``.
+        """
+        self.pretrained_model.save_pretrained(save_directory, **kwargs)
+        save_value(self.v_head, save_directory)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Upload what ``save_pretrained`` writes; see ``kedge.classic.publishing.push``."""
+        from kedge.classic.publishing import push
+
+        return push(self.save_pretrained, repo_id, **kwargs)
+
+    def _device_of_the_output(self) -> torch.device:
+        placed = getattr(self.pretrained_model, "hf_device_map", {})
+        away = sorted({str(d) for d in placed.values() if str(d) in {"cpu", "disk"}})
+        if away and set(map(str, placed.values())) != {"cpu"}:
+            raise ConfigError(
+                f"device_map puts parts of the model on {' and '.join(away)}; a model that trains "
+                "must fit on its accelerators"
+            )
+        self.is_sequential_parallel = len(set(map(str, placed.values()))) > 1
+        device: torch.device = self.pretrained_model.get_output_embeddings().weight.device
+        return device
+
+
+class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
+    """A causal language model with a value head."""
+
+    transformers_parent_class = AutoModelForCausalLM
+
+
+class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
+    """An encoder-decoder language model with a value head on its decoder."""
+
+    transformers_parent_class = AutoModelForSeq2SeqLM
+    lm_head_namings = ("lm_head", "embed_out", "output_projection")

@@ -1,0 +1,240 @@
+"""What an update goes through, kept for its statistics."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.engine.hooks import NoHooks
+from kedge.math.masked import masked_mean, moments
+from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
+
+Total = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class OptimizerStep:
+    """Sums over the micro-batches of one optimizer step, and the numbers of each trained token.
+
+    Loss weights sum to 1 over the step, so that weighted sums are means over its tokens.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)  # float64 scalars
+    ratios: list[Tensor] = field(default_factory=list)  # float32 [n]
+    advantages: list[Tensor] = field(default_factory=list)  # float32 [n]
+
+    @torch.no_grad()
+    def add(self, new: PolicyOutput, mb: MicroBatch, loss: Loss) -> None:
+        """Take in one micro-batch."""
+        x, w, v = mb.rows, mb.token_weight.double(), mb.value_weight.double()
+        values, old = require(new.values, "values"), require(x.old_values, "values")
+        returns = require(x.returns, "returns")
+        found = {name: loss.metrics[key] for name, key in _FROM_LOSS.items()}
+        found |= {
+            "total": loss.total,
+            "advantages_mean": (w * x.advantages).sum(),
+            "return": (v * returns).sum(),
+            "return_squared": (v * returns.double() ** 2).sum(),
+            "vpred": (v * values).sum(),
+            "error": (v * (values - returns) ** 2).sum(),
+            "value": (v * old).sum(),
+            "value_squared": (v * old.double() ** 2).sum(),
+            "tokens": (v > 0).sum(),
+        }
+        for name, number in found.items():
+            self.sums[name] = self.sums.get(name, 0.0) + number.detach().double()
+        log_ratio = new.logprobs - x.old_logprobs
+        self.ratios.append(log_ratio[x.loss_mask].exp().cpu())
+        self.advantages.append(x.advantages[x.loss_mask].cpu())
+
+    def statistics(self, total: Total) -> dict[str, Tensor]:
+        """The classic statistics of the step: scalars over all ranks, and two float32 [n]."""
+        names = list(self.sums)
+        sums = dict(zip(names, total(torch.stack([self.sums[n] for n in names])), strict=True))
+        fix = sums["tokens"] / (sums["tokens"] - 1).clamp(min=1)  # unbiased variances
+        found = {
+            "loss/policy": sums["policy"],
+            "loss/value": sums["value_loss"],
+            "loss/total": sums["total"],
+            "policy/entropy": sums["entropy"],
+            "policy/approxkl": sums["approxkl"],
+            "policy/policykl": sums["policykl"],
+            "policy/clipfrac": sums["clipfrac"],
+            "policy/advantages_mean": sums["advantages_mean"],
+            "returns/mean": sums["return"],
+            "returns/var": fix * (sums["return_squared"] - sums["return"] ** 2).clamp(min=0),
+            "val/vpred": sums["vpred"],
+            "val/error": sums["error"],
+            "val/clipfrac": sums["value_clipfrac"],
+            "val/mean": sums["value"],
+            "val/var": fix * (sums["value_squared"] - sums["value"] ** 2).clamp(min=0),
+        }
+        return {name: x.float() for name, x in found.items()} | {
+            "policy/advantages": torch.cat(self.advantages),
+            "policy/ratio": torch.cat(self.ratios),
+        }
+
+
+_FROM_LOSS = {
+    "policy": "loss/policy_avg",
+    "value_loss": "loss/value_avg",
+    "entropy": "policy/entropy_avg",
+    "approxkl": "policy/approxkl_avg",
+    "policykl": "policy/policykl_avg",
+    "clipfrac": "policy/clipfrac_avg",
+    "value_clipfrac": "val/clipfrac_avg",
+}
+
+
+class StatsRecorder(NoHooks):
+    """Looks on while the core makes an update: what was known, and every optimizer step."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last update."""
+        self.advantage_inputs: AdvantageInputs | None = None
+        self.advantage_output: AdvantageOutput | None = None
+        self.steps: list[OptimizerStep] = []
+        self._open = OptimizerStep()
+        self.started, self.annotated, self.credited = self._clock(), 0.0, 0.0
+
+    def over(self, algorithm: Algorithm) -> Algorithm:
+        """The same algorithm, watched."""
+
+        def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
+            self.annotated = self._clock()
+            self.advantage_inputs, self.advantage_output = (
+                e,
+                algorithm.compute_advantages(e, kl_coef),
+            )
+            self.credited = self._clock()
+            return self.advantage_output
+
+        def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
+            found = algorithm.loss(new, mb)
+            self._open.add(new, mb, found)
+            return found
+
+        return replace(algorithm, compute_advantages=compute_advantages, loss=loss)
+
+    def on_optimizer_step(self) -> None:
+        """The micro-batches so far were one step."""
+        self.steps.append(self._open)
+        self._open = OptimizerStep()
+
+
+OBJECTIVE = ("kl", "kl_dist", "logprobs", "ref_logprobs", "kl_coef", "entropy")
+TRAIN = (
+    *("loss/policy", "loss/value", "loss/total", "policy/entropy", "policy/approxkl"),
+    *("policy/policykl", "policy/clipfrac", "policy/advantages", "policy/advantages_mean"),
+    *("policy/ratio", "returns/mean", "returns/var", "val/vpred", "val/error"),
+    *("val/clipfrac", "val/mean", "val/var"),
+)
+TOKENS = tuple(
+    f"{x}_{y}" for x in ("queries", "responses") for y in ("len_mean", "len_std", "dist")
+)
+TIMES = (
+    *("forward_pass", "compute_rewards", "compute_advantages"),
+    *("optimize_step", "calc_stats", "total"),
+)
+KEYS = (
+    *(f"objective/{x}" for x in OBJECTIVE),
+    *("ppo/mean_non_score_reward", "ppo/mean_scores", "ppo/std_scores", "ppo/learning_rate"),
+    *(f"ppo/{x}" for x in TRAIN),
+    "ppo/val/var_explained",
+    *(f"tokens/{x}" for x in TOKENS),
+    *(f"time/ppo/{x}" for x in TIMES),
+)
+LISTS = ("policy/advantages", "policy/ratio")
+
+
+def over_steps(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Statistics of optimizer steps as one: means, and per-token numbers one after the other."""
+    return {
+        name: torch.cat([torch.as_tensor(x[name]).flatten() for x in found])
+        if name in LISTS
+        else torch.stack([torch.as_tensor(x[name]).float().mean() for x in found]).mean()
+        for name in found[0]
+    }
+
+
+def update_statistics(
+    kl_coef: float,
+    *,
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    non_score_reward: Tensor,
+    train_stats: Mapping[str, Tensor],
+    masks: Tensor,
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    kls: Tensor,
+    total: Callable[[Tensor], Tensor] = lambda x: x,
+) -> dict[str, Any]:
+    """The statistics of one update, without learning rate and times.
+
+    Means and deviations are over the rows that ``total`` sums over; arrays hold this rank's.
+
+    Args:
+        kl_coef: used in it.
+        scores: float32 [B].
+        logprobs: float32 [B, T] before the update, 0 or anything off the mask.
+        ref_logprobs: float32 [B, T].
+        non_score_reward: float32 [B, T].
+        train_stats: of the optimizer steps.
+        masks: bool [B, T], tokens that train.
+        queries: int64 [P_i] each.
+        responses: int64 [R_i] each.
+        kls: float32 [B, T].
+        total: sums a tensor over ranks; the default stays on this rank.
+
+    Returns:
+        Tensors, and floats for ``objective/kl_coef`` and the lengths.
+    """
+    mask, rows = masks.bool(), torch.ones(len(scores), dtype=torch.bool)
+    per_response = torch.where(mask, kls, 0.0).sum(-1).cpu()
+    minus_logprob = torch.where(mask, -logprobs, 0.0).sum(-1).cpu()
+    kl = masked_mean(per_response, rows, total=total)
+    score, spread = moments(scores.double().cpu(), rows, total=total)
+    if float(kl) < -1.0:
+        warnings.warn(
+            f"the KL to the reference is {float(kl):.2f} nats per response: responses are not "
+            "sampled from the policy alone (top-k, top-p, a repetition penalty, a minimum "
+            "length?), or log-probabilities of padding are counted",
+            stacklevel=3,
+        )
+    stats: dict[str, Any] = {
+        "objective/kl": kl,
+        "objective/kl_dist": per_response,
+        "objective/logprobs": torch.where(mask, logprobs, 0.0),
+        "objective/ref_logprobs": torch.where(mask, ref_logprobs, 0.0),
+        "objective/kl_coef": float(kl_coef),
+        "objective/entropy": masked_mean(minus_logprob, rows, total=total),
+        "ppo/mean_non_score_reward": masked_mean(non_score_reward, mask, total=total),
+        "ppo/mean_scores": score,
+        "ppo/std_scores": spread,
+    }
+    for name, texts in (("queries", queries), ("responses", responses)):
+        lengths = torch.tensor([float(len(x)) for x in texts])
+        center, width = moments(lengths, rows, total=total)
+        stats[f"tokens/{name}_len_mean"] = float(center)
+        stats[f"tokens/{name}_len_std"] = float(width)
+        stats[f"tokens/{name}_dist"] = lengths.numpy()
+    for name, x in train_stats.items():
+        stats[f"ppo/{name}"] = x.flatten() if name in LISTS else x.float().mean()
+    if {"ppo/val/error", "ppo/returns/var"} <= stats.keys():
+        error, variance = (stats[f"ppo/{x}"].double() for x in ("val/error", "returns/var"))
+        unexplained = torch.where(variance > 0, error / variance, torch.ones_like(error))
+        stats["ppo/val/var_explained"] = 1 - unexplained
+    return stats

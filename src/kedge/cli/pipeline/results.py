@@ -1,0 +1,77 @@
+"""What the judges of a pipeline said, over all of its seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.pipeline.stages import Stage
+from kedge.judges.match import interval, worth
+
+
+def results(runs: Sequence[tuple[Path, Iterable[Stage]]]) -> list[dict[str, Any]]:
+    """One row for each stage that judges.
+
+    Args:
+        runs: for each seed its folder, and its stages, the same for all.
+
+    Returns:
+        ``stage``, ``judge``, ``win_rate`` (mean over the seeds), ``win_rate_low`` and
+        ``win_rate_high`` (95%, see ``kedge.judges.match.interval``), ``each`` (a seed each),
+        ``length_controlled_win_rate`` (mean, None where a seed has none), ``prompts`` and
+        ``invalid`` (sums).
+    """
+    found = []
+    for stage in runs[0][1]:
+        if stage.command != "judge":
+            continue
+        places = [folder / stage.name for folder, _ in runs]
+        said = [json.loads((place / "summary.json").read_text()) for place in places]
+        low, high = interval([_worths(place) for place in places])
+        controlled = [one["length_controlled_win_rate"] for one in said]
+        found.append(
+            {
+                "stage": stage.name,
+                "judge": said[0]["judge"],
+                "win_rate": sum(one["win_rate"] for one in said) / len(said),
+                "win_rate_low": low,
+                "win_rate_high": high,
+                "each": [one["win_rate"] for one in said],
+                "length_controlled_win_rate": (
+                    None if None in controlled else sum(controlled) / len(controlled)
+                ),
+                "prompts": sum(one["prompts"] for one in said),
+                "invalid": sum(one["invalid"] for one in said),
+            }
+        )
+    return found
+
+
+def _worths(place: Path) -> list[float]:
+    lines = (place / "judgments.jsonl").read_text(encoding="utf-8").split("\n")
+    outcomes = (worth(json.loads(line)["outcome"]) for line in lines if line.strip())
+    return [each for each in outcomes if each is not None]
+
+
+def show(found: Sequence[dict[str, Any]]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    seeds = len(found[0]["each"])
+    title = "win rates" if seeds == 1 else f"win rates, mean of {seeds} seeds"
+    table = Table("stage", "win rate", "95%", "at equal length", title=title, title_justify="left")
+    if seeds > 1:
+        table.add_column("each seed")
+    for row in found:
+        controlled = row["length_controlled_win_rate"]
+        cells = [
+            row["stage"],
+            f"{row['win_rate']:.1%}",
+            f"{row['win_rate_low']:.1%} .. {row['win_rate_high']:.1%}",
+            "-" if controlled is None else f"{controlled:.1%}",
+        ]
+        table.add_row(*cells, *([", ".join(f"{x:.1%}" for x in row["each"])] if seeds > 1 else []))
+    Console().print(table)

@@ -1,0 +1,1 @@
+"""Memory and cost estimates."""

@@ -1,0 +1,188 @@
+"""How much memory a run will need, from model configurations alone.
+
+Estimates per process, in bytes, before any sharding (FSDP, DeepSpeed ZeRO).  Weights, gradients
+and optimizer state follow from parameter counts; activations and caches are approximate.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kedge.errors import ConfigError
+
+# Bytes of optimizer state per trained parameter, by the start of the optimizer's name.
+OPTIMIZER_BYTES = {
+    "adamw_bnb_8bit": 2.0,
+    "adamw_8bit": 2.0,
+    "adamw_torch_8bit": 2.0,
+    "adamw_torch_4bit": 1.0,
+    "paged_adamw_8bit": 2.0,
+    "lion_8bit": 1.0,
+    "paged_lion_8bit": 1.0,
+    "ademamix_8bit": 3.0,
+    "ademamix": 12.0,
+    "lion": 4.0,
+    "paged_lion": 4.0,
+    "rmsprop_bnb_8bit": 1.0,
+    "rmsprop": 4.0,
+    "adagrad": 4.0,
+    "adafactor": 0.1,  # one row and one column per matrix
+    "sgd": 0.0,
+}
+ADAM_BYTES = 8.0  # two moments in float32
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of logits that exist at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the size of activations and caches follows from."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    cache: int  # numbers per token and layer: keys and values
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Memory of one model, in bytes."""
+
+    role: str
+    parameters: int
+    trained: int
+    weights: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    training: float = 0.0  # activations and logits of one micro-batch
+    generation: float = 0.0  # cache and logits while responses are sampled
+
+    @property
+    def resident(self) -> float:
+        """What stays for the whole run."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def optimizer_bytes(optim: str) -> float:
+    """Bytes of optimizer state per trained parameter."""
+    fits = [name for name in OPTIMIZER_BYTES if optim.startswith(name)]
+    return OPTIMIZER_BYTES[max(fits, key=len)] if fits else ADAM_BYTES
+
+
+def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """A model's configuration, without its weights.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the model {name!r} has no configuration to plan with: {error}"
+        ) from error
+
+
+def read_shape(config: Any) -> Shape:
+    """The sizes of a decoder, whatever names its configuration has for them."""
+    text = config.get_text_config()
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
+    return Shape(
+        hidden=hidden,
+        layers=int(text.num_hidden_layers),
+        intermediate=int(inner),
+        cache=2 * int(kv_heads) * int(head_dim),
+        vocab=int(text.vocab_size),
+    )
+
+
+def count_parameters(config: Any, *, head: str, adapter: Any = None) -> tuple[int, int]:
+    """All and trained parameters of a model that is never built.
+
+    Args:
+        config: the model's configuration.
+        head: "causal" or "score" (one logit per sequence).
+        adapter: a PEFT configuration, with which nothing but the adapter trains.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        if head == "causal":
+            model: Any = AutoModelForCausalLM.from_config(config)
+        else:
+            config.num_labels = 1
+            model = AutoModelForSequenceClassification.from_config(config)
+        if adapter is not None:
+            from peft import get_peft_model
+
+            with warnings.catch_warnings():
+                # peft asks transformers for a name that is going away.
+                warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+                model = get_peft_model(model, adapter)
+    everything = list(model.parameters())
+    return (
+        sum(p.numel() for p in everything),
+        sum(p.numel() for p in everything if p.requires_grad),
+    )
+
+
+def count_head(hidden: int) -> int:
+    """Parameters of a value head on the policy."""
+    from kedge.backends.hf.value_head import ScalarHead
+
+    return sum(p.numel() for p in ScalarHead(hidden).parameters())
+
+
+def activation_bytes(shape: Shape, tokens: int, *, width: int, checkpointing: bool) -> float:
+    """Activations of one forward pass that the backward pass needs, approximately.
+
+    A block keeps about 10 hidden-sized and 4 intermediate-sized vectors per token; with
+    checkpointing only one block's exist at a time, and the input of each.
+    """
+    block = 10 * shape.hidden + 4 * shape.intermediate
+    per_token = shape.layers * shape.hidden + block if checkpointing else shape.layers * block
+    return float(tokens * (per_token + 4 * shape.hidden) * width)
+
+
+def trained(
+    role: str,
+    counts: tuple[int, int],
+    *,
+    weight_bytes: float,
+    state_bytes: float,
+    training: float,
+    generation: float = 0.0,
+) -> Need:
+    """The need of a model that trains; what trains is float32."""
+    everything, learning = counts
+    return Need(
+        role=role,
+        parameters=everything,
+        trained=learning,
+        weights=(everything - learning) * weight_bytes + learning * 4.0,
+        gradients=learning * 4.0,
+        optimizer=learning * state_bytes,
+        training=training,
+        generation=generation,
+    )
+
+
+def frozen(role: str, parameters: int, weight_bytes: float = 4.0) -> Need:
+    """The need of a model that only answers."""
+    return Need(role=role, parameters=parameters, trained=0, weights=parameters * weight_bytes)
+
+
+def peak(needs: list[Need]) -> float:
+    """The most at any time: everything that stays, and the larger of training and sampling."""
+    return sum(n.resident for n in needs) + max(
+        sum(n.training for n in needs), sum(n.generation for n in needs)
+    )

@@ -1,0 +1,185 @@
+"""``kedge generate``: answers of a model to prompts, by any engine, as jsonl and CSV."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.arguments import Flags
+from kedge.errors import ConfigError, DataError
+from kedge.output import check_file, write_csv, write_jsonl
+
+logger = logging.getLogger(__name__)
+EPILOG = """\
+PROMPTS is a file, a folder or a hub name, as for training.  Each line of the output has the prompt,
+the completion and the other columns of its row, for `kedge judge OUT.jsonl @reference ...`.
+example: kedge generate MODEL prompts.jsonl --output ppo.jsonl --max_new_tokens 53"""
+BATCH = 64
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = Flags(
+        prog="kedge generate",
+        description="Sample answers to prompts.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("model", help="folder or hub name")
+    made.add_argument("prompts", help="dataset with a column prompt")
+    made.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
+    made.add_argument("--split", default="test", help="default: %(default)s")
+    made.add_argument("--limit", type=int, help="the first so many prompts")
+    made.add_argument("--num_generations", type=int, default=1, help="answers to each prompt")
+    made.add_argument("--batch_size", type=int, default=BATCH, help="default: %(default)s")
+    made.add_argument("--max_new_tokens", type=int, default=53)
+    made.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
+    made.add_argument("--max_prompt_length", type=int, help="longer prompts are left out")
+    made.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+def main(argv: Sequence[str]) -> None:
+    """Sample and write."""
+    flags = parser().parse_args(list(argv))
+    check_file("--output", flags.output)
+    from kedge.cli.data import Splits
+
+    rows = Splits(flags.prompts).load(flags.split)
+    if flags.limit is not None:
+        rows = rows.select(range(min(flags.limit, len(rows))))
+    found = answered(
+        flags.model,
+        rows,
+        num_generations=flags.num_generations,
+        batch_size=flags.batch_size,
+        max_new_tokens=flags.max_new_tokens,
+        temperature=flags.temperature,
+        max_prompt_length=flags.max_prompt_length,
+        engine=flags.engine,
+        seed=flags.seed,
+    )
+    write(Path(flags.output), found)
+    sys.stdout.write(f"kedge: {len(found)} completions are in {flags.output}\n")
+
+
+def answered(
+    name: str,
+    dataset: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    num_generations: int = 1,
+    batch_size: int = BATCH,
+    max_prompt_length: int | None = None,
+    engine: str = "embedded",
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """The rows of a dataset with a ``completion`` each, without special tokens.
+
+    Prompt and completion, one after the other, are the text of the whole answer.  ``finished`` says
+    whether it ended by itself.  A column ``completion`` of the dataset becomes ``reference``.
+
+    Args:
+        name: folder or hub name of a causal language model with a tokenizer.
+        dataset: with a column of prompts, as for training.
+        max_new_tokens: the most tokens of an answer; it ends at the tokenizer's EOS token or at
+            an ``eos_token_id`` of the model's generation_config.
+        temperature: 0 takes the most likely tokens.
+        num_generations: answers to each prompt, in rows that follow one another.
+        batch_size: answers that are sampled at once.
+        max_prompt_length: tokens; longer prompts are left out.
+        engine: ``embedded`` or ``vllm``.
+        seed: of the draws.
+
+    Raises:
+        ConfigError, DataError: a model, an engine or prompts that cannot be used.
+    """
+    from kedge.backends.data import DatasetPrompts
+    from kedge.backends.hf.end_tokens import eos_token_ids
+    from kedge.backends.rewards.texts import Texts
+    from kedge.cli.arguments import ModelArguments
+    from kedge.cli.train.ppo import load_policy, load_tokenizer
+    from kedge.types import Sampling
+
+    options = ModelArguments()
+    tokenizer, model = load_tokenizer(name, options), load_policy(name, options).eval()
+    ends = eos_token_ids(model, tokenizer)
+    if not ends:
+        logger.warning(
+            "neither the tokenizer nor the generation_config of %r names an EOS token: every"
+            " completion has %d tokens",
+            name,
+            max_new_tokens,
+        )
+    for name_, value in (("num_generations", num_generations), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"--{name_} {value}: at least 1")
+    if num_generations > 1:
+        dataset = dataset.select([i for i in range(len(dataset)) for _ in range(num_generations)])
+    size = min(batch_size, max(len(dataset), 1))
+    prompts = DatasetPrompts(
+        dataset,
+        tokenizer,
+        prompts_per_step=size,
+        seed=seed,
+        shuffle=False,
+        max_prompt_length=max_prompt_length,
+    )
+    sampler = _engine(engine, model, tokenizer)
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        stop_ids=ends,
+    )
+    found: list[dict[str, Any]] = []
+    for step in range(-(-len(prompts) // size)):
+        batch = prompts.batch(step)
+        rollout = sampler.generate(batch, sampling=sampling, seed=seed + step)
+        answers = Texts(rollout, tokenizer, skip_special_tokens=True).completion_texts
+        for i, (text, finished) in enumerate(
+            zip(answers, rollout.terminated.tolist(), strict=True)
+        ):
+            columns = {n: values[i] for n, values in batch.columns.items()}
+            if "completion" in columns:
+                columns["reference"] = columns.pop("completion")
+            found.append({**columns, "completion": text, "finished": finished})
+    return found[: len(prompts)]  # the last batch is filled up from the start
+
+
+def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
+    from kedge.trainers.build.data import pad_id
+
+    pad = pad_id(tokenizer)
+    if kind == "embedded":
+        import torch
+
+        from kedge.backends.hf.rollout import EmbeddedEngine
+
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return EmbeddedEngine(model, pad_id=pad, tokenizer=tokenizer, shares_weights=True)
+    from kedge.config.options import installed
+
+    if not installed("vllm"):
+        raise ConfigError("--engine vllm needs vLLM: pip install 'kedge[vllm]'; or use embedded")
+    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+
+    blueprint = PolicySpec.of(model)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return VLLMEngine(InProcess(blueprint, weights), blueprint, pad_id=pad)
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows as jsonl, or as CSV by the file's ending.
+
+    Raises:
+        DataError: there are none.
+    """
+    if not rows:
+        raise DataError(f"{file}: there is no prompt to answer")
+    (write_csv if file.suffix == ".csv" else write_jsonl)(file, rows)

@@ -1,0 +1,246 @@
+"""``kedge judge``: which answers a judge prefers, with an interval."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.arguments import Flags
+from kedge.errors import ConfigError, DataError
+from kedge.insight.log import read_objects
+from kedge.judges import Endpoint, FunctionJudge, Match, ScoreJudge, match
+from kedge.judges.base import Judge
+from kedge.judges.endpoint import TEMPLATE
+from kedge.output import check_folder, write_csv, write_jsonl
+
+EPILOG = """\
+OURS and THEIRS are jsonl files with a prompt and an answer a line; rows go together by prompt,
+the second answer to a prompt with the second one.  Texts may be chat messages.
+THEIRS may be @COLUMN: another column of OURS, such as a reference.
+judges:
+  --endpoint URL --model NAME    any OpenAI-compatible endpoint; the key is in the environment
+  --reward_model PATH            the answer with the higher score of a reward model
+  --function file.py:f           f(prompts, firsts, seconds): 1 first, 0 second, 0.5 tie, None
+  --score file.py:f              f(prompts, answers): a score each
+example: kedge judge ppo.jsonl @reference --endpoint http://127.0.0.1:8000/v1 --model qwen"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = Flags(
+        prog="kedge judge",
+        description="Compare two sets of answers.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("ours", help="answers whose win rate is wanted")
+    made.add_argument("theirs", help="answers to beat, or @COLUMN of the first file")
+    made.add_argument("--prompt_column", default="prompt", help="default: %(default)s")
+    made.add_argument("--answer_column", default="completion", help="default: %(default)s")
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--endpoint", metavar="URL")
+    which.add_argument("--reward_model", metavar="PATH")
+    which.add_argument("--function", metavar="FILE:NAME")
+    which.add_argument("--score", metavar="FILE:NAME")
+    made.add_argument("--model", help="of the endpoint")
+    made.add_argument("--key_env", default="OPENAI_API_KEY", help="default: %(default)s")
+    made.add_argument("--template", help="file with {prompt}, {first} and {second}")
+    made.add_argument("--temperature", type=float, default=0.0)
+    made.add_argument("--max_tokens", type=int, default=256)
+    made.add_argument("--concurrency", type=int, default=8, help="requests at the same time")
+    made.add_argument("--timeout", type=float, default=60.0, help="seconds for a request")
+    made.add_argument("--retries", type=int, default=5)
+    made.add_argument("--cache", help="file with replies; default: OUTPUT_DIR/replies.sqlite")
+    made.add_argument("--price_in", type=float, help="of a million tokens read")
+    made.add_argument("--price_out", type=float, help="of a million tokens written")
+    made.add_argument("--margin", type=float, default=0.0, help="scores this close are a tie")
+    made.add_argument("--seed", type=int, default=0, help="of the order of each pair")
+    made.add_argument("--limit", type=int, help="the first so many prompts")
+    made.add_argument("--output_dir", default="judged", help="default: %(default)s")
+    return made
+
+
+def main(argv: Sequence[str]) -> None:
+    """Compare, print, write."""
+    flags = parser().parse_args(list(argv))
+    check_folder("--output_dir", flags.output_dir)
+    prompts, ours, theirs = read(flags)
+    folder = Path(flags.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = match(prompts, ours, theirs, build_judge(flags), seed=flags.seed)
+    summary = summarize(found, flags)
+    write(folder, found, summary)
+    show(summary)
+    print(f"kedge: the judgments are in {folder}")
+
+
+def build_judge(flags: argparse.Namespace) -> Judge:
+    """The judge that the flags name.
+
+    Raises:
+        ConfigError: an endpoint without model, or no such function.
+    """
+    from kedge.backends.rewards.load import load_function
+
+    if flags.endpoint is not None:
+        if flags.model is None:
+            raise ConfigError("--endpoint needs --model: the name that the endpoint knows it by")
+        return Endpoint(
+            flags.endpoint,
+            flags.model,
+            key_env=flags.key_env,
+            temperature=flags.temperature,
+            max_tokens=flags.max_tokens,
+            concurrency=flags.concurrency,
+            timeout=flags.timeout,
+            retries=flags.retries,
+            cache=flags.cache or Path(flags.output_dir) / "replies.sqlite",
+            template=TEMPLATE if flags.template is None else _text(flags.template),
+        )
+    if flags.reward_model is not None:
+        return ScoreJudge(load_scores(flags.reward_model), flags.reward_model, margin=flags.margin)
+    if flags.score is not None:
+        return ScoreJudge(load_function(flags.score), flags.score, margin=flags.margin)
+    return FunctionJudge(load_function(flags.function), flags.function)
+
+
+def load_scores(name: str) -> Any:
+    """A function that scores answers with a reward model, each as one that has ended.
+
+    Raises:
+        ConfigError: the model has no tokenizer beside it.
+    """
+    from kedge.backends.rewards.load import load_model, load_tokenizer
+    from kedge.backends.rewards.model import RewardModel
+
+    model, tokenizer = RewardModel(load_model(name)), load_tokenizer(name)
+    if tokenizer is None:
+        raise ConfigError(f"--reward_model {name}: there is no tokenizer beside it")
+
+    def score(prompts: list[str], answers: list[str]) -> list[float]:
+        texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        return model.score_texts(texts, tokenizer).tolist()
+
+    return score
+
+
+def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
+    """Prompts and both answers, in the order of the first file.
+
+    Raises:
+        DataError: a file, a column or a prompt is missing.
+    """
+    rows = _rows(flags.ours)[: flags.limit]
+    prompts = _column(rows, flags.prompt_column, flags.ours)
+    ours = _column(rows, flags.answer_column, flags.ours)
+    if flags.theirs.startswith("@"):
+        return prompts, ours, _column(rows, flags.theirs[1:], flags.ours)
+    other = _rows(flags.theirs)
+    answers: dict[str, list[str]] = {}
+    for prompt, answer in zip(
+        _column(other, flags.prompt_column, flags.theirs),
+        _column(other, flags.answer_column, flags.theirs),
+        strict=True,
+    ):
+        answers.setdefault(prompt, []).append(answer)
+    seen: Counter[str] = Counter()
+    theirs, missing = [], []
+    for prompt in prompts:
+        there = answers.get(prompt, [])
+        if seen[prompt] < len(there):
+            theirs.append(there[seen[prompt]])
+        else:
+            missing.append(prompt)
+        seen[prompt] += 1
+    if missing:
+        raise DataError(
+            f"{flags.theirs} has no answer to {len(missing)} of {len(prompts)} rows of"
+            f" {flags.ours}, the first {missing[0][:80]!r}"
+        )
+    return prompts, ours, theirs
+
+
+def _rows(file: str) -> list[dict[str, Any]]:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DataError(f"there is no file {file}")
+    rows = read_objects(path)
+    if not rows:
+        raise DataError(f"{file} has no rows")
+    return rows
+
+
+def _text(file: str) -> str:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DataError(f"there is no file {file}")
+    return path.read_text(encoding="utf-8")
+
+
+def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
+    texts = [_readable(row.get(name)) for row in rows]
+    for number, (row, text) in enumerate(zip(rows, texts, strict=True), 1):
+        if text is None:
+            raise DataError(
+                f"{file}, row {number} has no text in column {name!r}; it has {', '.join(row)}"
+            )
+    return [text for text in texts if text is not None]
+
+
+def _readable(value: Any) -> str | None:
+    """A text as it is; chat messages as text, a single one without its role; else None."""
+    if isinstance(value, str):
+        return value
+    try:
+        turns = [(str(turn["role"]), str(turn["content"])) for turn in value]
+    except (TypeError, KeyError):
+        return None
+    if len(turns) == 1:
+        return turns[0][1]
+    return "\n\n".join(f"{role}: {said}" for role, said in turns) or None
+
+
+def summarize(found: Match, flags: argparse.Namespace) -> dict[str, Any]:
+    """The match in numbers, and what it cost where prices are given."""
+    summary: dict[str, Any] = {"ours": flags.ours, "theirs": flags.theirs, **found.summary()}
+    if flags.price_in is not None or flags.price_out is not None:
+        read_, written = summary["prompt_tokens"], summary["completion_tokens"]
+        cost = read_ * (flags.price_in or 0.0) + written * (flags.price_out or 0.0)
+        summary["cost"] = cost / 1e6
+    return summary
+
+
+def write(folder: Path, found: Match, summary: dict[str, Any]) -> None:
+    """``judgments.jsonl``, ``judgments.csv`` and ``summary.json``."""
+    names = ("prompt", "ours", "theirs", "outcome", "swapped")
+    rows = [{n: getattr(r, n) for n in names} | {"said": r.answer.said} for r in found.rows]
+    write_jsonl(folder / "judgments.jsonl", rows)
+    write_csv(folder / "judgments.csv", rows)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"judged by {summary['judge']}", show_header=False, title_justify="left")
+    low, high = summary["win_rate_low"], summary["win_rate_high"]
+    table.add_row("win rate", f"{summary['win_rate']:.1%}  ({low:.1%} .. {high:.1%})")
+    controlled = summary["length_controlled_win_rate"]
+    shown = "-" if controlled is None else f"{controlled:.1%}"
+    table.add_row("at equal length", shown)
+    counts = ("wins", "losses", "ties", "invalid")
+    table.add_row(" / ".join(counts), " / ".join(str(summary[n]) for n in counts))
+    table.add_row("first answer preferred", f"{summary['first_preferred']:.1%}")
+    if summary["prompt_tokens"] or summary["cached"]:  # a judge that is paid by the token
+        tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
+        cached = f"{summary['cached']} answers from the cache"
+        table.add_row("tokens read / written", f"{tokens}; {cached}")
+    if "cost" in summary:
+        table.add_row("cost", f"{summary['cost']:.4f}")
+    Console().print(table)

@@ -1,0 +1,46 @@
+"""``kedge report``: one HTML page that shows what a run did."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from kedge.cli.arguments import Flags
+from kedge.engine.metrics import NAMES, PREFIXES
+from kedge.errors import ConfigError
+from kedge.insight.log import log_file
+from kedge.insight.page import page
+from kedge.insight.report import gather
+
+EPILOG = """\
+RUN is the output_dir of a run, finished or not.  The page needs nothing but itself: send it, or
+open it from the disk.
+example: kedge report runs/one --output one.html"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the page."""
+    flags = Flags(
+        prog="kedge report",
+        description="One HTML page of a run: overview, curves, completions, tokens.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("run", metavar="RUN")
+    flags.add_argument("--output", help="default: report.html in the run's folder")
+    flags.add_argument(
+        "--responses",
+        type=int,
+        default=5000,
+        help="most responses of each kind on the page; default: %(default)s",
+    )
+    chosen = flags.parse_args(list(argv))
+    if chosen.responses < 1:
+        raise ConfigError(f"--responses {chosen.responses} must be 1 or more")
+    place = log_file(chosen.run).parent
+    data = gather(chosen.run, meanings=NAMES, prefixes=PREFIXES, most=chosen.responses)
+    file = Path(chosen.output) if chosen.output else place / "report.html"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page(data), encoding="utf-8")
+    print(f"kedge: the report is in {file} ({file.stat().st_size / 2**20:.1f} MiB)")

@@ -1,0 +1,92 @@
+"""``kedge serve-reward``: reward functions over HTTP, for trainers that run elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kedge.cli.arguments import Flags
+from kedge.errors import ConfigError
+from kedge.verifiers import VERIFIERS, Verifier, by_column
+from kedge.verifiers.remote import TOKEN_ENV
+from kedge.verifiers.server import RewardServer
+
+EPILOG = f"""\
+REWARD is a verifier ({", ".join(VERIFIERS)}, by_column), module:function, or file.py:function.
+Train with it:  RemoteReward("http://127.0.0.1:8421/score") among the reward_funcs.
+The token is read from the environment variable {TOKEN_ENV}; without one, the server listens on
+this machine alone.  Code that a verifier runs is run on this machine."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = Flags(
+        prog="kedge serve-reward",
+        description="Serve reward functions over HTTP.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("rewards", nargs="+", metavar="REWARD", help="what to serve")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    made.add_argument("--port", type=int, default=8421, help="port to listen on; 0: a free one")
+    made.add_argument(
+        "--workers", type=int, default=1, help="calls at the same time (default: %(default)s)"
+    )
+    made.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
+    made.add_argument("--token_env", default=TOKEN_ENV, help="variable that holds the token")
+    return made
+
+
+def load(name: str) -> tuple[str, Callable[..., Any]]:
+    """A reward function and the name it is served under.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if name in VERIFIERS:
+        return name, VERIFIERS[name]
+    if name == "by_column":
+        return name, by_column()
+    if ":" not in name:
+        raise ConfigError(
+            f"reward {name!r} is none of {', '.join(VERIFIERS)}, by_column; others:"
+            " module:function or file.py:function"
+        )
+    from kedge.backends.rewards.load import load_function
+
+    return name.rpartition(":")[2], load_function(name)
+
+
+def main(argv: Sequence[str]) -> None:
+    """``kedge serve-reward REWARD ... [flags]``."""
+    options = parser().parse_args(list(argv))
+    functions = dict(load(name) for name in options.rewards)
+    if len(functions) < len(options.rewards):
+        raise ConfigError(f"two rewards have the same name: {', '.join(options.rewards)}")
+    for function in functions.values():
+        if isinstance(function, Verifier):
+            function.prepare()
+    token = os.environ.get(options.token_env)
+    server = RewardServer(
+        functions,
+        host=options.host,
+        port=options.port,
+        token=token,
+        workers=options.workers,
+        max_mb=options.max_mb,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    names = [server.url] if len(functions) == 1 else [f"{server.url}/{name}" for name in functions]
+    guarded = "with a token" if token else "without a token, for this machine alone"
+    print(f"kedge: serving {', '.join(names)} ({guarded})", flush=True)
+    try:
+        server.serve_forever()
+    finally:
+        server.close()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

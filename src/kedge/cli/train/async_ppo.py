@@ -1,0 +1,177 @@
+"""``kedge async-ppo``: PPO whose engines sample while the learners train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.arguments import Options, parse, parser
+from kedge.cli.data import note
+from kedge.cli.train import ppo
+from kedge.cli.train.async_data import dressed, load_mixed
+from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.errors import ConfigError
+
+_AI2 = (
+    *("try_launch_beaker_eval_jobs", "try_launch_beaker_eval_jobs_on_weka"),
+    *("try_auto_save_to_beaker", "gs_bucket_path", "oe_eval_tasks", "oe_eval_max_length"),
+    "eval_priority",
+)
+
+
+def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
+    """Train as the flags say."""
+    if {"-h", "--help"} & set(argv):
+        parser(prog, AsyncPPOConfig).print_help()
+        return
+    options = parse_options(argv, prog=prog)
+    config = options.config
+    assert isinstance(config, AsyncPPOConfig)
+    if config.cache_dataset_only:
+        train, test = load_mixed(options)
+        note(f"{len(train)} prompts to train on, {0 if test is None else len(test)} to evaluate on")
+    elif on_ray(config):
+        learn_on_ray(list(argv), options)
+    else:
+        learn(options)
+
+
+def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Options:
+    """What the flags say, the reward model's double role settled.
+
+    Raises:
+        ConfigError: unknown flags, or values that cannot work.
+    """
+    options = parse(argv, prog=prog, config=AsyncPPOConfig)
+    script, given = options.script, options.given
+    ignored = sorted(set(_AI2) & given)
+    if ignored:
+        note(f"{', '.join(ignored)}: of Ai2's own cluster, ignored")
+    # The value model starts from the reward model even where that scores nothing.
+    unscored = script.reward_model_multiplier == 0 and "reward_model_path" in given
+    if unscored and script.value_model_path is None:
+        script = replace(script, value_model_path=options.config.reward_model_path)
+    return replace(options, script=script)
+
+
+def on_ray(config: AsyncPPOConfig) -> bool:
+    """Whether learners run in actors: where engines do, and where there are several.
+
+    Raises:
+        ConfigError: there is no such number of learners.
+    """
+    learners = config.actor_num_gpus_per_node or [1]
+    if any(n < 1 for n in learners):
+        raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more on each machine")
+    launched = "RANK" in os.environ  # by accelerate, whose ranks these are
+    return not launched and (config.rollout_engine == "ray" or sum(learners) > 1)
+
+
+def learn_on_ray(argv: list[str], options: Options) -> None:
+    """Run ``learn`` on every rank of the plan, with its progress on this screen.
+
+    Raises:
+        ConfigError: no room in the cluster, or what a learner refuses.
+        LaunchError: a learner failed, died or hung; its error comes first.
+    """
+    from kedge.backends.ray.launch import LaunchLimits, launch
+    from kedge.backends.trackers import Screen
+
+    config = options.config
+    assert isinstance(config, AsyncPPOConfig)
+    learners = config.actor_num_gpus_per_node or [1]
+    batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
+    updates = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
+    screen = Screen(max(1, updates), bar=not config.disable_tqdm)
+    engines = config.vllm_num_engines if config.rollout_engine == "ray" else 0
+    try:
+        launch(
+            partial(learn_from, argv, str(Path.cwd())),
+            learners=learners,
+            engines=engines,
+            gpus_per_engine=config.vllm_tensor_parallel_size,
+            rewards=config.ray_reward_workers,
+            gpus_per_reward=config.ray_reward_gpus,
+            references=config.ray_ref_workers,
+            gpus_per_reference=config.ray_ref_gpus,
+            single_gpu_mode=config.single_gpu_mode,
+            address=config.ray_address,
+            environment=build_environment(config, sum(learners)),
+            limits=LaunchLimits(
+                room=config.ray_wait_seconds,
+                start=config.worker_start_timeout,
+                heartbeat=config.worker_heartbeat,
+                patience=config.worker_timeout,
+            ),
+            on_row=lambda row: screen.log(row, step=int(row["step"])),
+        )
+    finally:
+        screen.close()
+    note(f"the trained model is in {config.output_dir}")
+
+
+def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
+    """What the ranks find in their environment: how weights are cut over them.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    if config.deepspeed_stage not in (0, 1, 2, 3):
+        raise ConfigError(f"deepspeed_stage={config.deepspeed_stage} must be 0, 1, 2 or 3")
+    if config.deepspeed_stage == 0 or learners == 1:
+        return {}
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "true" if config.deepspeed_stage == 3 else "false",
+    }
+
+
+def learn_from(argv: list[str], folder: str) -> None:
+    """What a rank does: read the flags again, in the folder where they were given, and train."""
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    learn(parse_options(argv))
+
+
+def learn(options: Options) -> Any:
+    """Build the trainer of this process, and train."""
+    config = options.config
+    assert isinstance(config, AsyncPPOConfig)
+    if "wandb" in (config.report_to or []):
+        os.environ.setdefault("WANDB_PROJECT", config.wandb_project_name)
+        if config.wandb_entity is not None:
+            os.environ.setdefault("WANDB_ENTITY", config.wandb_entity)
+    names = ppo.model_names(options)
+    tokenizer = ppo.load_tokenizer(config.tokenizer_name_or_path or names.tokenizer, options.model)
+    train, test = load_mixed(options)
+    return ppo.train(
+        options,
+        train_dataset=train,
+        eval_dataset=test,
+        tokenizer=dressed(tokenizer, config),
+        value_model=_fresh_value(options) if config.init_value_from_scratch else None,
+    )
+
+
+def _fresh_value(options: Options) -> Any:
+    """A value model of the reward model's shape with weights of its own."""
+    from transformers import AutoModelForSequenceClassification, set_seed
+
+    from kedge.cli.planning.memory import read_config
+
+    script, trust = options.script, options.model.trust_remote_code
+    name = script.value_model_path or options.config.reward_model_path
+    if "reward_model_path" not in options.given and script.value_model_path is None:
+        raise ConfigError(
+            "--init_value_from_scratch needs --reward_model_path or --value_model_path, whose shape"
+            " the value model takes"
+        )
+    shape = read_config(name, trust_remote_code=trust)
+    shape.num_labels = 1
+    set_seed(options.config.seed)
+    return AutoModelForSequenceClassification.from_config(shape, trust_remote_code=trust)

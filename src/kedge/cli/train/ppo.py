@@ -1,0 +1,398 @@
+"""``kedge ppo``: flags to a trainer, and the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.arguments import ModelArguments, Options, parse, parser
+from kedge.cli.data import load_prompts, note
+from kedge.cli.rewards import build_sources, check_rewards, scores_without_model
+from kedge.cli.train.resume import how_to_resume, resume_point
+from kedge.config.base import OnPolicyConfig
+from kedge.config.grpo import GRPOConfig
+from kedge.config.ppo import PPOv2Config
+from kedge.config.rloo import RLOOConfig
+from kedge.config.values import shown
+from kedge.errors import ConfigError
+
+
+def main(
+    argv: Sequence[str],
+    *,
+    prog: str = "kedge ppo",
+    config: type[OnPolicyConfig] = PPOv2Config,
+) -> None:
+    """Train as the flags say."""
+    if {"-h", "--help"} & set(argv):
+        parser(prog, config).print_help()
+        return
+    train(parse(argv, prog=prog, config=config))
+
+
+def train(options: Options, **given: Any) -> Any:
+    """Build the trainer, train, save, and show some completions.
+
+    Args:
+        options: what ``parse`` returned.
+        given: what ``build`` takes.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, once a checkpoint is written.
+    """
+    from kedge.trainers.run.output_lock import check_targets, claimed
+
+    config = options.config
+    check_targets(config)
+    if "do_eval" in options.given and config.do_eval and not config.do_train:
+        trainer = build(options, **given)
+        trainer.evaluate()
+        return trainer
+    with claimed(config):  # before minutes of loading, not after
+        return _train(options, given)
+
+
+def _train(options: Options, given: Mapping[str, Any]) -> Any:
+    config, resume = options.config, resume_point(options.config.resume_from_checkpoint)
+    evaluates = "do_eval" in options.given and config.do_eval
+    trainer = build(options, starts=not resume, **given)
+    learn(trainer, resume)
+    if evaluates:
+        trainer.evaluate()
+    trainer.save_model(config.output_dir)
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=options.script.dataset_name)
+    if config.num_sample_generations:
+        trainer.generate_completions()
+    if trainer.state.is_world_process_zero:
+        print(f"kedge: the trained model is in {config.output_dir}")
+    return trainer
+
+
+def learn(trainer: Any, resume: str | bool | None) -> None:
+    """Train; after Ctrl-C or SIGTERM, finish the iteration, save a checkpoint and stop."""
+    from kedge.backends.ray.context import get_context
+    from kedge.backends.shutdown import GracefulShutdown
+    from kedge.trainers.run.hf_callbacks import Stopping
+
+    if get_context() is not None:  # the driver of the launch hears signals
+        trainer.train(resume_from_checkpoint=resume)
+        return
+    wishes = GracefulShutdown()
+    trainer.add_callback(Stopping(wishes))
+    with wishes.install():
+        trainer.train(resume_from_checkpoint=resume)
+    if wishes.requested:
+        note(how_to_resume(trainer))
+    wishes.reraise()
+
+
+def build(
+    options: Options,
+    *,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    tokenizer: Any = None,
+    value_model: Any = None,
+    starts: bool = False,
+) -> Any:
+    """The trainer that the flags describe, with everything loaded.
+
+    Args:
+        options: what ``parse`` returned.
+        train_dataset: prompts to use instead of ``dataset_name``.
+        eval_dataset: prompts to evaluate on, beside ``train_dataset``.
+        tokenizer: instead of the one beside the model.
+        value_model: instead of ``value_model_path``.
+        starts: a new run begins, which must not meet another's checkpoints.
+
+    Raises:
+        ConfigError: a value model for a rule that has none, and whatever the trainer refuses.
+    """
+    from kedge import AsyncPPOConfig, AsyncPPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer
+
+    names, script = model_names(options), options.script
+    algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
+    if starts and options.config.output_dir:  # before minutes of loading, not after
+        from kedge.trainers.run.checkpoint import earlier_run
+
+        earlier_run(Path(options.config.output_dir), overwrite=options.config.overwrite_output_dir)
+    if train_dataset is None:
+        train_dataset, eval_dataset = load_prompts(options)
+    model = options.model
+    reward, reads = reward_model(names.reward, model)
+    scored = build_sources(options, model=reward is not None)
+    shared: dict[str, Any] = {
+        "args": options.config,
+        "processing_class": tokenizer or load_tokenizer(names.tokenizer, model),
+        "model": load_policy(names.policy, model, more=_taken(options.config)),
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "peft_config": lora(model) if model.use_peft else None,
+        "algorithm": algorithm,
+        "reward_weights": scored.weights,
+    }
+    if isinstance(options.config, RLOOConfig | GRPOConfig):
+        kind = RLOOTrainer if isinstance(options.config, RLOOConfig) else GRPOTrainer
+        sources = [*([] if reward is None else [reward]), *scored.functions]
+        return kind(reward_funcs=sources, reward_processing_classes=reads, **shared)
+    trainer = AsyncPPOTrainer if isinstance(options.config, AsyncPPOConfig) else PPOTrainer
+    return trainer(
+        reward_model=reward,
+        reward_processing_class=reads,
+        value_model=value_model or script.value_model_path,
+        reward_funcs=scored.functions or None,
+        **shared,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Folders or hub names; ``reward`` is None where reward functions score."""
+
+    policy: str
+    tokenizer: str
+    reward: str | None
+
+
+def model_names(options: Options) -> Names:
+    """Which folder or hub name is the policy, the tokenizer and the reward model.
+
+    ``sft_model_path`` is the policy where it is given, else ``model_name_or_path``.  Without any
+    reward, a reward head with random weights on the model stands in, to try a run.
+
+    Raises:
+        ConfigError: there is no model.
+    """
+    given, config, main_name = options.given, options.config, options.model.model_name_or_path
+    groups = isinstance(config, RLOOConfig | GRPOConfig)
+    if groups and options.script.algorithm == "ppo":
+        raise ConfigError("--algorithm ppo: this command has no value model; use kedge ppo")
+    if groups and options.script.value_model_path:
+        raise ConfigError(
+            f"--value_model_path {options.script.value_model_path}: this rule compares responses "
+            "to one prompt and has no value model; leave it out, or use kedge ppo"
+        )
+    policy = config.sft_model_path if "sft_model_path" in given else main_name
+    if policy is None:
+        raise ConfigError("--model_name_or_path is missing: a folder or a hub name")
+    tokenizer = main_name or policy
+    if "base_model" in given and isinstance(config, PPOv2Config):
+        tokenizer = config.base_model
+    check_rewards(options)
+    reward = config.reward_model_path if "reward_model_path" in given else None
+    if options.script.reward_model_multiplier == 0:
+        reward = None
+    elif reward is None and not scores_without_model(options):
+        reward = policy
+        note(
+            "no --reward_model_path and no --reward_funcs: the reward is a dummy, a head with "
+            f"random weights on {policy}"
+        )
+    for name in (policy, tokenizer, reward, options.script.value_model_path):
+        _check_place(name)
+    return Names(policy=policy, tokenizer=tokenizer, reward=reward)
+
+
+def _check_place(name: str | None) -> None:
+    """Hub names have at most one slash; anything else has to be a folder."""
+    if name is None or Path(name).expanduser().is_dir():
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"the model {name!r} cannot be loaded: there is no such folder")
+
+
+def load_tokenizer(name: str, options: ModelArguments) -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            name,
+            padding_side="left",
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"there is no tokenizer in {name!r}: {error}") from error
+
+
+def load_policy(
+    name: str, options: ModelArguments, *, more: Mapping[str, Any] | None = None
+) -> Any:
+    """The policy's weights; ``more`` are arguments of ``from_pretrained`` that win over the flags.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from kedge.backends.hf import load
+    from kedge.trainers.build.models import split
+
+    flags = {
+        "dtype": options.dtype or "float32",
+        "revision": options.model_revision,
+        "attn_implementation": options.attn_implementation,
+        "trust_remote_code": options.trust_remote_code,
+        "quantization_config": quantization(options),
+    }
+    return load.load_policy(name, **split(flags | dict(more or {})))
+
+
+def _taken(config: OnPolicyConfig) -> dict[str, Any]:
+    """``model_init_kwargs``, out of the config: the trainer is given a loaded model."""
+    from kedge.trainers.build.models import init_kwargs
+
+    found = init_kwargs(config)
+    if found:
+        config.model_init_kwargs = None  # type: ignore[attr-defined]
+    return found
+
+
+def loading(options: ModelArguments) -> dict[str, Any]:
+    """Keyword arguments of ``from_pretrained``."""
+    wanted = {
+        "revision": options.model_revision,
+        "dtype": options.dtype or "float32",
+        "attn_implementation": options.attn_implementation,
+        "trust_remote_code": options.trust_remote_code,
+        "use_safetensors": True,
+        "quantization_config": quantization(options),
+    }
+    return {k: v for k, v in wanted.items() if v is not None}
+
+
+def reward_model(name: str | None, options: ModelArguments) -> tuple[Any, Any]:
+    """The reward model and the tokenizer beside it; its name alone where no foreign code runs."""
+    if name is None or not options.trust_remote_code:
+        return name, None
+    from kedge.backends.rewards.load import load_model, load_tokenizer
+
+    return load_model(name, trust_remote_code=True), load_tokenizer(name, trust_remote_code=True)
+
+
+def quantization(options: ModelArguments) -> Any:
+    """The bitsandbytes configuration, or None."""
+    if not (options.load_in_4bit or options.load_in_8bit):
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=options.load_in_4bit,
+        load_in_8bit=options.load_in_8bit,
+        bnb_4bit_quant_type=options.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=options.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=options.dtype or "bfloat16",
+    )
+
+
+def lora(options: ModelArguments) -> Any:
+    """The LoRA configuration.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError("--use_peft needs peft: pip install 'kedge[peft]'") from error
+    return LoraConfig(
+        task_type=options.lora_task_type,
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules=options.lora_target_modules,
+        target_parameters=options.lora_target_parameters,
+        modules_to_save=options.lora_modules_to_save,
+        use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
+    )
+
+
+def load_algorithm(spec: str | None, options: str | None = None) -> Any:
+    """The algorithm of a name, of ``file.py:name`` or ``module:name``; None is the command's own.
+
+    Args:
+        spec: see above.
+        options: keyword arguments of the function that makes it, as a JSON object.
+
+    Raises:
+        ConfigError: there is none, it is something else, or it knows no such option.
+    """
+    from kedge import Algorithm
+
+    given = _keywords(options)
+    if spec in (None, "ppo"):
+        if given:
+            raise ConfigError(
+                f"--algorithm_kwargs {options}: the command's own rule has its options as flags;"
+                " set those, or name a rule with --algorithm"
+            )
+        return None
+    found = _rule(str(spec))
+    try:
+        made = found(**given) if callable(found) else found
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--algorithm {spec} with {given or 'no options'}: {error}") from error
+    if given and not callable(found):
+        raise ConfigError(f"--algorithm_kwargs {options}: {spec} is made already, and takes none")
+    if not isinstance(made, Algorithm):
+        name = str(spec).rpartition(":")[2]
+        raise ConfigError(
+            f"--algorithm {spec}: {name!r} is {type(made).__name__}, not a kedge.Algorithm or a "
+            "function that returns one"
+        )
+    return made
+
+
+def _rule(spec: str) -> Any:
+    """What a name, ``file.py:name`` or ``module:name`` stands for."""
+    from kedge.algorithms import reinforce_pp, remax
+    from kedge.backends.rewards.load import load_module
+
+    named: dict[str, Callable[..., Any]] = {
+        "reinforce_pp": reinforce_pp,
+        "reinforce_pp_baseline": partial(reinforce_pp, baseline=True),
+        "remax": remax,
+    }
+    if spec in named:
+        return named[spec]
+    where, _, name = spec.rpartition(":")
+    choices = f"{', '.join(named)}, file.py:name or module:name"
+    if not where or not name:
+        near = get_close_matches(spec, named, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--algorithm {spec} must be one of {choices}{meant}")
+    try:
+        module = load_module(where, "kedge_algorithm")
+    except Exception as error:  # whatever the user's file raises
+        raise ConfigError(
+            f"--algorithm {spec}: {where!r} cannot be imported"
+            f" ({type(error).__name__}: {error}); give {choices}"
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError(f"--algorithm {spec}: {where!r} has nothing called {name!r}")
+    return getattr(module, name)
+
+
+def _keywords(options: str | None) -> dict[str, Any]:
+    try:
+        given = json.loads(options or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--algorithm_kwargs {shown(options)} must be JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f'--algorithm_kwargs {options} must be an object, such as {{"beta": 0.1}}'
+        )
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}

@@ -1,0 +1,58 @@
+"""Stopping and resuming a run from the command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def resume_point(given: str | None) -> str | bool | None:
+    """``--resume_from_checkpoint`` alone, or True, is the newest checkpoint; else a folder."""
+    words: Mapping[str, bool | None] = {"true": True, "false": None, "": None}
+    return given if given is None else words.get(given.lower(), given)
+
+
+def how_to_resume(trainer: Any) -> str:
+    """What a run that was stopped says: where it stands, and the command that resumes it."""
+    state, folder = trainer.state, Path(trainer.args.output_dir)
+    saved = folder / f"checkpoint-{state.global_step}"
+    stopped = f"stopped after iteration {state.global_step} of {state.max_steps}"
+    if trainer.args.save_only_model or not saved.is_dir():
+        return f"{stopped}; there is no checkpoint to resume from"
+    words = command_to_repeat(without="resume_from_checkpoint")
+    if words is None:
+        return f"{stopped}; add this to the same command to resume: --resume_from_checkpoint"
+    return f"{stopped}; to resume from {saved}:\n    {words} --resume_from_checkpoint"
+
+
+def command_to_repeat(*, without: str) -> str | None:
+    """The command line of this process as a shell takes it, without one flag and its value.
+
+    None where it cannot be repeated: a launcher started this process, or it holds a secret.
+    """
+    from kedge.trainers.reporting.run_info import command
+
+    first, *words = sys.argv or [""]
+    if "RANK" in os.environ or "..." in command():
+        return None
+    if first.endswith(".py"):
+        start = ["python", first]
+    elif Path(first).name == "kedge":
+        start = ["kedge"]
+    else:
+        return None
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        flag = word.startswith("--")
+        if flag and name == without:
+            dropping = not equals
+        elif flag or not dropping:
+            kept.append(word)
+            dropping = False
+    return shlex.join([*start, *kept])

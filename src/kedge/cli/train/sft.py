@@ -1,0 +1,97 @@
+"""``kedge sft``: the supervised model that RL starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from kedge.cli.arguments import ModelArguments, ModelArgumentsBeside, Parser, read
+from kedge.cli.data import Splits
+from kedge.cli.train.ppo import load_policy, load_tokenizer, lora
+from kedge.cli.train.resume import resume_point
+from kedge.config.declare import check_fields, option
+from kedge.errors import ConfigError
+
+
+@dataclass
+class BeforeArguments:
+    """Data of the steps before RL."""
+
+    dataset_name: str | None = option(None, "A file, a folder or a hub name.")
+    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split to evaluate on.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
+    """The parser of a step: its script's options, TRL's configuration, how models are loaded."""
+    from kedge.backends.trl.supervised import config_class
+
+    config = config_class(kind)
+    trusts = "trust_remote_code" in {f.name for f in fields(config)}
+    model = ModelArgumentsBeside if trusts else ModelArguments
+    return Parser(
+        (script, config, model),
+        {},
+        prog=f"kedge {kind}",
+        usage=f"kedge {kind} --model_name_or_path MODEL --dataset_name DATA --output_dir DIR ...",
+        description="Every option of TRL's configuration is a flag; --config FILE.yaml reads them.",
+    )
+
+
+def read_step(
+    kind: Literal["sft", "reward"], script: Any, argv: Sequence[str]
+) -> tuple[Any, Any, Any]:
+    """What the flags of a step say, checked before anything is loaded.
+
+    Raises:
+        ConfigError: an unknown flag, or no model, data or folder.
+    """
+    from kedge.backends.trl.supervised import defaults
+    from kedge.trainers.run.output_lock import check_targets
+
+    made = build_parser(kind, script)
+    (given, config, model), names = read(made, argv, defaults())
+    for name in ("model_name_or_path", "dataset_name", "output_dir"):
+        if name not in names:
+            raise ConfigError(f"kedge {kind}: --{name} is missing")
+    if model.lora_dropout and not model.use_peft:
+        raise ConfigError("--lora_dropout is set without --use_peft; add it")
+    config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
+    check_targets(config)
+    return given, config, model
+
+
+def load_rows(given: BeforeArguments, config: Any) -> tuple[Any, Any]:
+    """Rows to train on, and to evaluate on or None."""
+    splits = Splits(str(given.dataset_name), given.dataset_config)
+    test = None
+    if str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no":
+        test = splits.load(given.dataset_test_split)
+    return splits.load(given.dataset_train_split), test
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train as the flags say."""
+    if {"-h", "--help"} & set(argv):
+        build_parser("sft", BeforeArguments).print_help()
+        return
+    from kedge.backends.trl import train_supervised
+    from kedge.trainers.run.output_lock import claimed
+
+    given, config, model = read_step("sft", BeforeArguments, argv)
+    with claimed(config):
+        train, test = load_rows(given, config)
+        train_supervised(
+            load_policy(model.model_name_or_path, model),
+            load_tokenizer(model.model_name_or_path, model),
+            config,
+            train,
+            test,
+            peft=lora(model) if model.use_peft else None,
+        )
+    print(f"kedge: the supervised model is in {config.output_dir}")

@@ -1,0 +1,1 @@
+"""Option names of other libraries and of older versions."""

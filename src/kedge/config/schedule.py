@@ -1,0 +1,109 @@
+"""When things happen in a run, counted in updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kedge.config.base import OnPolicyConfig
+from kedge.errors import ConfigError
+
+Every = float | None  # updates; None: never
+MOST_TOKEN_TABLES = 100  # of a run: they are large
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalSchedule:
+    """When things happen.  Each method takes the number of updates done, from 1."""
+
+    updates: int
+    log_every: Every
+    log_first: bool
+    eval_every: Every
+    eval_delay: float
+    eval_on_start: bool
+    save_every: Every
+    sample_every: Every
+    tokens_every: Every = None
+
+    def logs(self, done: int) -> bool:
+        """Whether the metrics since the last time are reported."""
+        return (self.log_first and done == 1) or self._due(done, self.log_every, at_end=True)
+
+    def evaluates(self, done: int) -> bool:
+        """Whether the evaluation set is scored."""
+        return done >= self.eval_delay and self._due(done, self.eval_every, at_end=False)
+
+    def saves(self, done: int) -> bool:
+        """Whether a checkpoint is written."""
+        return self._due(done, self.save_every, at_end=True)
+
+    def samples(self, done: int) -> bool:
+        """Whether a table of sample completions is shown."""
+        return self._due(done, self.sample_every, at_end=False)
+
+    def writes_tokens(self, done: int) -> bool:
+        """Whether rows are written token by token: on the first update and when logging."""
+        if self.tokens_every is None:
+            return False
+        return done == 1 or self._due(done, self.tokens_every, at_end=True)
+
+    def _due(self, done: int, every: Every, *, at_end: bool) -> bool:
+        if every is None:
+            return False
+        # A period may be a fraction ("epoch" of 2.5 updates): due when a multiple was passed.
+        passed = math.floor(done / every + 1e-9) > math.floor((done - 1) / every + 1e-9)
+        return passed or (at_end and done == self.updates)
+
+
+def warmup_updates(config: OnPolicyConfig, updates: int) -> int:
+    """Updates of learning-rate warm-up; ``warmup_steps`` below 1 is a fraction of the run."""
+    steps = config.warmup_steps
+    return int(steps) if steps >= 1 else math.ceil(updates * steps)
+
+
+def build_schedule(
+    config: OnPolicyConfig, *, updates: int, updates_per_epoch: float | None
+) -> IntervalSchedule:
+    """When to log, evaluate, save and show samples.
+
+    Args:
+        config: the options; steps below 1 are fractions of the run.
+        updates: in the whole run.
+        updates_per_epoch: for the strategies "epoch"; None if the dataset has no length.
+
+    Raises:
+        ConfigError: a strategy "epoch" where an epoch has no length.
+    """
+
+    def every(name: str, steps: float | None) -> Every:
+        strategy = getattr(config, f"{name}_strategy")
+        kind = str(getattr(strategy, "value", strategy))
+        if kind == "epoch":
+            if updates_per_epoch is None:
+                raise ConfigError(
+                    f"{name}_strategy='epoch', but the dataset does not know its length; set "
+                    f"{name}_strategy='steps' and {name}_steps"
+                )
+            return max(1.0, updates_per_epoch)
+        if kind == "best":
+            return every("eval", config.eval_steps)
+        if kind != "steps" or not steps:
+            return None
+        return float(max(1, math.ceil(updates * steps))) if steps < 1 else float(steps)
+
+    tables = config.num_sample_generations
+    logging = every("logging", config.logging_steps)
+    return IntervalSchedule(
+        updates=updates,
+        log_every=logging,
+        log_first=config.logging_first_step,
+        eval_every=every("eval", config.eval_steps),
+        eval_delay=config.eval_delay,
+        eval_on_start=config.eval_on_start,
+        save_every=every("save", config.save_steps),
+        sample_every=max(1, updates // tables) if tables else None,
+        tokens_every=max(logging, math.ceil(updates / MOST_TOKEN_TABLES))
+        if logging and config.log_token_rows
+        else None,
+    )

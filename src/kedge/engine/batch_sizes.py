@@ -1,0 +1,231 @@
+"""Every size of a run, derived once.
+
+sample        one prompt with one response               prompts = samples / group
+micro-batch   samples of one forward and backward pass, on one process
+mini-batch    samples of one optimizer step, over all processes
+batch         samples of one update: generated together, then trained on ``epochs`` times
+update        one batch; ``epochs x minibatches`` optimizer steps
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kedge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """The sizes of a run.  Build one with ``compute_batch_sizes``.
+
+    Args:
+        world_size: processes.
+        micro_rows: most samples of one process in one forward and backward pass.
+        local_rows: samples of one process in one update.
+        minibatches: optimizer steps per pass over a batch.
+        epochs: passes over each batch.
+        group: responses per prompt.
+        updates: batches in the run.
+        updates_per_epoch: updates in which every prompt is used once; None: unknown.
+    """
+
+    world_size: int
+    micro_rows: int
+    local_rows: int
+    minibatches: int
+    epochs: int
+    group: int
+    updates: int
+    updates_per_epoch: float | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one update, over all processes."""
+        return self.local_rows * self.world_size
+
+    @property
+    def local_mini_rows(self) -> int:
+        """Samples of one process in one optimizer step."""
+        return self.local_rows // self.minibatches
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of one optimizer step, over all processes."""
+        return self.batch_size // self.minibatches
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one forward and backward pass, over all processes."""
+        return self.micro_rows * self.world_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes of one process in one optimizer step."""
+        return math.ceil(self.local_mini_rows / self.micro_rows)
+
+    @property
+    def local_prompts(self) -> int:
+        """Different prompts of one process in one update."""
+        return self.local_rows // self.group
+
+    @property
+    def prompts(self) -> int:
+        """Different prompts of one update, over all processes."""
+        return self.batch_size // self.group
+
+    @property
+    def optimizer_steps_per_update(self) -> int:
+        """Optimizer steps in one update."""
+        return self.epochs * self.minibatches
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps in the run."""
+        return self.updates * self.optimizer_steps_per_update
+
+    @property
+    def episodes(self) -> int:
+        """Responses generated in the run."""
+        return self.updates * self.batch_size
+
+    def derived(self) -> dict[str, int]:
+        """The sizes under the names that PPOConfig has for them."""
+        return {
+            "world_size": self.world_size,
+            "num_total_batches": self.updates,
+            "micro_batch_size": self.micro_batch_size,
+            "local_batch_size": self.local_rows,
+            "batch_size": self.batch_size,
+            "local_mini_batch_size": self.local_mini_rows,
+            "mini_batch_size": self.mini_batch_size,
+        }
+
+
+def compute_batch_sizes(
+    *,
+    per_device: int,
+    accumulation: int = 1,
+    world_size: int = 1,
+    num_mini_batches: int = 1,
+    num_ppo_epochs: int = 1,
+    num_generations: int = 1,
+    total_episodes: int | None = None,
+    max_steps: int = -1,
+    num_train_epochs: float = 1.0,
+    dataset_rows: int | None = None,
+    min_group: int = 1,
+) -> BatchSizes:
+    """Derive every size, or say which value does not fit and which nearest ones do.
+
+    The run ends at ``total_episodes`` or ``max_steps``, whichever comes first;
+    ``num_train_epochs`` counts when neither is given.
+
+    Args:
+        per_device: samples of one process in one forward and backward pass.
+        accumulation: such passes per process that make up one batch.
+        world_size: processes.
+        num_mini_batches: optimizer steps that a batch is cut into.
+        num_ppo_epochs: passes over each batch.
+        num_generations: responses per prompt.
+        total_episodes: responses to generate; the last batch is always full.
+        max_steps: updates; below 1 is no limit.
+        num_train_epochs: passes over the prompts of the dataset.
+        dataset_rows: prompts in the dataset; None if unknown.
+        min_group: responses per prompt that the algorithm needs.
+
+    Raises:
+        ConfigError: sizes that do not divide, or a run without an end.
+    """
+    for name, size in [
+        ("per_device_train_batch_size", per_device),
+        ("gradient_accumulation_steps", accumulation),
+        ("world_size", world_size),
+        ("num_mini_batches", num_mini_batches),
+        ("num_ppo_epochs", num_ppo_epochs),
+        ("num_generations", num_generations),
+    ]:
+        if size < 1:
+            raise ConfigError(f"{name}={size} must be at least 1")
+    local = per_device * accumulation
+    _check_group(num_generations, min_group)
+    where = "" if world_size == 1 else f" of each of the {world_size} processes"
+    _check_divides(
+        "num_generations",
+        num_generations,
+        local,
+        f"{where} (per_device_train_batch_size={per_device} x "
+        f"gradient_accumulation_steps={accumulation})",
+        at_least=min_group,
+    )
+    _check_divides(
+        "num_mini_batches",
+        num_mini_batches,
+        local,
+        f"{where} ({local // num_generations} prompts x {num_generations} each)",
+    )
+    batch = local * world_size
+    per_epoch = None if dataset_rows is None else dataset_rows * num_generations / batch
+    return BatchSizes(
+        world_size=world_size,
+        micro_rows=min(per_device, local // num_mini_batches),
+        local_rows=local,
+        minibatches=num_mini_batches,
+        epochs=num_ppo_epochs,
+        group=num_generations,
+        updates=_updates(batch, total_episodes, max_steps, num_train_epochs, per_epoch),
+        updates_per_epoch=per_epoch,
+    )
+
+
+def _updates(
+    batch: int,
+    total_episodes: int | None,
+    max_steps: int,
+    num_train_epochs: float,
+    per_epoch: float | None,
+) -> int:
+    limits = []
+    if total_episodes is not None:
+        if total_episodes < 1:
+            raise ConfigError(f"total_episodes={total_episodes} must be at least 1")
+        limits.append(math.ceil(total_episodes / batch))
+    if max_steps > 0:
+        limits.append(max_steps)
+    if limits:
+        return min(limits)
+    if per_epoch is None:
+        raise ConfigError(
+            "the dataset does not know its length, so num_train_epochs does not say when to stop; "
+            "set total_episodes or max_steps"
+        )
+    if num_train_epochs <= 0:
+        raise ConfigError(
+            f"num_train_epochs={num_train_epochs} trains nothing; set it above 0, or set "
+            "total_episodes or max_steps"
+        )
+    # 0.1 + 0.2 passes over 10 prompts are 3 prompts, not 3.0000000000000004.
+    return max(1, math.ceil(round(num_train_epochs * per_epoch, 9)))
+
+
+def _check_group(group: int, min_group: int) -> None:
+    if group < min_group:
+        raise ConfigError(
+            f"num_generations={group} is too few: this algorithm compares the responses to one "
+            f"prompt and needs at least {min_group}"
+        )
+
+
+def _check_divides(name: str, value: int, total: int, of: str, *, at_least: int = 1) -> None:
+    if total % value:
+        raise ConfigError(
+            f"{name}={value} does not divide the batch of {total} samples{of}; "
+            f"nearest that do: {_nearest_divisors(value, total, at_least)}"
+        )
+
+
+def _nearest_divisors(value: int, total: int, at_least: int) -> str:
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = [d for d in divisors if at_least <= d < value][-1:]
+    above = [d for d in divisors if d > value][:1]
+    return ", ".join(map(str, below + above)) or "none; raise per_device_train_batch_size"

@@ -1,0 +1,40 @@
+"""How tokens are averaged into one loss.
+
+A weighting is a tensor that sums to 1 over one *optimizer step*, over all ranks.  It is computed
+before the step is cut into micro-batches, so no cut can change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Total = Callable[[Tensor], Tensor]
+
+
+def _count(mask: Tensor, total: Total) -> Tensor:
+    return total(mask.sum().to(torch.float32)).clamp(min=1)
+
+
+def token_mean(mask: Tensor, total: Total) -> Tensor:
+    """Every real token counts the same.  bool [B, R] -> float32 [B, R]."""
+    return mask / _count(mask, total)
+
+
+def row_mean(mask: Tensor, total: Total) -> Tensor:
+    """Every row with a real token counts the same.  bool [B, R] -> float32 [B]."""
+    alive = mask.any(1)
+    return alive / _count(alive, total)
+
+
+def row_then_token_mean(mask: Tensor, total: Total) -> Tensor:
+    """Every response counts the same, whatever its length (GRPO, arXiv:2402.03300)."""
+    return row_mean(mask, total)[:, None] * mask / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+WEIGHTINGS: dict[str, Callable[[Tensor, Total], Tensor]] = {
+    "token_mean": token_mean,
+    "row_then_token_mean": row_then_token_mean,
+}

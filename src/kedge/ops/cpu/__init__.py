@@ -1,0 +1,1 @@
+"""CPU kernels, each with a plain PyTorch fallback."""

@@ -1,0 +1,346 @@
+"""Log-probabilities, entropy and KL straight from hidden states.
+
+The logits of N rows over a vocabulary of V are never held: they are computed tile by tile,
+used, and computed again in the backward.  A tile is all rows by a block of the vocabulary, so
+that every row of the weight (and of its gradient) is touched once per pass; the softmax runs
+online over the blocks (Milakov & Gimelshein 2018, arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kedge.ops.cpu.grad_accumulation import gathered
+from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
+
+_NEVER = -1e30  # logit of a token that cannot be drawn; finite, so that no inf - inf arises
+_CPU_TILE = 1 << 20  # elements; 4 MB of float32 stays in cache
+_GPU_TILE = 1 << 26
+_MIN_COLUMNS = 256
+
+
+class Head(NamedTuple):
+    """The map from hidden states to logits: softcap(scale (h W^T + b))."""
+
+    weight: Tensor  # float [V, H]
+    bias: Tensor | None = None  # float [V]
+    scale: float = 1.0
+    softcap: float | None = None  # y = c tanh(x / c), Gemma 2 (arXiv:2408.00118, sec. 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenConstraints:
+    """Which tokens each row could have drawn, and at which temperature.
+
+    Args:
+        temperature: logits are divided by it; > 0.
+        banned: (rows bool[N], token ids int64[K]): these rows cannot draw these tokens.
+        support: int64 [N, K]; the only tokens that row can draw, -1 = unused slot.
+    """
+
+    temperature: float = 1.0
+    banned: tuple[Tensor, Tensor] | None = None
+    allowed_tokens: Tensor | None = None
+
+    def rows(self, part: slice) -> TokenConstraints:
+        """The same for a slice of the rows."""
+        banned = None if self.banned is None else (self.banned[0][part], self.banned[1])
+        support = None if self.allowed_tokens is None else self.allowed_tokens[part]
+        return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=support)
+
+
+class _Tiles:
+    """Logit tiles of one head over some rows, in one reused buffer."""
+
+    def __init__(self, hidden: Tensor, head: Head, draw: TokenConstraints, tile: int) -> None:
+        self.hidden, self.head, self.draw = hidden, head, draw
+        self.width = min(head.weight.shape[0], max(_MIN_COLUMNS, tile // max(len(hidden), 1)))
+        self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        self.buffer = hidden.new_empty(len(hidden) * self.width, dtype=self.exact)
+        self.index = torch.arange(len(hidden), device=hidden.device)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """The vocabulary, cut into [low, high)."""
+        size = self.head.weight.shape[0]
+        return ((low, min(size, low + self.width)) for low in range(0, size, self.width))
+
+    def weight(self, low: int, high: int) -> Tensor:
+        return self.head.weight[low:high].to(self.hidden.dtype)
+
+    def logits(self, low: int, high: int, slope: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Tempered logits float32+ [N, high-low], valid until the next call, and d/d(input)."""
+        head, draw = self.head, self.draw
+        out = self.buffer[: len(self.hidden) * (high - low)].view(len(self.hidden), high - low)
+        w = self.weight(low, high)
+        bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
+        z = float32_product(self.hidden, w, bias, room=out)
+        derivative = None
+        if head.softcap is not None:
+            z.mul_(head.scale / head.softcap).tanh_()
+            derivative = (1 - z * z) * (head.scale / draw.temperature) if slope else None
+            z.mul_(head.softcap / draw.temperature)
+        elif head.scale != draw.temperature:
+            z.mul_(head.scale / draw.temperature)
+        return self._restrict(z, low, high), derivative
+
+    def _restrict(self, z: Tensor, low: int, high: int) -> Tensor:
+        if self.draw.banned is not None:
+            rows, ids = self.draw.banned
+            ids = ids[(ids >= low) & (ids < high)] - low
+            if len(ids):
+                z[rows.nonzero(), ids] = _NEVER
+        if self.draw.allowed_tokens is not None:
+            row, column = self.place(self.draw.allowed_tokens, low, high)
+            allowed = torch.zeros_like(z, dtype=torch.bool)
+            allowed[row, column] = True
+            z.masked_fill_(~allowed, _NEVER)
+        return z
+
+    def place(self, ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Rows and columns, inside the block, of those ``ids`` int64 [N, K] that lie in it."""
+        row, slot = ((ids >= low) & (ids < high)).nonzero(as_tuple=True)
+        return row, ids[row, slot] - low
+
+
+class _Online:
+    """log sum exp of a row, met block by block, and the mean of something under its softmax."""
+
+    def __init__(self, tiles: _Tiles) -> None:
+        shape = (len(tiles.hidden), 1)
+        self.top = tiles.hidden.new_full(shape, _NEVER, dtype=tiles.exact)
+        self.sum = torch.zeros_like(self.top)
+        self.weighted = torch.zeros_like(self.top)
+
+    def shift(self, z: Tensor) -> None:
+        """Make room for a block, and subtract the running maximum from it, in place."""
+        top = torch.maximum(self.top, z.amax(1, keepdim=True))
+        old = (self.top - top).exp_()
+        self.sum.mul_(old)
+        self.weighted.mul_(old)
+        self.top = top
+        z.sub_(top)
+
+    @property
+    def lse(self) -> Tensor:
+        return self.top + self.sum.log()
+
+
+def _row_parts(n: int, tile: int) -> Iterator[slice]:
+    step = max(1, tile // _MIN_COLUMNS)
+    return (slice(i, min(n, i + step)) for i in range(0, n, step))
+
+
+def _scan(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, entropy, and log sum exp, each [n]."""
+    online = _Online(tiles)
+    chosen = torch.full_like(online.top, _NEVER)
+    for low, high in tiles.blocks():
+        z, _ = tiles.logits(low, high)
+        row, column = tiles.place(targets[:, None], low, high)
+        chosen[row, 0] = z[row, column]
+        before = online.top
+        online.shift(z)
+        online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
+        e = z.exp()
+        online.sum.add_(e.sum(1, keepdim=True))
+        online.weighted.add_(e.mul_(z).sum(1, keepdim=True))
+    entropy = online.sum.log() - online.weighted / online.sum
+    lse = online.lse
+    return (chosen - lse)[:, 0], entropy[:, 0], lse[:, 0]
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        hidden, weight, bias, targets, head, draw, tile, entropy_grad = args
+        head = head._replace(weight=weight, bias=bias)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _row_parts(len(hidden), tile):
+                tiles = _Tiles(hidden[part], head, draw.rows(part), tile)
+                logprob[part], entropy[part], lse[part] = _scan(tiles, targets[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.spec = (head._replace(weight=lse, bias=None), draw, tile, entropy_grad)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *up: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        head, draw, tile, entropy_grad = ctx.spec
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        into = gathered(weight) if need_weight else None
+        fresh = need_weight and into is None
+        grads = _Grads(
+            torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
+            torch.zeros_like(weight) if fresh else into,
+            torch.zeros_like(bias) if need_bias else None,
+        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _row_parts(len(hidden), tile):
+                tiles = _Tiles(
+                    hidden[part], head._replace(weight=weight, bias=bias), draw.rows(part), tile
+                )
+                of = (up[0][part], up[1][part] if entropy_grad else None)
+                _pull(tiles, targets[part], lse[part], entropy[part], of, grads.rows(part))
+        grad_hidden = None if grads.hidden is None else grads.hidden.to(hidden.dtype)
+        return (
+            grad_hidden,
+            grads.weight if fresh else None,
+            grads.bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _Grads(NamedTuple):
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def rows(self, part: slice) -> _Grads:
+        return self._replace(hidden=None if self.hidden is None else self.hidden[part])
+
+
+def _pull(
+    tiles: _Tiles,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    up: tuple[Tensor, Tensor | None],
+    grads: _Grads,
+) -> None:
+    """Add the gradients of ``_scan``'s outputs, given theirs, to ``grads``.
+
+    d log p_t / d z = onehot_t - p          d entropy / d z = -p (log p + entropy)
+    """
+    factor = 1.0 if tiles.head.softcap is not None else tiles.head.scale / tiles.draw.temperature
+    of_logprob = (up[0] * factor)[:, None]
+    of_entropy = None if up[1] is None else (up[1] * factor)[:, None]
+    for low, high in tiles.blocks():
+        z, slope = tiles.logits(low, high, slope=True)
+        z.sub_(lse[:, None])
+        if of_entropy is None:
+            d = z.exp_().mul_(-of_logprob)
+        else:
+            d = z.exp().mul_((z + entropy[:, None]).mul_(-of_entropy).sub_(of_logprob))
+        row, column = tiles.place(targets[:, None], low, high)
+        d[row, column] += of_logprob[row, 0]
+        if slope is not None:
+            d.mul_(slope)
+        small = d.to(tiles.hidden.dtype)
+        if grads.hidden is not None:
+            add_product(grads.hidden, small, tiles.weight(low, high))
+        if grads.weight is not None:
+            add_outer(grads.weight[low:high], small, tiles.hidden)
+        if grads.bias is not None:
+            grads.bias[low:high] += d.sum(0)
+
+
+def _tile(hidden: Tensor, tile: int | None) -> int:
+    return tile or (_CPU_TILE if hidden.device.type == "cpu" else _GPU_TILE)
+
+
+def _compute_dtype(hidden: Tensor) -> Tensor:
+    kind = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+
+
+def linear_logprob(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    *,
+    draw: TokenConstraints | None = None,
+    entropy_grad: bool = False,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of one token per row, and the entropy of the distribution, in nats.
+
+        z = softcap(scale (h W^T + b)) / temperature    log p = z_t - log sum_j e^{z_j}
+        entropy = -sum_j p_j log p_j                    over the tokens that can be drawn
+
+    Matrix products take operands in the dtype of ``hidden`` (under autocast, in that of autocast);
+    logits and softmax are float32 (float64 for float64).  A target that cannot be drawn gets about
+    -1e30.
+
+    Args:
+        hidden: float [N, H].
+        head: weight float [V, H], bias float [V], ...; gradients flow to both.
+        targets: int64 [N].
+        draw: temperature and the tokens that each row can draw; None: all, at temperature 1.
+        entropy_grad: whether the entropy is differentiable (it costs a little).
+        tile: elements of logits held at a time; the result depends on it in rounding only.
+
+    Returns:
+        float32 [N] log-probabilities, with gradient, and float32 [N] entropies.
+    """
+    hidden = _compute_dtype(hidden)
+    found: tuple[Tensor, Tensor] = _LinearLogprob.apply(
+        hidden,
+        head.weight,
+        head.bias,
+        targets,
+        head,
+        draw or TokenConstraints(),
+        _tile(hidden, tile),
+        entropy_grad,
+    )
+    return found
+
+
+@torch.no_grad()
+def linear_kl(
+    hidden: Tensor,
+    head: Head,
+    ref_hidden: Tensor,
+    ref_head: Head,
+    *,
+    draw: TokenConstraints | None = None,
+    tile: int | None = None,
+) -> Tensor:
+    """KL(p || q) over the vocabulary, per row, from the hidden states of two models.  No gradient.
+
+        KL = sum_j p_j (z_j - z'_j) - log sum_j e^{z_j} + log sum_j e^{z'_j}
+
+    Args:
+        hidden: float [N, H] of the policy.
+        head: of the policy, weight float [V, H].
+        ref_hidden: float [N, H'] of the reference.
+        ref_head: of the reference, weight float [V, H'].
+        draw: temperature and the tokens that each row can draw, the same for both.
+        tile: elements of logits held at a time.
+
+    Returns:
+        float32 [N], nats.
+    """
+    hidden, ref_hidden = _compute_dtype(hidden), _compute_dtype(ref_hidden)
+    size, draw = _tile(hidden, tile), draw or TokenConstraints()
+    kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part in _row_parts(len(hidden), size):
+            ours = _Tiles(hidden[part], head, draw.rows(part), size)
+            theirs = _Tiles(ref_hidden[part], ref_head, draw.rows(part), size)
+            p, q = _Online(ours), _Online(theirs)
+            for low, high in ours.blocks():
+                z, _ = ours.logits(low, high)
+                other, _ = theirs.logits(low, high)
+                gap = z - other
+                p.shift(z)
+                e = z.exp_()
+                p.sum.add_(e.sum(1, keepdim=True))
+                p.weighted.add_(e.mul_(gap).sum(1, keepdim=True))
+                q.shift(other)
+                q.sum.add_(other.exp_().sum(1, keepdim=True))
+            kl[part] = (p.weighted / p.sum - p.lse + q.lse)[:, 0]
+    return kl

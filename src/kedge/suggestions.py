@@ -1,0 +1,103 @@
+"""Options that there are not: what a name was meant to be, and the error that says so."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from kedge.errors import OptionError
+
+# Names of one thing, here and in other libraries, in today's releases and in older ones.
+ALIASES = (
+    ("num_ppo_epochs", "ppo_epochs", "num_iterations", "noptepochs", "update_epochs"),
+    ("num_generations", "rloo_k", "number_samples_per_prompt", "n_samples_per_prompt"),
+    ("total_episodes", "steps", "num_episodes"),
+    ("kl_coef", "init_kl_coef", "beta"),
+    ("kl_estimator", "kl_penalty"),
+    ("adaptive_kl", "adap_kl_ctrl"),
+    ("kl_target", "target"),
+    ("kl_horizon", "horizon"),
+    ("cliprange", "epsilon", "eps_clip", "clip_range"),
+    ("cliprange_high", "epsilon_high"),
+    ("cliprange_value", "value_clip", "clip_range_vf"),
+    ("lam", "lambd", "gae_lambda"),
+    ("normalize_advantage", "normalize_advantages"),
+    ("response_length", "max_completion_length", "max_new_tokens", "generate_max_len"),
+    ("max_prompt_length", "max_prompt_token_length", "prompt_max_len"),
+    ("min_new_tokens", "min_response_length"),
+    ("non_eos_penalty", "non_stop_penalty"),
+    ("local_rollout_forward_batch_size", "forward_batch_size", "micro_rollout_batch_size"),
+    ("report_to", "log_with"),
+    ("project", "tracker_project_name"),
+    ("eval_strategy", "evaluation_strategy"),
+    ("torch_empty_cache_steps", "optimize_device_cache", "optimize_cuda_cache"),
+    ("value_learning_rate", "critic_learning_rate"),
+    ("value_warmup_steps", "freezing_actor_steps"),
+    ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
+    ("processing_class", "tokenizer"),
+    ("args", "config"),
+    ("model", "model_name_or_path", "policy", "model_name", "model_path", "pretrain"),
+    ("train_dataset", "dataset_name", "dataset", "prompt_data"),
+    ("ref_model", "ref_policy"),
+    ("reward_processing_class", "reward_processing_classes"),
+    ("model_adapter_name", "adapter_name"),
+)
+_CUTOFF = 0.5
+
+Class = TypeVar("Class", bound=type)
+
+
+def hint(name: str, known: Collection[str], *, dashes: str = "") -> str:
+    """How a name that is not known is called here, or which known one is nearest; may be empty.
+
+    Args:
+        name: what was given.
+        known: names that there are.
+        dashes: what stands before them, where they are flags.
+    """
+    for names in ALIASES:
+        here = [each for each in names if each in known]
+        if name in names and here:
+            return f"; it is called {dashes}{here[0]} here"
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_CUTOFF)
+    return f"; the nearest is {dashes}{near[0]}" if near else ""
+
+
+def named(
+    kind: str, *, config: type | None = None, older: Collection[str] = ()
+) -> Callable[[Class], Class]:
+    """A class whose unknown keywords are refused with a name that was perhaps meant.
+
+    Args:
+        kind: what the class calls its keywords: "option" or "argument".
+        config: holds the options beside these arguments.
+        older: keywords that the class takes besides those of its signature.
+    """
+    beside = frozenset(inspect.signature(config).parameters) if config is not None else frozenset()
+
+    def decorate(made: Class) -> Class:
+        real: Callable[..., None] = made.__init__  # type: ignore[misc]
+        parameters = inspect.signature(real).parameters.values()
+        known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"} | {*older}
+
+        @functools.wraps(real)
+        def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in known:
+                    raise OptionError(f"{type(self).__name__} has no {kind} {name!r}{_said(name)}")
+            if kind == "option":
+                self.given = frozenset(kwargs)  # what was set, at whatever value
+            real(self, *args, **kwargs)
+
+        def _said(name: str) -> str:
+            if name in beside:
+                return "; it is an option of the config"
+            return hint(name, known)
+
+        made.__init__ = checked  # type: ignore[misc]
+        return made
+
+    return decorate

@@ -1,0 +1,1 @@
+"""Builds everything a run needs from the user's arguments."""

@@ -1,0 +1,120 @@
+"""What a user hands over to a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from kedge import verifiers
+from kedge.backends.data.table import read_table
+from kedge.config.base import OnPolicyConfig
+from kedge.config.compat.trl import NewerArguments
+from kedge.errors import ConfigError
+from kedge.protocols import RolloutEngine
+from kedge.verifiers.base import Verifier
+from kedge.verifiers.by_column import ByColumn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerInputs:
+    """What a user hands over to a trainer; see ``kedge.PPOTrainer`` for each."""
+
+    args: OnPolicyConfig
+    processing_class: Any = None
+    model: str | nn.Module | None = None
+    ref_model: str | nn.Module | None = None
+    reward_model: Any = None
+    train_dataset: Any = None
+    value_model: str | nn.Module | None = None
+    data_collator: Any = None
+    eval_dataset: Any = None
+    optimizers: tuple[Any, Any] = (None, None)
+    callbacks: list[Any] | None = None
+    peft_config: Any = None
+    reward_funcs: Any = None
+    reward_weights: Sequence[float] | None = None
+    reward_processing_class: Any = None
+    rollout_engine: RolloutEngine | None = None
+    quantization_config: Any = None
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        check_verifiers(self)
+
+
+def check_kinds(given: TrainerInputs) -> None:
+    """Look at what each argument is, before anything is loaded.
+
+    Raises:
+        ConfigError: one is of another kind than can be used.
+    """
+    pair = given.optimizers
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ConfigError(
+            f"optimizers={_shown(pair)} must be a pair, (optimizer, scheduler), each perhaps None"
+        )
+    for name, value, methods in (
+        ("optimizers[0]", pair[0], ("param_groups", "step")),
+        ("optimizers[1]", pair[1], ("step", "state_dict")),
+        ("rollout_engine", given.rollout_engine, ("live", "logprobs", "generate", "load_weights")),
+        ("peft_config", given.peft_config, ("peft_type",)),
+        ("data_collator", given.data_collator, ("__call__",)),
+    ):
+        missing = [method for method in methods if not hasattr(value, method)]
+        if value is not None and (missing or isinstance(value, type)):
+            lacks = f" (it lacks {', '.join(missing)})" if missing else ""
+            raise ConfigError(f"{name}={_shown(value)} must be {_WANTED[name]}{lacks}")
+    if not isinstance(given.callbacks, list | tuple | None):
+        raise ConfigError(f"callbacks={_shown(given.callbacks)} must be a list of callbacks")
+    task = getattr(given.peft_config, "task_type", None)
+    task = getattr(task, "value", task)
+    if task not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"peft_config has task_type={task!r}; the policy needs 'CAUSAL_LM'")
+
+
+def check_verifiers(given: TrainerInputs) -> None:
+    """Look for verifiers that rows name and nobody knows, or that cannot run on this machine.
+
+    Raises:
+        RewardError: naming the row.
+        ConfigError: saying what the machine lacks.
+    """
+    functions = given.reward_funcs
+    functions = functions if isinstance(functions, list | tuple) else [functions]
+    for each in functions:
+        own = isinstance(each, str) and each.startswith("kedge.verifiers:")
+        verifier = getattr(verifiers, each.rpartition(":")[2], None) if own else each
+        if isinstance(verifier, Verifier):
+            verifier.prepare()
+    for verifier in (each for each in functions if isinstance(each, ByColumn)):
+        for dataset in (given.train_dataset, given.eval_dataset):
+            named = isinstance(dataset, Mapping) and verifier.column not in dataset
+            for each in dataset.values() if named else [dataset]:
+                table = None if each is None else read_table(each)
+                if table is not None and verifier.column in table.names:
+                    rows = table.take(range(len(table)), [verifier.column])
+                    verifier.check(rows[verifier.column])
+
+
+_WANTED = {
+    "optimizers[0]": "a torch optimizer that holds the weights, not its class",
+    "optimizers[1]": "a learning-rate scheduler of torch",
+    "rollout_engine": "a kedge.protocols.RolloutEngine: an object with the properties live and"
+    " logprobs and the methods generate(prompts, sampling=, seed=) and load_weights(weights,"
+    " version); engines by name are an option of the config, rollout_engine='vllm'",
+    "peft_config": "a configuration of PEFT, such as peft.LoraConfig(...)",
+    "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"a {type(value).__name__}"
+
+
+def trusts(config: OnPolicyConfig) -> bool:
+    """Whether code that comes with models given by name may run."""
+    return isinstance(config, NewerArguments) and config.trust_remote_code

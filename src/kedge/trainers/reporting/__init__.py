@@ -1,0 +1,1 @@
+"""What a run reports: trackers, tables, model card, the hub."""

@@ -1,0 +1,95 @@
+"""``run.json``: what ran, with which options and versions, for ``kedge report`` and the card."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from kedge.backends.trackers import write_whole
+from kedge.config.options import Moved, Refused
+from kedge.trainers.reporting.hub import Provenance
+from kedge.trainers.reporting.model_card import versions
+
+FILE = "run.json"
+
+
+def write_run_info(made_of: Provenance, args: Any, *, device: str) -> Path:
+    """Write ``run.json`` into ``output_dir``, as training begins.
+
+    Args:
+        made_of: algorithm, model, data, rewards.
+        args: the config; access tokens are not written.
+        device: what it trains on.
+    """
+    shown = args.to_dict()
+    options = {
+        f.name: shown[f.name]
+        for f in fields(args)
+        if f.name in shown and not isinstance(args.SUPPORT.get(f.name), Refused)
+    }
+    moved = {
+        name: support.to for name, support in args.SUPPORT.items() if isinstance(support, Moved)
+    }
+    given = {moved.get(name, name) for name in args.given}
+    about = {
+        "algorithm": made_of.algorithm,
+        "model": made_of.base_model,
+        "datasets": list(made_of.datasets),
+        "rewards": list(made_of.rewards),
+        "command": command(),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device,
+        "machine": f"{platform.system()}, Python {platform.python_version()}",
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "versions": dict(versions()),
+        "changed": [name for name in options if name in given],
+        "options": options,
+    }
+    file = Path(args.output_dir) / FILE
+    _write(file, about)
+    return file
+
+
+def add_links(output_dir: str | Path, links: Mapping[str, str]) -> None:
+    """Note where else the run is seen: tracker or hub -> address."""
+    about = read_run_info(output_dir)
+    if about:
+        _write(Path(output_dir) / FILE, about | {"links": dict(links)})
+
+
+def read_run_info(output_dir: str | Path | None) -> dict[str, Any]:
+    """What ``run.json`` says; empty if there is none, or it cannot be read."""
+    file = Path(output_dir or ".") / FILE
+    if not output_dir or not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, about: Mapping[str, Any]) -> None:
+    write_whole(file, json.dumps(about, indent=1, default=str) + "\n")
+
+
+_SECRETS = ("hub_token", "api_key", "auth_token", "password", "secret")
+
+
+def command() -> str:
+    """The command line of this process, values of secrets left out."""
+    words, hide = [], False
+    for word in sys.argv:
+        name, equals, _ = word.partition("=")
+        secret = word.startswith("--") and name.lower().endswith(_SECRETS)
+        words.append("..." if hide else f"{name}=..." if secret and equals else word)
+        hide = secret and not equals
+    return shlex.join([Path(words[0]).name, *words[1:]]) if words and words[0] else ""

@@ -1,0 +1,92 @@
+"""Which trackers a run reports to, and what it sends them besides metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    TensorBoardCallback,
+)
+
+from kedge.backends.hub import Hub
+from kedge.backends.trackers import HubTables, Jsonl, Many, Screen, Tables
+from kedge.backends.trackers.links import note, run_links
+from kedge.config.base import OnPolicyConfig
+from kedge.protocols import Tracker
+from kedge.trainers.reporting.best_effort import BestEffortTracker, BestEffortWriter, required_write
+from kedge.trainers.reporting.hub import PushOnSave
+from kedge.trainers.reporting.run_info import add_links
+from kedge.trainers.run.hf_callbacks import Callbacks
+
+
+def build_tables(callbacks: Callbacks) -> Tables:
+    """The tracker that sends tables where ``report_to`` sends metrics."""
+    return Tables(build_services(callbacks), tensorboard=lambda: build_writer(callbacks))
+
+
+def build_trackers(
+    callbacks: Callbacks, args: OnPolicyConfig, screen: Screen, beside: BestEffortWriter
+) -> Many:
+    """Files, screen and services; only the hub, asked by option, is asked for room beforehand.
+
+    Raises:
+        ConfigError: the output folder cannot be written to.
+        HubError: the repository for completions cannot be made.
+    """
+    found: list[Tracker] = []
+    if args.output_dir:
+        with required_write("output_dir", args.output_dir):
+            files = Jsonl(args.output_dir, history=callbacks.state.log_history)
+        found.append(BestEffortTracker(files, beside, args.output_dir))
+    found += [BestEffortTracker(screen, beside, "the screen"), build_tables(callbacks)]
+    if args.log_completions_hub_repo:
+        hub = Hub(
+            args.log_completions_hub_repo,
+            token=args.hub_token,
+            private=args.hub_private_repo is not False,
+            kind="dataset",
+        )
+        found.append(HubTables(hub, model=args.hub_model_id))
+    return Many(found)
+
+
+def completions_url(callbacks: Callbacks) -> str | None:
+    """Where tables of completions are sent, if that is to the hub."""
+    trackers = getattr(callbacks.tracker, "trackers", ())
+    return next((each.hub.url for each in trackers if isinstance(each, HubTables)), None)
+
+
+def build_services(callbacks: Callbacks) -> list[str]:
+    """The names of what reports, as in ``report_to``."""
+    kinds = {type(c) for c in callbacks.handler.callbacks}
+    return [name for name, made in INTEGRATION_TO_CALLBACK.items() if made in kinds]
+
+
+def build_writer(callbacks: Callbacks) -> Any:
+    """TensorBoard's open ``SummaryWriter``, or None."""
+    own = [c for c in callbacks.handler.callbacks if isinstance(c, TensorBoardCallback)]
+    return own[0].tb_writer if own else None
+
+
+def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
+    """Once the trackers are open: tell them of the repository, and ``run.json`` of all addresses.
+
+    Only the first process does; returns the addresses by name.
+    """
+    if not callbacks.state.is_world_process_zero:
+        return {}
+    services = build_services(callbacks)
+    links = run_links(services)
+    pushes = [c for c in callbacks.handler.callbacks if isinstance(c, PushOnSave)]
+    if pushes:
+        links["hub"] = pushes[0].hub.url
+        facts = {"hub_repository": links["hub"]}
+        note(services, facts, tensorboard=lambda: build_writer(callbacks))
+    completions = completions_url(callbacks)
+    if completions is not None:
+        links["completions"] = completions
+    if links and args.output_dir:
+        with BestEffortWriter().writing("addresses of the run", args.output_dir):
+            add_links(args.output_dir, links)
+    return links

@@ -1,0 +1,1 @@
+"""The run itself: training, evaluation, callbacks, checkpoints."""

@@ -1,0 +1,332 @@
+"""Between our loop and ``transformers.TrainerCallback``: state, control, events, cadence.
+
+One update of the loop is one step of ``TrainerState``.  When to log, evaluate and save is decided
+by ``transformers.DefaultFlowCallback`` and by whatever callbacks set in ``TrainerControl``.
+Reporting (``report_to``) goes through the integration callbacks of transformers and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import (
+    TensorBoardCallback,
+    get_reporting_integration_callbacks,
+)
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from kedge.backends.ray.context import RankContext, get_context
+from kedge.backends.shutdown import GracefulShutdown
+from kedge.backends.trackers import Many
+from kedge.config.base import OnPolicyConfig
+from kedge.errors import ConfigError, DamagedCheckpointError
+from kedge.protocols import Tracker
+from kedge.trainers.reporting.hub import pushing
+
+STATE_FILE = "trainer_state.json"
+LATEST = (
+    *("episode", "epoch", "lr", "lr/value", "eps", "objective/kl_coef"),
+    "skipped_steps",
+    *("num_input_tokens_seen", "num_tokens", "learning_rate", "memory/peak_cpu", "memory/peak_gpu"),
+)
+
+
+@dataclass
+class RunState(TrainerState):
+    """``TrainerState`` with what an on-policy run has besides."""
+
+    episode: int = 0  # responses trained on
+    num_tokens: int = 0  # of prompts and responses
+    loss_sum: float = 0.0  # of the updates finished
+    pending: list[dict[str, float]] = field(default_factory=list)  # updates since the last log
+
+
+class Callbacks:
+    """The callbacks of a trainer, and the state and control they are handed.
+
+    Args:
+        args: the trainer's arguments; decide the cadence and what reports.
+        callbacks: the user's callbacks, objects or classes.
+        tracker: gets every logged row after the callbacks had it.
+        model: handed to callbacks: the policy.
+        processing_class: handed to callbacks: the tokenizer.
+        rank: this process among all.
+        local_rank: this process on its machine.
+
+    Raises:
+        ConfigError: ``report_to`` names something unknown or not installed, or a callback is none.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] | None = None,
+        *,
+        tracker: Tracker | None = None,
+        model: Any = None,
+        processing_class: Any = None,
+        rank: int = 0,
+        local_rank: int = 0,
+    ) -> None:
+        self.args, self.tracker = args, tracker or Many()
+        everyone = [DefaultFlowCallback(), *reporting_callbacks(args.report_to)]
+        folder = getattr(args, "logging_dir", None)
+        for made in everyone if folder is not None else []:
+            if isinstance(made, TensorBoardCallback):
+                made.logging_dir = folder
+        everyone += [_checked(callback) for callback in callbacks or ()]
+        self.handler = CallbackHandler(everyone, model, processing_class, None, None)
+        self.control = TrainerControl()
+        self.state = RunState(
+            is_local_process_zero=local_rank == 0, is_world_process_zero=rank == 0
+        )
+        self.fire("on_init_end")
+
+    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback, an object or a class."""
+        self.handler.add_callback(_checked(callback))
+
+    def pop(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove and return the first callback equal to this one, or of this class."""
+        return self.handler.pop_callback(callback)
+
+    def remove(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Remove the first callback equal to this one, or of this class."""
+        self.handler.remove_callback(callback)
+
+    def fire(self, event: str, **kwargs: Any) -> TrainerControl:
+        """Call ``event`` ("on_step_begin", ...) of every callback with the usual arguments."""
+        call = getattr(self.handler, event)
+        self.control = call(self.args, self.state, self.control, **kwargs)
+        return self.control
+
+    def watch(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Hand these to callbacks; on_pre_optimizer_step fires when the optimizer will step."""
+        self.handler.optimizer, self.handler.lr_scheduler = optimizer, lr_scheduler
+        optimizer.register_step_pre_hook(self._about_to_step)
+
+    def begin(self, *, max_steps: int, epochs: float, batch_size: int) -> TrainerControl:
+        """Training starts, or goes on after ``restore``; fires on_train_begin.
+
+        Args:
+            max_steps: updates of the whole run; cadences below 1 are shares of it.
+            epochs: passes over the prompts in the whole run.
+            batch_size: responses of one update on this rank, for ``state.train_batch_size``.
+        """
+        self.state.max_steps = max_steps
+        self.state.num_train_epochs = math.ceil(epochs)
+        self.state.train_batch_size = batch_size
+        self.state.compute_steps(self.args, max_steps)
+        return self.fire("on_train_begin")
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add a row to ``state.log_history``, then to callbacks and the tracker."""
+        row = {**metrics, "epoch": self.state.epoch}
+        self.state.log_history.append({**row, "step": self.state.global_step})
+        self.fire("on_log", logs=dict(row))
+        if self.state.is_world_process_zero:
+            self.tracker.log(row, step=self.state.global_step)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """An evaluation is done: log its metrics (named eval_...) and fire on_evaluate."""
+        self.log(metrics)
+        self.fire("on_evaluate", metrics=dict(metrics))
+
+    def note_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether this evaluation is the best so far by ``metric_for_best_model``."""
+        name = self.args.metric_for_best_model
+        if name is None:
+            return False
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model={self.args.metric_for_best_model!r} is not a metric of the "
+                f"evaluation; it has: {', '.join(sorted(metrics))}"
+            )
+        value, best = metrics[name], self.state.best_metric
+        better = not math.isnan(value) and (
+            best is None or (value > best if self.args.greater_is_better else value < best)
+        )
+        if better:
+            self.state.best_metric = value
+            self.state.best_global_step = self.state.global_step
+        return better
+
+    def write_state(self, folder: str | Path) -> None:
+        """Write ``trainer_state.json`` into a checkpoint that is being written (rank 0)."""
+        stateful: list[Any] = [*self.handler.callbacks, self.control]
+        stateful = [c for c in stateful if isinstance(c, ExportableState)]
+        exported = RunState(stateful_callbacks=stateful)
+        self.state.stateful_callbacks = exported.stateful_callbacks
+        self.state.save_to_json(str(Path(folder) / STATE_FILE))
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on from a checkpoint's ``trainer_state.json``; call it before ``begin``.
+
+        With ``restore_callback_states_from_checkpoint`` the callbacks that can export their state
+        get it back, in place.
+        """
+        file = Path(folder) / STATE_FILE
+        try:
+            state = RunState.load_from_json(str(file))
+        except (OSError, ValueError, TypeError) as e:
+            raise DamagedCheckpointError(f"could not read {file}: {e}") from e
+        state.is_local_process_zero = self.state.is_local_process_zero
+        state.is_world_process_zero = self.state.is_world_process_zero
+        self.state = state
+        if self.args.restore_callback_states_from_checkpoint:
+            self._restore_callbacks(dict(state.stateful_callbacks or {}))
+
+    def _about_to_step(self, *_: object) -> None:
+        self.fire("on_pre_optimizer_step")
+
+    def _restore_callbacks(self, saved: dict[str, Any]) -> None:
+        saved.pop("TrainerControl", None)
+        for i, callback in enumerate(self.handler.callbacks):
+            states = saved.get(type(callback).__name__)
+            if isinstance(callback, ExportableState) and states:
+                queue = states if isinstance(states, list) else [states]
+                self.handler.callbacks[i] = type(callback).from_state(queue[0])
+                saved[type(callback).__name__] = queue[1:]
+        unknown = sorted(name for name, states in saved.items() if states)
+        if unknown:
+            warnings.warn(
+                f"the checkpoint holds the state of callbacks that this run does not have: "
+                f"{', '.join(unknown)}",
+                stacklevel=3,
+            )
+
+
+def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallback]:
+    """The integration callbacks of transformers for ``report_to``.
+
+    Args:
+        report_to: "none", "all" (everything installed), a name or names ("tensorboard", "wandb",
+            "trackio", "mlflow", ...).
+
+    Raises:
+        ConfigError: an unknown name, or a package that is not installed; says how to install it.
+    """
+    if report_to in (None, [], "none", ["none"]):
+        return []
+    if report_to in ("all", ["all"]):
+        return [made() for made in get_reporting_integration_callbacks("all")]
+    found: list[TrainerCallback] = []
+    for name in [report_to] if isinstance(report_to, str) else report_to or []:
+        try:
+            (made,) = get_reporting_integration_callbacks([name])
+        except ValueError as e:
+            raise ConfigError(f"report_to={name!r}: {e}") from e
+        try:
+            found.append(made())
+        except (RuntimeError, ImportError, AssertionError) as e:
+            extra = f"kedge[{name}]" if name in ("tensorboard", "wandb", "trackio") else name
+            raise ConfigError(
+                f"report_to={name!r} needs a package that is not installed: "
+                f"pip install '{extra}', or report_to='none'"
+            ) from e
+    return found
+
+
+def _checked(callback: Any) -> Any:
+    made = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(made, TrainerCallback):
+        raise ConfigError(
+            f"{callback!r} was given as a callback and is a {made.__name__}; give an object or a "
+            "class made from transformers.TrainerCallback"
+        )
+    return callback
+
+
+def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:
+    """One row for several updates: the mean of each metric over the updates that have it.
+
+    Counters and settings keep their latest value, extremes stay extremes.
+    """
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if name in row]
+        if name in LATEST:
+            merged[name] = values[-1]
+        elif name.endswith(("/min_length", "/min_terminated_length")):
+            merged[name] = min(values)
+        elif name.endswith(("/max_length", "/max_terminated_length")):
+            merged[name] = max(values)
+        else:
+            merged[name] = math.fsum(values) / len(values)
+    return merged
+
+
+def share_control(control: TrainerControl, total: Callable[[Tensor], Tensor]) -> None:
+    """Give all ranks the same control: a flag set on one rank is set on all.
+
+    Args:
+        control: changed in place.
+        total: element-wise sum of a tensor over all ranks.
+    """
+    names = ("should_training_stop", "should_log", "should_evaluate", "should_save")
+    votes = total(torch.tensor([float(getattr(control, name)) for name in names]))
+    for name, vote in zip(names, votes.tolist(), strict=True):
+        setattr(control, name, vote > 0)
+
+
+def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
+    """Those that the options and the surroundings ask for."""
+    place = get_context()
+    return [*pushing(args), *([] if place is None else [Reporting(place)])]
+
+
+class Reporting(TrainerCallback):
+    """Takes logged rows to the driver of a launch, and its wish to stop to the trainer.
+
+    Args:
+        place: of this process.
+    """
+
+    def __init__(self, place: RankContext) -> None:
+        self._place = place
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Send the row, from the first rank."""
+        if state.is_world_process_zero:
+            self._place.post({"step": state.global_step, **(logs or {})})
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Save and stop, on all ranks, once the driver wished it."""
+        if state.is_world_process_zero and self._place.stopping():
+            control.should_training_stop = control.should_save = True
+
+
+class Stopping(TrainerCallback):
+    """Saves and stops, on all ranks, once there is a wish.
+
+    Args:
+        wishes: of this process.
+    """
+
+    def __init__(self, wishes: GracefulShutdown) -> None:
+        self._wishes = wishes
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Save and stop once there is a wish."""
+        if self._wishes.requested:
+            control.should_training_stop = control.should_save = True

@@ -1,0 +1,260 @@
+"""One training run behind a Trainer-style API: train, save, go on."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import TrainOutput
+
+from kedge.backends.hf.learner import HFLearner
+from kedge.backends.trackers import Screen, draw_curves
+from kedge.config.resolve import RunSettings
+from kedge.config.schedule import IntervalSchedule, build_schedule
+from kedge.engine.checkpoint import checkpoint
+from kedge.engine.checkpoint.replay import pack
+from kedge.engine.hooks import StepReport
+from kedge.engine.loop import Engine
+from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
+from kedge.errors import ConfigError
+from kedge.trainers.reporting.best_effort import BestEffortWriter
+from kedge.trainers.reporting.token_log import TokenLog, token_rows
+from kedge.trainers.reporting.trackers import build_trackers, link
+from kedge.trainers.run.checkpoint import (
+    build_recorder,
+    earlier_run,
+    resume_fingerprint,
+    write_models,
+)
+from kedge.trainers.run.evaluation import Evaluator, printed_rows
+from kedge.trainers.run.hf_callbacks import Callbacks
+from kedge.trainers.run.hooks import TrainerHooks, summary
+from kedge.trainers.run.resume import resume_run
+from kedge.types import RewardOutput, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What a Trainer-style trainer needs around the engine.
+
+    Args:
+        args: the config as the user gave it; callbacks and cadences read it.
+        settings: its typed parts.
+        engine: the loop.
+        learner: the models, also inside the engine.
+        callbacks: callbacks, state and control.
+        evaluator: evaluations and tables of completions.
+        tokenizer: saved with the models.
+        fresh_reference: the reference was made from the policy, so their KL starts at 0.
+        more: adds metrics to those of an update.
+        beside: where files that may fail are written.
+    """
+
+    args: Any
+    settings: RunSettings
+    engine: Engine
+    learner: HFLearner
+    callbacks: Callbacks
+    evaluator: Evaluator
+    tokenizer: Any
+    fresh_reference: bool
+    more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict  # metrics in other names
+    beside: BestEffortWriter = field(default_factory=BestEffortWriter)
+
+    def train(self, resume: str | bool | None) -> TrainOutput:
+        """Train to the end of the plan, or until a callback stops it.
+
+        Args:
+            resume: True for the newest whole checkpoint in ``output_dir``, or a folder.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged or of another run.
+            PreflightError: the first batch shows that training would be wrong.
+        """
+        engine, plan = self.engine, self.engine.batch_sizes
+        self._tidy(starting=not resume)
+        resumed = resume_run(self, resume)
+        screen = self._open_trackers()
+        if screen is not None and resumed is not None:
+            screen.note(f"resuming from {resumed} (iteration {engine.step} of {plan.updates})")
+        per_epoch = plan.updates_per_epoch or plan.updates
+        self.callbacks.begin(
+            max_steps=plan.updates, epochs=plan.updates / per_epoch, batch_size=plan.local_rows
+        )
+        link(self.callbacks, self.args)
+        rows = token_rows(self.args, self._when(), self.learner, self.tokenizer)
+        engine.hooks = hooks = TrainerHooks(
+            self.callbacks,
+            steps_per_epoch=per_epoch,
+            evaluate=self.evaluator.evaluate if self.evaluator.sets else None,
+            save=self.save_checkpoint if self.args.output_dir else None,
+            screen=screen,
+            on_sample=self._on_sample(),
+            on_experience=rows.hold if rows is not None else None,
+            after_step=self._after_step(rows),
+            total=self.learner.total if self.learner.world_size > 1 else None,
+        )
+        if resumed is None:
+            hooks.evaluate_at_start(always=self.evaluator.initial_scores is not None)
+        begin, before = time.perf_counter(), engine.step
+        try:
+            engine.run(plan.updates)
+            hooks.end_pass()
+            seconds, updates = time.perf_counter() - begin, engine.step - before
+            loss = self.callbacks.state.loss_sum / max(engine.step, 1)
+            done = summary(seconds, updates, rows=plan.batch_size, loss=loss)
+            if updates:
+                self.callbacks.log(done)
+            self._load_best()
+            self.callbacks.fire("on_train_end")
+        finally:
+            self.callbacks.tracker.close()
+        if screen is not None and self.args.output_dir:
+            root = shlex.quote(str(self.root()))
+            screen.note(f"the run is in {root}; `kedge report {root}` makes a page of it")
+        return self._output(done)
+
+    def _output(self, done: dict[str, float]) -> TrainOutput:
+        state = self.callbacks.state
+        if self.args.output_dir and state.is_world_process_zero:
+            file = self.root() / "curves.png"
+            with self.beside.writing("curves", file):
+                draw_curves(state.log_history, file)
+        metrics = done | {"episode": state.episode, "epoch": state.epoch or 0.0}
+        return TrainOutput(self.engine.step, done["train_loss"], metrics)
+
+    # -- along the way --------------------------------------------------------------------------
+
+    def _on_sample(self) -> Callable[[int, Rollout, RewardOutput], None]:
+        recorder = build_recorder(self.settings, self.learner)
+
+        def look(step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
+            if recorder is not None:
+                with self.beside.writing("recorded rollouts", recorder.folder):
+                    recorder.write(step, rollout, reward_output)
+            if step == 0 and self.settings.preflight:
+                self._preflight(rollout, reward_output)
+
+        return look
+
+    def _preflight(self, rollout: Rollout, reward_output: RewardOutput) -> None:
+        low = self.settings.learner.precision != "no"
+        warnings = preflight(
+            rollout,
+            reward_output,
+            engine=self.engine.rollout_engine,
+            learner=self.learner,
+            algorithm=self.engine.algorithm,
+            kl_coef=self.engine.kl.value,
+            fresh_reference=self.fresh_reference,
+            sampling=self.settings.sampling,
+            length_option=self.args.length_option,
+            tolerance=LOW_PRECISION if low else FULL_PRECISION,
+        )
+        for warning in warnings if self.learner.rank == 0 else []:
+            logger.warning("preflight: %s", warning)
+
+    def _when(self) -> IntervalSchedule:
+        plan = self.engine.batch_sizes
+        return build_schedule(
+            self.args, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch
+        )
+
+    def _after_step(self, rows: TokenLog | None) -> Callable[[StepReport], None]:
+        when, empty = self._when(), self.args.torch_empty_cache_steps
+
+        def after(report: StepReport) -> None:
+            row = self.callbacks.state.pending[-1]
+            row |= self.more(row)
+            if rows is not None:
+                rows.write(report)
+            if when.samples(report.step):
+                self.evaluator.show_samples(report)
+            if empty and report.step % empty == 0 and self.learner.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        return after
+
+    def _open_trackers(self) -> Screen | None:
+        """Files and screen of the main process; trackers set by hand stay."""
+        if not self.callbacks.state.is_world_process_zero:
+            return None
+        bar, tables = not self.args.disable_tqdm, self.args.num_sample_generations > 0
+        updates, done, most = (
+            self.engine.batch_sizes.updates,
+            self.engine.step,
+            printed_rows(self.args),
+        )
+        screen = Screen(updates, start=done, bar=bar, tables=tables, max_rows=most)
+        self.callbacks.tracker = build_trackers(self.callbacks, self.args, screen, self.beside)
+        return screen
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> Path:
+        """Write ``checkpoint-N`` into the output folder; a kill leaves the one before whole."""
+        engine, accelerator = self.engine, self.learner.accelerator
+        parts = {} if self.args.save_only_model else engine.state_dict()
+        flight = [pack(sample) for sample in engine.in_flight]
+        return checkpoint.save(
+            self.root(),
+            engine.step,
+            parts,
+            local=flight or None,
+            settings=resume_fingerprint(self.settings, engine, self.learner),
+            write_models=self._write_models,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            barrier=accelerator.wait_for_everyone,
+        )
+
+    def _write_models(self, folder: Path) -> None:
+        write_models(folder, self.learner, self.tokenizer)
+        if self.callbacks.state.is_world_process_zero:
+            self.callbacks.write_state(folder)
+
+    def _tidy(self, *, starting: bool) -> None:
+        """Clear away what a killed run left, before anyone looks for checkpoints."""
+        if not self.args.output_dir:
+            return
+        root, accelerator = self.root(), self.learner.accelerator
+        first, main = starting and self.engine.step == 0, accelerator.is_main_process
+        if main:
+            checkpoint.tidy(root)
+        accelerator.wait_for_everyone()
+        others = earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
+        accelerator.wait_for_everyone()
+        for folder in others if main else []:
+            shutil.rmtree(folder)
+        accelerator.wait_for_everyone()
+
+    def _load_best(self) -> None:
+        best = self.callbacks.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            found = checkpoint.load(best)
+            if not found.parts:
+                raise ConfigError("load_best_model_at_end=True needs save_only_model=False")
+            with checkpoint.loading(Path(best)):
+                self.learner.load_state_dict(found.parts["learner"])
+            rollouts = self.engine.rollout_engine
+            if not rollouts.shares_weights:
+                rollouts.load_weights(self.learner.weights(), self.learner.version)
+
+    def root(self) -> Path:
+        """The output folder.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if not self.args.output_dir:
+            raise ConfigError("output_dir is not set: there is no place for checkpoints")
+        return Path(self.args.output_dir)

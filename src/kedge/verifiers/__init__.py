@@ -1,0 +1,62 @@
+"""Rewards that can be checked: verifiers, format and length rewards, and how to combine them.
+
+Each is a plain reward function, ``f(completions, **columns) -> one number (or None) per row``, and
+goes into ``reward_funcs=[...]`` of any trainer or into ``--reward_funcs kedge.verifiers:gsm8k``.
+Importing this package loads the standard library alone.
+"""
+
+from kedge.verifiers.base import Verifier, text_of
+from kedge.verifiers.by_column import ByColumn
+from kedge.verifiers.compose import VERIFIERS, RewardMix, by_column, reward_mix
+from kedge.verifiers.constraints import ConstraintVerifier, ifeval
+from kedge.verifiers.formats import (
+    format_reward,
+    r1_style_format,
+    tag_count_reward,
+    think_answer,
+    think_format_reward,
+)
+from kedge.verifiers.length import length_at_most, length_close_to, soft_overlong_punishment
+from kedge.verifiers.mathematics.arithmetic import gsm8k, number_verifier
+from kedge.verifiers.mathematics.verifier import accuracy_reward, math, math_verifier
+from kedge.verifiers.programs import code, code_verifier
+from kedge.verifiers.regex import regex_match, regex_reward
+from kedge.verifiers.remote import RemoteReward
+from kedge.verifiers.sandbox.sandbox import Outcome, Sandbox
+from kedge.verifiers.strings import exact_match, string_contains, string_f1, string_match
+
+__all__ = [
+    "VERIFIERS",
+    "ByColumn",
+    "ConstraintVerifier",
+    "Outcome",
+    "RemoteReward",
+    "RewardMix",
+    "Sandbox",
+    "Verifier",
+    "accuracy_reward",
+    "by_column",
+    "code",
+    "code_verifier",
+    "exact_match",
+    "format_reward",
+    "gsm8k",
+    "ifeval",
+    "length_at_most",
+    "length_close_to",
+    "math",
+    "math_verifier",
+    "number_verifier",
+    "r1_style_format",
+    "regex_match",
+    "regex_reward",
+    "reward_mix",
+    "soft_overlong_punishment",
+    "string_contains",
+    "string_f1",
+    "string_match",
+    "tag_count_reward",
+    "text_of",
+    "think_answer",
+    "think_format_reward",
+]

@@ -1,0 +1,176 @@
+"""What every verifier is: a reward function that compares each response with its ground truth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kedge.errors import RewardError
+
+Check = Callable[[str, Any], float]
+
+
+class Unanswered(Exception):
+    """A response that could not be judged: it took too long, or broke what judged it.
+
+    Args:
+        kind: one word for the metric, such as ``timeouts``.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(detail or kind)
+        self.kind = kind
+
+
+class Verifier:
+    """A reward function made of one comparison, ``check(response, ground_truth)``.
+
+    It returns one number per row, and None for a row whose ground truth is None.  Nothing that a
+    response contains makes it raise: a response that cannot be judged scores 0 and is counted in
+    the metric ``<kind>/<name>``, for example ``timeouts/math``, rows per call.  A ground truth that
+    cannot be used is a mistake in the dataset and raises.
+
+    Args:
+        check: score of one response; raises RewardError for an unusable ground truth and
+            Unanswered for a response that cannot be judged.
+        name: of the part in the reward output, and of the metrics.
+        column: dataset column with the ground truth; None if the check needs none.
+        threads: responses judged at the same time.
+        prepare: called before training; raises if the check cannot run on this machine.
+    """
+
+    def __init__(
+        self,
+        check: Check,
+        *,
+        name: str,
+        column: str | None = "ground_truth",
+        threads: int = 1,
+        prepare: Callable[[], object] = object,
+    ) -> None:
+        self.check, self.__name__ = check, name
+        self.column, self.threads, self.prepare = column, threads, prepare
+
+    def __repr__(self) -> str:
+        return f"Verifier({self.__name__!r}, column={self.column!r})"
+
+    def on(self, column: str) -> Verifier:
+        """The same verifier, with the ground truth in another column."""
+        return Verifier(
+            self.check,
+            name=self.__name__,
+            column=column,
+            threads=self.threads,
+            prepare=self.prepare,
+        )
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Score all rows.
+
+        Args:
+            completions: text, or chat messages, per row.
+            columns: dataset columns and what else reward functions are given.
+
+        Raises:
+            RewardError: the column is missing, or a ground truth cannot be used.
+        """
+        name = self.__name__
+        truths = [None] * len(completions)
+        if self.column is not None:
+            truths = read_column(columns, self.column, len(completions), name)
+        texts = [text_of(completion) for completion in completions]
+        rows = [i for i, t in enumerate(truths) if t is not None or self.column is None]
+        problems: list[str] = []
+
+        def judge(row: int) -> float:
+            try:
+                return float(self.check(texts[row], truths[row]))
+            except Unanswered as problem:
+                problems.append(problem.kind)
+                return 0.0
+
+        scores: list[float | None] = [None] * len(completions)
+        for row, score in zip(rows, parallel(judge, rows, self.threads), strict=True):
+            scores[row] = score
+        log = columns.get("log_metric")
+        if log is not None:
+            for kind in sorted(set(problems)):
+                log(f"{kind}/{name}", float(problems.count(kind)))
+        return scores
+
+
+def parallel(function: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
+    """``[function(item) for item in items]``, in as many threads; the first error is raised."""
+    if threads <= 1 or len(items) <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items)), "kedge-verify") as pool:
+        return list(pool.map(function, items))
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: a string, or the content of its assistant messages.
+
+    Raises:
+        RewardError: it is neither text nor chat messages.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Mapping):
+        completion = [completion]
+    if isinstance(completion, Sequence) and all(isinstance(m, Mapping) for m in completion):
+        replies = [m for m in completion if m.get("role", "assistant") == "assistant"]
+        return "\n".join(_content(message.get("content")) for message in replies)
+    raise RewardError(
+        f"a completion is a {type(completion).__name__} ({str(completion)[:80]!r}); verifiers read"
+        " text or chat messages"
+    )
+
+
+def _content(content: Any) -> str:
+    if content is None:  # a message that only calls a tool
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+
+
+def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -> list[Any]:
+    """The values of a dataset column, one per row.
+
+    Raises:
+        RewardError: there is no such column, or it has another length.
+    """
+    if column not in columns:
+        known = [key for key, value in columns.items() if isinstance(value, list)]
+        raise RewardError(
+            f"verifier {name} reads the column {column!r}, which the dataset does not have; it has"
+            f" {', '.join(sorted(known)) or 'none'} (verifier.on('...') reads another)"
+        )
+    values = list(columns[column])
+    if len(values) != rows:
+        raise RewardError(
+            f"verifier {name}: column {column!r} has {len(values)} values for {rows} completions"
+        )
+    return values
+
+
+def read_record(truth: Any, name: str, example: str) -> dict[str, Any]:
+    """A ground truth that is a mapping, or the JSON text of one; keys with None are left out.
+
+    Raises:
+        RewardError: it is neither.
+    """
+    value = truth
+    if isinstance(truth, str):
+        try:
+            value = json.loads(truth)
+        except ValueError:
+            value = None
+    if not isinstance(value, Mapping):
+        raise RewardError(
+            f"verifier {name}: the ground truth {str(truth)[:80]!r} is no mapping or JSON object;"
+            f" expected for example {example}"
+        )
+    return {key: entry for key, entry in value.items() if entry is not None}

@@ -1,0 +1,118 @@
+"""Instructions whose following can be checked (IFEval)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from kedge.errors import ConfigError, RewardError
+from kedge.verifiers.base import Verifier, read_column, read_record
+from kedge.verifiers.constraint_checks import CHECKS
+
+EXAMPLE = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
+
+
+class ConstraintVerifier:
+    """A verifier of the instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+
+    A row holds ``instruction_id_list`` and ``kwargs`` (one mapping each) in columns of their own,
+    as in the dataset, or both as a mapping, or JSON of one, in the column with the ground truth.
+    What stands before ``</think>`` is not looked at, nor are ``<answer>`` tags.  A blank response
+    follows no instruction.
+
+    Args:
+        score: ``"mean"``, the share of instructions followed, or ``"all"``, 1 only if all are.
+        column: dataset column with the ground truth.
+        name: of the verifier.
+
+    Raises:
+        ConfigError: an option does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        score: Literal["mean", "all"] = "mean",
+        column: str = "ground_truth",
+        name: str = "ifeval",
+    ) -> None:
+        if score not in ("mean", "all"):
+            raise ConfigError(f"score={score!r} must be 'mean' or 'all'")
+        self.score, self.column, self.__name__ = score, column, name
+        self._verify = Verifier(partial(_check, every=score == "all", name=name), name=name)
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+        """Score all rows.
+
+        Raises:
+            RewardError: an instruction is not known, or its arguments are missing or unusable.
+        """
+        if self.column in columns:
+            truths = read_column(columns, self.column, len(completions), self.__name__)
+        else:
+            rows = len(completions)
+            ids = read_column(columns, "instruction_id_list", rows, self.__name__)
+            kwargs = read_column(columns, "kwargs", rows, self.__name__)
+            truths = [
+                None if one is None else {"instruction_id_list": one, "kwargs": two}
+                for one, two in zip(ids, kwargs, strict=True)
+            ]
+        log = columns.get("log_metric")
+        return self._verify(completions, ground_truth=truths, log_metric=log)
+
+
+def followed(response: str, instruction: str, arguments: dict[str, Any], name: str) -> bool:
+    """Whether a response follows one instruction.
+
+    Args:
+        response: all of it.
+        instruction: a key of ``CHECKS``, such as ``"punctuation:no_comma"``.
+        arguments: of the instruction; those that are None count as missing.
+        name: of the verifier, for messages.
+
+    Raises:
+        RewardError: the instruction is not known, or its arguments are missing or unusable.
+    """
+    check: Callable[..., bool] | None = CHECKS.get(instruction)
+    if check is None:
+        raise RewardError(
+            f"verifier {name}: the instruction {instruction!r} is not known; there are"
+            f" {', '.join(CHECKS)}"
+        )
+    given = {key: value for key, value in arguments.items() if value is not None}
+    text = _visible(response)
+    try:
+        return bool(text.strip()) and check(text, **given)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RewardError(
+            f"verifier {name}: the arguments {given} of {instruction!r} cannot be used: {error}"
+        ) from error
+
+
+def _check(text: str, truth: Any, *, every: bool, name: str) -> float:
+    record = read_record(truth, name, EXAMPLE)
+    ids, kwargs = record.get("instruction_id_list"), record.get("kwargs")
+    if not isinstance(ids, list) or not ids:
+        raise RewardError(
+            f"verifier {name}: the ground truth lists no instructions; expected for example"
+            f" {EXAMPLE}"
+        )
+    kwargs = [{}] * len(ids) if kwargs is None else kwargs
+    if not isinstance(kwargs, list) or len(kwargs) != len(ids):
+        raise RewardError(
+            f"verifier {name}: kwargs must be a list of {len(ids)} mappings, one for each of {ids}"
+        )
+    done = [
+        followed(text, instruction, dict(own or {}), name)
+        for instruction, own in zip(ids, kwargs, strict=True)
+    ]
+    return float(all(done)) if every else sum(done) / len(done)
+
+
+def _visible(response: str) -> str:
+    text = response.rpartition("</think>")[2]
+    return text.replace("<answer>", "").replace("</answer>", "")
+
+
+ifeval = ConstraintVerifier()

@@ -1,0 +1,215 @@
+"""Rewards from another machine, over HTTP.
+
+A request is ``POST`` with the JSON
+``{"prompts": [...], "completions": [...], "columns": {name: [...]}}``;
+the answer is ``{"rewards": [...]}``, one number per completion, or null where it does not apply.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from kedge.errors import ConfigError, RewardError
+from kedge.http_client import Reply, post, retried
+from kedge.verifiers.base import parallel
+
+logger = logging.getLogger(__name__)
+
+TOKEN_ENV = "KEDGE_REWARD_TOKEN"
+LONGEST_WAIT = 30.0  # seconds between two attempts
+REPORTS = ("log_metric", "log_extra", "trainer_state", "prompt_ids")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class RemoteReward:
+    """A reward function that asks a server, such as ``kedge serve-reward``.
+
+    The rows are sent in batches, several at a time.  A request that fails for a reason that may
+    pass (no connection, no answer in time, a server that is busy or broken) is repeated, each time
+    after a longer wait; a request that the server refuses is not.
+
+    Args:
+        url: of the server, ``http://`` or ``https://``; without a path, ``/score`` is added.
+        token: sent as ``Authorization: Bearer``; by default the environment variable
+            ``KEDGE_REWARD_TOKEN``, if it is set.
+        batch_size: rows in one request.
+        concurrency: requests at the same time.
+        timeout: seconds for one request, from the first byte to the last.
+        time_limit: seconds for all requests and waits of one call.
+        retries: how often a request is repeated.
+        backoff: seconds before the first repetition, doubled every time.
+        columns: dataset columns to send; None sends all.
+        send_ids: send ``completion_ids``, too.
+        name: of the part in the judgement.
+
+    Raises:
+        ConfigError: the address cannot be used, or a number does not fit.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        batch_size: int = 64,
+        concurrency: int = 4,
+        timeout: float = 60.0,
+        time_limit: float = 600.0,
+        retries: int = 5,
+        backoff: float = 0.5,
+        columns: Sequence[str] | None = None,
+        send_ids: bool = False,
+        name: str = "remote",
+    ) -> None:
+        least = {"batch_size": (batch_size, 1), "concurrency": (concurrency, 1),
+                 "timeout": (timeout, 1e-3), "time_limit": (time_limit, 1e-3),
+                 "retries": (retries, 0), "backoff": (backoff, 0)}  # fmt: skip
+        for option, (value, bound) in least.items():
+            if not value >= bound:
+                raise ConfigError(f"{option}={value} must be at least {bound}")
+        self.__name__ = name
+        self._address = _address(url)
+        self._token = token if token is not None else os.environ.get(TOKEN_ENV)
+        if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
+            raise ConfigError("the token of a remote reward must be one line of printable ASCII")
+        self._batch, self._concurrency = batch_size, concurrency
+        self._timeout, self._time_limit = timeout, time_limit
+        self._retries, self._backoff = retries, backoff
+        self._columns, self._send_ids = columns, send_ids
+        plain = not self._address.secure and self._address.host not in LOOPBACK
+        if self._token and plain:
+            logger.warning(
+                "the token for %s travels unencrypted: use https, or a tunnel", self._address.shown
+            )
+
+    def __repr__(self) -> str:
+        return f"RemoteReward({self._address.shown!r})"
+
+    def __call__(
+        self, completions: Sequence[Any], prompts: Sequence[Any] | None = None, **columns: Any
+    ) -> list[float | None]:
+        """Score all rows.
+
+        Raises:
+            RewardError: the server refused, did not answer in time, or answered nonsense.
+        """
+        until = time.monotonic() + self._time_limit
+        sent = self._chosen(columns, len(completions))
+        starts = range(0, len(completions), self._batch)
+
+        def ask(start: int) -> list[float | None]:
+            rows = slice(start, start + self._batch)
+            body: dict[str, Any] = {
+                "completions": list(completions[rows]),
+                "columns": {name: values[rows] for name, values in sent.items()},
+            }
+            if prompts is not None:
+                body["prompts"] = list(prompts[rows])
+            return self._ask(self._encoded(body), len(body["completions"]), until)
+
+        answers = parallel(ask, list(starts), self._concurrency)
+        return [reward for answer in answers for reward in answer]
+
+    def _chosen(self, columns: dict[str, Any], rows: int) -> dict[str, list[Any]]:
+        skipped = REPORTS if self._send_ids else (*REPORTS, "completion_ids")
+        wanted = [key for key in columns if key not in skipped]
+        if self._columns is not None:
+            missing = [key for key in self._columns if key not in columns]
+            if missing:
+                raise RewardError(
+                    f"{self.__name__}: the dataset has no column {', '.join(missing)}; it has"
+                    f" {', '.join(wanted)}"
+                )
+            wanted = [*self._columns, *(["completion_ids"] if self._send_ids else [])]
+        chosen = {key: list(columns[key]) for key in wanted}
+        for key, values in chosen.items():
+            if len(values) != rows:
+                raise RewardError(
+                    f"{self.__name__}: column {key!r} has {len(values)} values for {rows} rows"
+                )
+        return chosen
+
+    def _encoded(self, body: dict[str, Any]) -> bytes:
+        try:
+            return json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"{self.__name__}: the dataset has values that JSON cannot hold ({error}); name the"
+                " columns to send with columns=[...]"
+            ) from error
+
+    def _ask(self, body: bytes, rows: int, until: float) -> list[float | None]:
+        shown = self._address.shown
+        reply, sent = retried(
+            lambda: self._send(body, until),
+            retries=self._retries,
+            backoff=self._backoff,
+            longest_wait=LONGEST_WAIT,
+            until=until,
+            on_retry=lambda reply: logger.warning(
+                "reward server %s %s; retrying", shown, reply.problem
+            ),
+        )
+        if reply.status == 200:
+            return _rewards(reply.body, rows, shown)
+        hint = f"; give token=, or set {TOKEN_ENV}" if reply.status == 401 else ""
+        spent = self._time_limit - (until - time.monotonic())
+        raise RewardError(
+            f"reward server {shown} {reply.problem}{hint} ({sent} attempts, {spent:.1f} s)"
+        )
+
+    def _send(self, body: bytes, until: float) -> Reply:
+        seconds = min(self._timeout, until - time.monotonic())
+        if seconds <= 0:
+            return Reply(problem="did not answer within the time limit")
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        return post(self._address.url, body, headers, seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    url: str
+    secure: bool
+    host: str
+    shown: str  # without the query, which may hold a secret
+
+
+def _address(url: str) -> _Address:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for a port that is not a number
+    except ValueError as error:
+        raise ConfigError(f"url={url!r} is not an address: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"url={url!r} must be http://host:port/path or https://host/path")
+    if parts.username or parts.password:
+        raise ConfigError("the url of a reward server must not hold a password: use token=")
+    path = parts.path if parts.path not in ("", "/") else "/score"
+    shown = f"{parts.scheme}://{parts.netloc}{path}"
+    query = f"?{parts.query}" if parts.query else ""
+    return _Address(shown + query, parts.scheme == "https", parts.hostname, shown)
+
+
+def _rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
+    try:
+        rewards = json.loads(body)["rewards"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RewardError(
+            f'reward server {shown} answered {body[:200]!r}, not {{"rewards": [...]}}'
+        ) from error
+    if not isinstance(rewards, list) or len(rewards) != rows:
+        found = len(rewards) if isinstance(rewards, list) else rewards
+        raise RewardError(f"reward server {shown} gave {found!r} rewards for {rows} completions")
+    for reward in rewards:
+        number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
+        if reward is not None and not (number and abs(reward) <= sys.float_info.max):
+            raise RewardError(f"reward server {shown} gave {str(reward)[:80]}, not a finite number")
+    return [None if reward is None else float(reward) for reward in rewards]

@@ -1,0 +1,1 @@
+"""Runs generated programs in a restricted process."""

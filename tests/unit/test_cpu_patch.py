@@ -1,0 +1,180 @@
+"""Quicker layers give the numbers of torch's, and models are afterwards as they were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from kedge.algorithms import ppo
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.backends.rewards import RewardModel
+from kedge.engine.stages import cut
+from kedge.ops.cpu import attention, grad_accumulation, matmul, patch
+from kedge.ops.cpu.attention import short_attention
+from kedge.ops.cpu.patch import Kernels
+from kedge.testing import tiny_policy, tiny_reward_model
+from kedge.types import Sampling
+from tests.learners import VOCAB, experience, learner, one_rank, rollout
+
+from .test_rewards_architectures import ENCODERS, build
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
+
+
+@pytest.fixture(autouse=True)
+def every_product_by_onednn(monkeypatch):
+    monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: True)
+    monkeypatch.setattr(matmul, "_SMALLEST", 0)
+    monkeypatch.setattr(grad_accumulation, "_LARGE", 0)
+
+
+def counted(monkeypatch, *functions):
+    """How often each of these autograd functions has been applied."""
+    seen = dict.fromkeys(functions, 0)
+    for function in functions:
+
+        def apply(*args, function=function, plain=function.apply):
+            seen[function] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(function, "apply", apply)
+    return seen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_the_learner_uses_them_and_the_numbers_stay(family, checkpointing, monkeypatch):
+    seen = counted(
+        monkeypatch, attention._ShortAttention, matmul._Linear, grad_accumulation._Embedding
+    )
+    results = []
+    for quick in (True, False):
+        how = {"gradient_checkpointing": checkpointing, "max_grad_norm": 1.0}
+        found = learner(family, policy=tiny_policy(family, vocab_size=VOCAB), **how)
+        if not quick:
+            found._kernels = Kernels([])
+        before = dict(seen)
+        note = found.compute_logprobs(rollout(), values=True, reference=True, full_kl=False)
+        batch, algo = experience(rollout()), ppo()
+        step = cut(batch, torch.arange(6), algo, 2, one_rank)
+        metrics = found.optimizer_step(step, algo.loss)
+        assert all((seen[f] > before[f]) == quick for f in seen)
+        results.append((note, metrics, [p.detach() for p in found.module.parameters()]))
+    (a, x, mine), (b, y, theirs) = results
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.values, b.values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.ref_logprobs, b.ref_logprobs, atol=1e-5, rtol=1e-5)
+    assert x == pytest.approx(y, rel=1e-4, abs=1e-6)
+    for p, q in zip(mine, theirs, strict=True):  # Adam enlarges what rounding leaves of zero
+        assert float(((p - q).abs() > 1e-4).float().mean()) < 0.01
+
+
+def test_models_compute_as_before_after_the_block_even_after_an_error():
+    model = tiny_policy("gpt2")
+
+    def fail():
+        with Kernels([model]).active():
+            assert "forward" in vars(model.transformer.h[0].mlp.c_fc)
+            assert isinstance(model.transformer.h[0].mlp.c_fc, Conv1D)
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        fail()
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert copy.deepcopy(model) is not model
+
+
+def test_two_blocks_of_one_model_may_overlap():
+    model, ids = tiny_policy(), torch.arange(5)[None]
+    want = model(input_ids=ids).logits
+    first, second = Kernels([model]), Kernels([model])
+    with first.active():
+        with second.active():
+            inside = model(input_ids=ids).logits
+        after = model(input_ids=ids).logits
+    for found in (inside, after):
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_of_other_kinds_and_layers_with_a_forward_of_their_own_are_left_alone():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    hooked, sparse = nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True)
+    hooked.forward = lambda x: -x
+    double = nn.Linear(4, 4).double()
+    model = nn.Sequential(Doubled(4, 4), sparse, double, nn.Embedding(4, 4, max_norm=1.0))
+    assert list(patch._layers(model)) == []
+    model.append(hooked)
+    with Kernels([model]).active():
+        assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
+    assert hooked(torch.ones(4)).tolist() == [-1.0] * 4
+
+
+def test_a_forward_that_was_set_after_the_kernels_were_made_stays():
+    layer = nn.Linear(4, 4)
+    made = Kernels([layer])
+    layer.forward = lambda x: -x
+    with made.active():
+        assert layer(torch.ones(4)).tolist() == [-1.0] * 4
+    assert layer(torch.ones(4)).tolist() == [-1.0] * 4
+
+
+def test_layers_may_be_called_by_keyword():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Embedding(5, 3))
+    want = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
+    with Kernels([model]).active():
+        found = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
+    torch.testing.assert_close(found, want)
+
+
+def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
+    monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
+    layers = [type(m) for m, _ in patch._layers(tiny_policy())]
+    assert set(layers) == {nn.Embedding}
+
+
+@pytest.mark.parametrize("family", ["Bert", "Llama"])
+def test_a_reward_model_scores_as_it_does_by_itself(family):
+    torch.manual_seed(0)
+    r = rollout()
+    model = build("Bert", ENCODERS["Bert"] | {"vocab_size": VOCAB})
+    if family == "Llama":
+        model = tiny_reward_model(vocab_size=VOCAB)
+    model.eval()
+    scores = RewardModel(model).score(r).scores
+    for row in range(len(r)):
+        ids = torch.cat([r.prompts.ids[row][r.prompts.mask[row]], r.ids[row][r.response_mask[row]]])
+        alone = model(input_ids=ids[None], attention_mask=torch.ones(1, len(ids))).logits[0, 0]
+        torch.testing.assert_close(scores[row], alone.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were(monkeypatch):
+    usual, used = torch.get_num_threads(), []
+    engine = EmbeddedEngine(tiny_policy(vocab_size=VOCAB), pad_id=0, shares_weights=True)
+    plain = engine._chunk
+    monkeypatch.setattr(
+        engine, "_chunk", lambda *a: (used.append(torch.get_num_threads()), plain(*a))[1]
+    )
+    torch.set_num_threads(2)
+    try:
+        engine.generate(rollout().prompts, sampling=Sampling(max_new_tokens=3), seed=0)
+        assert used == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_torchs_registry_is_left_alone_for_models_with_large_heads():
+    small, large = tiny_policy(), tiny_policy(hidden_size=128, heads=4)
+    for model, kernel in ((small, short_attention), (large, sdpa_attention_forward)):
+        with Kernels([model]).active():
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is kernel

@@ -1,0 +1,246 @@
+"""Weights of learner against sampler: by hand, for stale and fresh rows, and in whole runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
+from kedge.algorithms import ppo
+from kedge.config.grpo import resolve_grpo
+from kedge.engine.stages import make_experience
+from kedge.errors import ConfigError, RolloutError
+from kedge.math.importance import Correction, importance_weights
+from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.types import RewardOutput, Rollout
+from tests.unit.text_toys import word_tokenizer
+from tests.unit.toys import ToyEngine, ToyLearner, ToyPrompts
+
+
+def sample(learner: ToyLearner, *, shift: float, version: int) -> tuple[Rollout, RewardOutput]:
+    """A toy batch whose sampler says ``shift`` nats less of every token than the learner."""
+    engine = ToyEngine()
+    engine.load_weights(learner.weights(), version)
+    from kedge.types import Sampling
+
+    rollout = engine.generate(ToyPrompts().batch(0), sampling=Sampling(max_new_tokens=4), seed=1)
+    own = learner.logits.detach().log_softmax(0)[rollout.ids]
+    rollout = replace(rollout, behavior_logprobs=own - shift)
+    rows = len(rollout)
+    scores = torch.arange(rows, dtype=torch.float32)
+    return rollout, RewardOutput(scores=scores, valid=torch.ones(rows, dtype=torch.bool))
+
+
+def learner_at(version: int) -> ToyLearner:
+    learner = ToyLearner()
+    learner.version = version
+    with torch.no_grad():
+        learner.logits.copy_(torch.randn(learner.logits.shape, generator=torch.manual_seed(3)))
+    return learner
+
+
+@pytest.mark.parametrize(
+    ("shift", "weight"), [(math.log(1.5), 1.5), (math.log(3), 2.0), (-1, None)]
+)
+def test_advantages_are_weighed_by_learner_against_sampler(shift: float, weight: float) -> None:
+    learner = learner_at(0)
+    rollout, judged = sample(learner, shift=shift, version=0)
+    plain, _ = make_experience(rollout, judged, learner, ppo(), 0.0)
+    found, metrics = make_experience(
+        rollout, judged, learner, ppo(), 0.0, Correction(kind="truncate", high=2.0)
+    )
+    expected = math.exp(shift) if weight is None else weight
+    assert torch.allclose(found.advantages, expected * plain.advantages)
+    assert metrics["rollout/correction_weight"] == pytest.approx(expected)
+    assert metrics["rollout/correction_bounded"] == float(math.exp(shift) > 2.0)
+
+
+def test_whole_responses_share_one_weight_and_masks_drop_them() -> None:
+    learner = learner_at(0)
+    rollout, judged = sample(learner, shift=math.log(1.1), version=0)
+    plain, _ = make_experience(rollout, judged, learner, ppo(), 0.0)
+    lengths = rollout.loss_mask.sum(1, keepdim=True)
+    how = Correction(kind="truncate", level="sequence", high=100.0)
+    found, _ = make_experience(rollout, judged, learner, ppo(), 0.0, how)
+    assert torch.allclose(found.advantages, 1.1**lengths * plain.advantages, rtol=1e-4)
+    how = Correction(kind="mask", level="sequence", high=1.1**2.5)
+    found, metrics = make_experience(rollout, judged, learner, ppo(), 0.0, how)
+    kept = lengths <= 2
+    assert torch.allclose(found.advantages, (1.1**lengths * kept) * plain.advantages, rtol=1e-4)
+    share = float((~kept * rollout.loss_mask).sum() / rollout.loss_mask.sum())
+    assert metrics["rollout/correction_bounded"] == pytest.approx(share)
+    how = Correction(kind="mask", level="sequence_mean", high=1.09)
+    found, _ = make_experience(rollout, judged, learner, ppo(), 0.0, how)
+    assert not found.advantages.any()
+
+
+def test_stale_rows_are_anchored_at_their_sampler_or_decoupled_from_it() -> None:
+    learner = learner_at(2)
+    rollout, judged = sample(learner, shift=0.3, version=1)
+    own = learner.logits.detach().log_softmax(0)[rollout.ids]
+    anchored, metrics = make_experience(rollout, judged, learner, ppo(), 0.0)
+    assert torch.allclose(anchored.old_logprobs, own - 0.3)
+    assert metrics["rollout/stale_gap"] == pytest.approx(0.3, rel=1e-4)
+    assert metrics["rollout/lag"] == 1
+    decoupled, _ = make_experience(rollout, judged, learner, ppo(), 0.0, Correction(high=2.0))
+    assert torch.allclose(decoupled.old_logprobs, own)
+    assert torch.allclose(decoupled.advantages, math.exp(0.3) * anchored.advantages, rtol=1e-4)
+
+
+def test_without_recorded_log_probabilities_there_is_nothing_to_weigh() -> None:
+    learner = learner_at(0)
+    rollout, judged = sample(learner, shift=0.1, version=0)
+    rollout = replace(rollout, behavior_logprobs=None)
+    with pytest.raises(RolloutError, match="records no log-probabilities"):
+        make_experience(rollout, judged, learner, ppo(), 0.0, Correction())
+
+
+def run_of(kind: str, folder: Any, **options: Any) -> Any:
+    config, trainer = {
+        "ppo": (PPOConfig, PPOTrainer),
+        "rloo": (RLOOConfig, RLOOTrainer),
+        "grpo": (GRPOConfig, GRPOTrainer),
+    }[kind]
+    engine, model = options.pop("engine", None), options.pop("model", None)
+    groups = {} if kind == "ppo" else {"num_generations": 2}
+    args = config(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        response_length=4,
+        max_steps=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        num_sample_generations=0,
+        use_cpu=True,
+        disable_tqdm=True,
+        **groups,
+        **options,
+    )
+    return trainer(
+        args=args,
+        processing_class=word_tokenizer(),
+        model=model or tiny_policy(vocab_size=32),
+        reward_funcs=[lambda completions, **_: [float(len(c)) for c in completions]],
+        train_dataset=[{"prompt": f"w{i} w{i + 1}"} for i in range(3, 20)],
+        rollout_engine=engine,
+    )
+
+
+@pytest.mark.parametrize("kind", ["ppo", "rloo", "grpo"])
+def test_runs_ahead_are_corrected_in_every_trainer(kind: str, tmp_path: Any) -> None:
+    made = run_of(
+        kind,
+        tmp_path,
+        max_lag=1,
+        sampler_correction="truncate",
+        sampler_correction_level="sequence",
+        sampler_correction_high=5.0,
+    )
+    made.train()
+    rows = [row for row in made.state.log_history if "rollout/correction_weight" in row]
+    assert [row["rollout/lag"] for row in rows] == [0, 1, 1, 1]
+    assert rows[0]["rollout/correction_weight"] == pytest.approx(1.0, abs=1e-4)
+    assert any(abs(row["rollout/correction_weight"] - 1) > 1e-3 for row in rows[1:])
+    assert all(row["rollout/stale_gap"] > 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "want"),
+    [
+        ("grpo", {"max_lag": 1}, None),
+        ("ppo", {"max_lag": 2}, Correction(kind="truncate", level="token", high=2.0)),
+        ("rloo", {"max_lag": 2}, Correction(kind="truncate", level="sequence", high=5.0)),
+        ("ppo", {"max_lag": 3, "sampler_correction": "off"}, None),
+        ("ppo", {"max_lag": 3, "sampler_correction": None}, None),
+        (
+            "grpo",
+            {"sampler_correction": "mask", "sampler_correction_level": "sequence_mean"},
+            Correction(kind="mask", level="sequence_mean", high=1.01),
+        ),
+    ],
+)
+def test_when_weights_are_on_and_their_bounds(kind, options, want, tmp_path, caplog) -> None:
+    made = run_of(kind, tmp_path, **options)
+    assert made.engine.correction == want
+    said = [r.getMessage() for r in caplog.records if "weighed by learner against" in r.message]
+    assert len(said) == (want is not None and "sampler_correction" not in options)
+
+
+VLLM = {"rollout_engine": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, ("mask", "sequence", 3.0, 0.0)),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, ("truncate", "token", 3.0, 0.0)),
+        ({"vllm_importance_sampling_clip_min": 0.5}, ("mask", "sequence", 3.0, 0.5)),
+        ({"vllm_importance_sampling_cap": 2.5}, ("mask", "sequence", 2.5, 0.0)),
+        ({"vllm_importance_sampling_clip_max": None}, ("mask", "sequence", math.inf, 0.0)),
+        ({"vllm_importance_sampling_correction": False}, None),
+        ({"sampler_correction": "off"}, None),
+        ({"sampler_correction": "truncate"}, ("truncate", None, None, 0.0)),
+        ({"max_lag": 2}, ("truncate", None, None, 0.0)),
+    ],
+)
+def test_grpo_with_vllm_has_the_weights_of_trl(options, want, tmp_path) -> None:
+    found = resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **VLLM, **options)).correction
+    if want is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.kind, found.level, found.high, found.low) == want
+    without = {k: v for k, v in options.items() if k.startswith("vllm")}
+    assert resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **without)).correction is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "tokens"}, "mode='tokens' must be one of 'token_truncate'"),
+        ({"clip_min": 3.0}, "clip_min=3 must be less than vllm_importance_sampling_clip_max=3"),
+        ({"mode": "token_truncate", "clip_max": None}, "has no bound to truncate at"),
+        ({"clip_max": float("nan")}, "clip_max=nan must be a finite number"),
+    ],
+)
+def test_weights_of_trl_that_cannot_be(options, words, tmp_path) -> None:
+    given = {f"vllm_importance_sampling_{k}": v for k, v in options.items()}
+    with pytest.raises(ConfigError, match=words):
+        resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
+
+
+def test_truncation_has_a_lower_bound_too() -> None:
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    old, mu = torch.log(torch.tensor([[0.1, 0.9]])), torch.log(torch.tensor([[0.9, 0.1]]))
+    weight = importance_weights(old, mu, mask, Correction(low=0.5, high=2.0))
+    assert weight.tolist() == [[0.5, 2.0]]
+
+
+def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="sampler_correction_level='token'"):
+        run_of("rloo", tmp_path, sampler_correction="truncate", sampler_correction_level="token")
+    with pytest.raises(ConfigError, match="records no log-probabilities"):
+        run_of("ppo", tmp_path, sampler_correction="mask", engine=ScriptedRollouts([[[3, 1]] * 4]))
+
+
+def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path: Any) -> None:
+    from kedge.backends.hf.rollout import EmbeddedEngine
+    from tests.unit.text_toys import EOS
+
+    class Wrong(EmbeddedEngine):
+        def generate(self, *given: Any, **options: Any) -> Rollout:
+            made = super().generate(*given, **options)
+            assert made.behavior_logprobs is not None
+            return replace(made, behavior_logprobs=made.behavior_logprobs - 0.1)
+
+    policy = tiny_policy(vocab_size=32)
+    engine = Wrong(policy, pad_id=EOS)
+    made = run_of("ppo", tmp_path, preflight=False, engine=engine, model=policy, num_ppo_epochs=1)
+    made.train()
+    rows = [row for row in made.state.log_history if "rollout/logprob_gap" in row]
+    assert rows[0]["rollout/logprob_gap"] > 0.05
+    assert rows[0]["val/ratio"] == pytest.approx(1.0, abs=1e-4)  # anchored at the learner

@@ -1,0 +1,196 @@
+"""Who sits where on a cluster, and what of it is said: no Ray needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.backends.ray.placement import plan_seats
+from kedge.backends.ray.resources import from_launch
+from kedge.backends.ray.worker import Failure, failure
+from kedge.backends.rollout import ShardedEngine, start_all
+from kedge.backends.rollout.rows import build_share, join, shares, stack_prompts
+from kedge.errors import ConfigError, SyncError
+from kedge.testing import tiny_policy
+from kedge.types import PromptBatch, Receipt, Sampling
+from tests.contract.test_rollout_engine import prompts
+
+SAMPLING = Sampling(max_new_tokens=12, stop_ids=(5, 6, 7, 8))
+
+
+def embedded(**options):
+    model = tiny_policy("llama", initializer_range=0.3)
+    return EmbeddedEngine(model, pad_id=0, shares_weights=False, **options)
+
+
+class TestPlan:
+    def test_two_nodes_of_learners_and_engines_on_gpus(self):
+        plan = plan_seats(learners=[4, 2], engines=2, rewards=1, gpus=True, gpus_per_engine=2)
+        assert [dict(b) for b in plan.bundles] == [
+            {"CPU": 4, "GPU": 4},
+            {"CPU": 2, "GPU": 2},
+            {"CPU": 1, "GPU": 2},
+            {"CPU": 1, "GPU": 2},
+            {"CPU": 1},
+        ]
+        assert plan.strategy == "SPREAD"
+        assert plan.total == {"CPU": 9, "GPU": 10}
+        assert [(s.index, s.bundle, s.gpus) for s in plan.of("learner")] == [
+            *((i, 0, 1) for i in range(4)),
+            *((i, 1, 1) for i in (4, 5)),
+        ]
+        assert [(s.bundle, s.gpus) for s in plan.of("engine")] == [(2, 2), (3, 2)]
+
+    def test_workers_beside_the_learners(self):
+        plan = plan_seats(learners=[1], rewards=1, references=2, gpus=True, gpus_per_reference=0.25)
+        assert plan.text().splitlines()[1:] == [
+            "  bundle 1: CPU 1  reward 0",
+            "  bundle 2: CPU 1, GPU 0.25  reference 0",
+            "  bundle 3: CPU 1, GPU 0.25  reference 1",
+        ]
+
+    def test_a_rank_takes_its_own_seats_of_a_launch(self, monkeypatch):
+        plan = plan_seats(learners=[2], engines=2, references=4)
+        placement = SimpleNamespace(plan=plan)
+
+        def seats(rank, role, count, **about):
+            at = SimpleNamespace(rank=rank, world_size=2, placement=placement)
+            monkeypatch.setattr("kedge.backends.ray.resources.get_context", lambda: at)
+            found = from_launch(role, count=count, option="ray_ref_workers", **about)
+            return None if found is None else [seat.index for seat in found.seats]
+
+        assert [seats(rank, "reference", 2) for rank in (0, 1)] == [[0, 1], [2, 3]]
+        assert [seats(rank, "engine", 2, each=False) for rank in (0, 1)] == [[0, 1], [0, 1]]
+        assert [seats(rank, "engine", 1) for rank in (0, 1)] == [[0], [1]]
+        assert seats(0, "reward", 1) is None
+        with pytest.raises(ConfigError, match=r"4 places for references, .* ask for 6; .* ray_ref"):
+            seats(0, "reference", 3)
+
+    def test_without_gpus_everyone_has_a_cpu(self):
+        plan = plan_seats(learners=[2], engines=1)
+        assert [dict(b) for b in plan.bundles] == [{"CPU": 2}, {"CPU": 1}]
+        assert plan.strategy == "PACK"
+        assert {seat.gpus for seat in plan.seats} == {0}
+
+    @pytest.mark.parametrize("engines", [1, 2, 3, 7])
+    def test_one_gpu_is_shared_by_learner_and_engines(self, engines):
+        plan = plan_seats(learners=[1], engines=engines, gpus=True, single_gpu_mode=True)
+        (bundle,) = plan.bundles
+        assert 0.999 < bundle["GPU"] <= 1.0
+        assert sum(seat.gpus for seat in plan.seats) == pytest.approx(bundle["GPU"])
+        assert plan.of("learner")[0].gpus == 0.5
+
+    def test_one_gpu_is_not_for_several_learners(self):
+        with pytest.raises(ConfigError, match="found 2 learners and 1 GPUs per engine"):
+            plan_seats(learners=[2], engines=1, gpus=True, single_gpu_mode=True)
+
+    def test_the_plan_as_text(self):
+        said = plan_seats(learners=[2], engines=1).text(["10.0.0.1", "10.0.0.2"])
+        assert said.splitlines() == [
+            "  bundle 0: CPU 2  learner 0, 1  on 10.0.0.1",
+            "  bundle 1: CPU 1  engine 0  on 10.0.0.2",
+        ]
+
+
+class TestRoot:
+    def test_errors_come_before_deaths_and_deaths_before_what_follows(self):
+        echo = Failure(rank=0, when=1.0, text="RuntimeError: Connection closed by peer")
+        death = Failure(rank=1, when=2.0, text="process 1 is gone", died=True)
+        error = Failure(rank=2, when=3.0, text="ValueError: no")
+        assert sorted([echo, death, error], key=lambda f: f.order) == [error, death, echo]
+
+    def test_an_error_that_cannot_be_sent_is_told_as_text(self):
+        class Odd(Exception):
+            def __init__(self, a, b):
+                super().__init__(f"{a} and {b}")
+
+        try:
+            raise Odd(1, 2)
+        except Odd as error:
+            told = failure(3, error)
+        assert told.error is None
+        assert told.text == "Odd: 1 and 2"
+        assert "raise Odd(1, 2)" in told.trace
+
+
+class TestRows:
+    @pytest.mark.parametrize("spare", [False, True])
+    @pytest.mark.parametrize("parts", [1, 2, 4, 9])
+    def test_a_batch_in_shares_is_the_batch(self, parts, spare):
+        engine = embedded(extra_slot=spare)
+        batch = prompts(copies=2)
+        want = engine.generate(batch, sampling=SAMPLING, seed=1)
+        split = ShardedEngine([engine] * parts, pad_id=0)
+        found = split.generate(batch, sampling=SAMPLING, seed=1)
+        assert found.prompts is batch
+        for name in ("ids", "loss_mask", "response_mask", "terminated", "version"):
+            assert torch.equal(getattr(found, name), getattr(want, name))
+        assert torch.allclose(found.behavior_logprobs, want.behavior_logprobs, atol=1e-6)
+
+    def test_what_could_be_sampled_is_joined_too(self):
+        engine, batch = embedded(), prompts(copies=2)
+        top = Sampling(max_new_tokens=6, top_p=0.7)
+        want = engine.generate(batch, sampling=top, seed=1)
+        found = ShardedEngine([engine] * 3, pad_id=0).generate(batch, sampling=top, seed=1)
+        width = min(found.allowed_tokens.shape[-1], want.allowed_tokens.shape[-1])
+        assert torch.equal(found.allowed_tokens[..., :width], want.allowed_tokens[..., :width])
+
+    def test_ranks_get_what_they_would_have_sampled_alone(self):
+        engine, batch = embedded(extra_slot=True), prompts(copies=2)
+        parts = []
+        for rows in shares(len(batch), 3):
+            p = batch.rows(rows)
+            n = int(p.mask.any(0).nonzero().min())  # as wide as this rank's longest prompt
+            group = p.group - p.group.min()  # ranks count from 0
+            parts.append(PromptBatch(ids=p.ids[:, n:], mask=p.mask[:, n:], group=group, row=p.row))
+        whole = engine.generate(stack_prompts(parts), sampling=SAMPLING, seed=2)
+        start = 0
+        for part in parts:
+            want = engine.generate(part, sampling=SAMPLING, seed=2)
+            got = build_share(whole, slice(start, start + len(part)), part, spare=1)
+            start += len(part)
+            assert torch.equal(got.ids, want.ids)
+            assert torch.equal(got.response_mask, want.response_mask)
+
+    def test_groups_of_different_ranks_stay_apart(self):
+        batch = prompts(rows=2)
+        assert stack_prompts([batch, batch]).group.tolist() == [0, 1, 2, 3]
+
+    def test_shares_of_different_width_are_joined(self):
+        engine, batch = embedded(), prompts()
+        short = Sampling(max_new_tokens=2)
+        halves = [batch.rows(rows) for rows in shares(6, 2)]
+        a = engine.generate(halves[0], sampling=short, seed=0)
+        b = engine.generate(halves[1], sampling=SAMPLING, seed=0)
+        found = join(batch, [a, b], pad_id=9)
+        assert found.ids.shape == (6, b.ids.shape[1])
+        assert (found.ids[:3, 2:] == 9).all()
+        assert not found.response_mask[:3, 2:].any()
+
+
+class TestSplit:
+    def test_engines_that_hold_different_weights_are_an_error(self):
+        one, two = embedded(), embedded()
+        two.load_weights = lambda weights, version: Receipt(version=version, fingerprint="other")
+        with pytest.raises(SyncError, match="engine 1 of 2 reports"):
+            ShardedEngine([one, two], pad_id=0).load_weights(
+                dict(tiny_policy("llama").named_parameters()), 1
+            )
+
+    def test_nothing_is_left_when_one_of_several_does_not_start(self):
+        closed = []
+
+        class Thing:
+            def close(self):
+                closed.append(self)
+
+        def fail():
+            raise ConfigError("no")
+
+        with pytest.raises(ConfigError, match="no"):
+            start_all([Thing, fail, Thing], undo=lambda: closed.append("room"))
+        assert len(closed) == 3
+        assert closed[-1] == "room"

@@ -1,0 +1,111 @@
+"""Responses token by token: the texts, the numbers, when they are written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from kedge.trainers.reporting.token_log import token_texts
+from tests.e2e.small import PROMPTS, rows, small
+from tests.unit.text_toys import blank_swallowing_tokenizer, word_tokenizer
+
+WORD = 256
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and one word."""
+    pieces = {f"<0x{i:02X}>": i for i in range(256)} | {"word": WORD}
+    core = Tokenizer(models.BPE(pieces, [], unk_token="<0x00>"))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ids", "texts"),
+    [
+        (word_tokenizer(), [3, 4, 0], ["w3", " w4", " <eos>"]),
+        (blank_swallowing_tokenizer(), [3, 4, 5], ["a", " b", "c"]),
+        (byte_tokenizer(), list("aü!".encode()), ["a", "", "ü", "!"]),
+        (byte_tokenizer(), list("\N{CHESTNUT}".encode()), ["", "", "", "\N{CHESTNUT}"]),
+        (word_tokenizer(), [], []),
+    ],
+)
+def test_texts(tokenizer: Any, ids: list[int], texts: list[str]) -> None:
+    assert token_texts(ids, tokenizer) == texts
+    assert "".join(texts) == tokenizer.decode(ids)
+
+
+def test_a_broken_character_does_not_swallow_the_rest() -> None:
+    texts = token_texts([0xF0, WORD, 0xFF], byte_tokenizer())
+    broken = "\N{REPLACEMENT CHARACTER}"
+    assert texts == ["", f"{broken}word", broken]
+
+
+def read(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    files = sorted(folder.glob("tokens/step-*.jsonl"))
+    return {int(f.stem[5:]): [json.loads(x) for x in f.read_text().splitlines()] for f in files}
+
+
+def test_a_run_writes_rows_that_agree_with_its_metrics(tmp_path: Path) -> None:
+    trainer = small(
+        output_dir=str(tmp_path), total_episodes=16, logging_steps=2, log_token_rows=4, kl_coef=0.2
+    )
+    trainer.train()
+    found = read(tmp_path)
+    assert list(found) == [1, 2, 4]  # the first update, and where metrics are logged
+    batch, row = found[4], found[4][0]
+    assert len(batch) == 4  # the whole batch
+    assert row["prompt"] in {p["prompt"] for p in PROMPTS}
+    lists = ("tokens", "logprob", "after", "reference", "advantage", "reward", "value", "return")
+    assert {len(row[name]) for name in lists} == {row["length"]}
+    assert list(row["rewards"].values()) == [row["score"]]
+    # Rewards of a response are its score minus what the KL costs.
+    kl = [a - b for a, b in zip(row["logprob"], row["reference"], strict=True)]
+    assert sum(row["reward"]) == pytest.approx(row["score"] - 0.2 * sum(kl), rel=5e-3)
+    # Each logged row is the mean over two updates; of the last one, by hand from the rows.
+    assert all(math.isfinite(x) for x in row["after"])
+    assert row["after"] != row["logprob"]  # the update moved it
+    assert len(rows(trainer)) == 2
+
+
+def test_numbers_are_the_same_with_and_without(tmp_path: Path) -> None:
+    finals = []
+    for count in (0, 3):
+        trainer = small(output_dir=str(tmp_path / str(count)), log_token_rows=count)
+        trainer.train()
+        finals.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(*finals)
+    assert not (tmp_path / "0" / "tokens").exists()
+    assert {len(r) for r in read(tmp_path / "3").values()} == {3}
+
+
+def test_a_long_run_writes_a_hundred_times_at_most() -> None:
+    from kedge import PPOConfig
+    from kedge.config.schedule import build_schedule
+
+    made = PPOConfig(output_dir="unused", logging_steps=1, use_cpu=True)
+    when = build_schedule(made, updates=1000, updates_per_epoch=None)
+    due = [i for i in range(1, 1001) if when.writes_tokens(i)]
+    assert due == [1, *range(10, 1001, 10)]
+
+
+def test_run_json_says_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["kedge", "ppo", "--hub_token", "hf_1", "--stop_token", "eos", "--wandb_api_key=k"]
+    monkeypatch.setattr("sys.argv", words)
+    small(output_dir=str(tmp_path), hub_token="hf_1", kl_coef=0.05).train()
+    text = (tmp_path / "run.json").read_text()
+    about = json.loads(text)
+    assert "hf_1" not in text
+    assert about["command"] == "kedge ppo --hub_token ... --stop_token eos --wandb_api_key=..."
+    assert about["algorithm"] == "PPO"
+    assert "response_length" in about["changed"]
+    assert "kl_coef" in about["changed"]  # set, if only to its default
+    assert not {"vf_coef", "bf16", "batch_size", "world_size"} & {*about["changed"]}
+    assert about["options"]["response_length"] == 6
