@@ -330,9 +330,8 @@ MUTANTS = [
     Mutant(
         "rows left out by credit are trained on",
         "engine/stages.py",
-        "mask = rollout.loss_mask if advantage_output.loss_mask is None else rollout.loss_mask &"
-        " advantage_output.loss_mask",
-        "loss_mask = rollout.loss_mask",
+        "mask = mask & advantage_output.loss_mask",
+        "mask = mask & True",
         GROUPS,
     ),
     Mutant(

@@ -191,11 +191,9 @@ def _corrected(
 def _experience(
     rollout: Rollout, note: ModelOutputs, advantage_output: AdvantageOutput
 ) -> Experience:
-    mask = (
-        rollout.loss_mask
-        if advantage_output.loss_mask is None
-        else rollout.loss_mask & advantage_output.loss_mask
-    )
+    mask = rollout.loss_mask
+    if advantage_output.loss_mask is not None:
+        mask = mask & advantage_output.loss_mask
     return Experience(
         prompt_ids=rollout.prompts.ids,
         prompt_mask=rollout.prompts.mask,

@@ -39,13 +39,7 @@ from kedge.backends.hf.optim import (
     scale_,
     sum_gradients,
 )
-from kedge.backends.hf.packing import (
-    by_length,
-    place,
-    split_by_length,
-    to_device,
-    worth_padding,
-)
+from kedge.backends.hf.packing import by_length, place, split_by_length, to_device, worth_padding
 from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (

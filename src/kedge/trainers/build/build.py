@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,9 +91,10 @@ def build_run(
     check_rollout_engine(given, settings)
     check_reference(given, settings, algorithm)
     models = build_models(given, settings, algorithm, tokenizer)
-    rewards, checked = (given.reward_model, given.reward_funcs), sources
-    if given.data_collator:
-        checked = []
+    rewards, checked = (
+        (given.reward_model, given.reward_funcs),
+        [] if given.data_collator else sources,
+    )
     check_models(models, rewards, checked, tokens=len(tokenizer), args=args)
     callbacks = build_callbacks(given, models, accelerator)
     reward_source = build_reward_source(
@@ -105,22 +106,13 @@ def build_run(
         trainer_state=lambda: callbacks.state,
         columns=prompts.source.columns,
     )
-    for source in sources if settings.data.drop_unused_columns else []:
-        if isinstance(source, DatasetPrompts):
-            source.keep(getattr(reward_source, "columns", None))
+    if settings.data.drop_unused_columns:
+        _keep_columns(sources, reward_source)
     copied = whole_copy(models.policy, given, settings, accelerator)
     learner = build_learner(models, given, settings, prompts.plan, accelerator)
     callbacks.watch(learner.optimizer, learner.scheduler)
-    engine = build_engine(
-        prompts,
-        learner,
-        reward_source,
-        algorithm,
-        settings,
-        given,
-        tokenizer=tokenizer,
-        policy=copied,
-    )
+    parts = (prompts, learner, reward_source, algorithm, settings, given)
+    engine = build_engine(*parts, tokenizer=tokenizer, policy=copied)
     evaluator = Evaluator(
         engine=engine,
         settings=settings,
@@ -142,6 +134,20 @@ def build_run(
         tokenizer=tokenizer,
         fresh_reference=models.fresh_reference,
     )
+
+
+def _keep_columns(sources: Sequence[object], reward_source: object) -> None:
+    """Drop the dataset columns that the reward does not read."""
+    for source in sources:
+        if isinstance(source, DatasetPrompts):
+            source.keep(getattr(reward_source, "columns", None))
+
+
+def _keep_columns(sources: Sequence[object], reward_source: object) -> None:
+    """Drop the dataset columns that the reward does not read."""
+    for source in sources:
+        if isinstance(source, DatasetPrompts):
+            source.keep(getattr(reward_source, "columns", None))
 
 
 def build_callbacks(given: TrainerInputs, models: Models, accelerator: Accelerator) -> Callbacks:

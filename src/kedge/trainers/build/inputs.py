@@ -59,7 +59,11 @@ def check_kinds(given: TrainerInputs) -> None:
     for name, value, methods in (
         ("optimizers[0]", pair[0], ("param_groups", "step")),
         ("optimizers[1]", pair[1], ("step", "state_dict")),
-        ("rollout_engine", given.rollout_engine, ("live", "logprobs", "generate", "load_weights")),
+        (
+            "rollout_engine",
+            given.rollout_engine,
+            ("shares_weights", "logprobs", "generate", "load_weights"),
+        ),
         ("peft_config", given.peft_config, ("peft_type",)),
         ("data_collator", given.data_collator, ("__call__",)),
     ):
