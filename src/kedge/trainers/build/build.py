@@ -143,13 +143,6 @@ def _keep_columns(sources: Sequence[object], reward_source: object) -> None:
             source.keep(getattr(reward_source, "columns", None))
 
 
-def _keep_columns(sources: Sequence[object], reward_source: object) -> None:
-    """Drop the dataset columns that the reward does not read."""
-    for source in sources:
-        if isinstance(source, DatasetPrompts):
-            source.keep(getattr(reward_source, "columns", None))
-
-
 def build_callbacks(given: TrainerInputs, models: Models, accelerator: Accelerator) -> Callbacks:
     """The user's callbacks, those that report, and the one that pushes."""
     args = given.args
