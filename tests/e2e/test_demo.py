@@ -69,3 +69,16 @@ def test_quick_demo(tmp_path: Path) -> None:
     )
     assert "stage ppo is done" in again.stdout
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    loop = [sys.executable, "-W", "ignore", str(DEMO.parent / "minimal_ppo.py")]
+    options = ["--demo", str(tmp_path), "--output_dir", str(tmp_path / "minimal")]
+    shown = subprocess.run(
+        [*loop, *options, "--iterations", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ).stdout
+    first, second, _ = shown.splitlines()
+    assert "kl  0.000" in first  # the policy starts as the reference
+    assert "kl  0.000" not in second
+    assert (tmp_path / "minimal" / "value_model" / "model.safetensors").is_file()
