@@ -53,7 +53,7 @@ def ppo_loss(new: PolicyOutput, batch: MicroBatch) -> Loss:
 
 
 def micro_batches(rows: Experience) -> list[MicroBatch]:
-    """One optimizer step in parts.  Weights are fixed before the cut: every token counts the same."""
+    """One optimizer step in parts.  Every token has the same weight, fixed before the cut."""
     weight = rows.loss_mask / rows.loss_mask.sum()
     row_weight = torch.full((len(rows),), 1 / len(rows))
     return [
