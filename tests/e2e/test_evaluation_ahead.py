@@ -17,7 +17,7 @@ class Watched(EmbeddedEngine):
     """A slow engine that one thread at a time may use."""
 
     def __init__(self) -> None:
-        super().__init__(tiny_policy("gpt_neox", vocab_size=VOCAB), pad_id=0, live=False)
+        super().__init__(tiny_policy("gpt_neox", vocab_size=VOCAB), pad_id=0, shares_weights=False)
         self._busy = threading.Lock()
         self.evaluated: list[int] = []
 
