@@ -1,4 +1,4 @@
-"""The home page's example runs, and the first run is the README's."""
+"""The example of the home page and the README is one text, and it runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[2]
 
 def example(page: str) -> str:
     text = (ROOT / page).read_text(encoding="utf-8")
-    (found,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    return str(found)
+    (source,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return str(source)
 
 
 @pytest.mark.slow
 def test_the_home_page_runs(demo: Path) -> None:
-    exec(example("docs/index.md").replace("640", "8").replace("=64", "=4"), {})
-    assert (demo / "runs" / "brief" / "model.safetensors").is_file()
+    exec(example("docs/index.md").replace("1280", "8").replace("=64", "=4"), {})
+    assert (demo / "runs" / "short" / "model.safetensors").is_file()
 
 
-def test_getting_started_shows_the_readmes_first_run() -> None:
-    assert example("docs/getting-started.md") == example("README.md")
+def test_the_readme_shows_the_example_of_the_home_page() -> None:
+    assert example("README.md") == example("docs/index.md")

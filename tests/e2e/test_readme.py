@@ -1,4 +1,4 @@
-"""The README's first run, as it stands there, on the demo's supervised model."""
+"""The first run of "Getting started", as it stands there, on the demo's supervised model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_the_first_run_learns_and_says_where_it_is(
     stages = str(ROOT / "examples" / "demo" / "pipeline.yaml")
     values = ["folder=runs/demo", "compared=1"]  # the demo's model, of 20,000 summaries
     python("-m", "kedge.cli.main", "pipeline", stages, "--only", "sft", "--set", *values)
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "getting-started.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     printed = python("-c", source)
     assert "kedge: the run is in runs/short; `kedge report runs/short` makes" in printed
     assert len(re.findall(r"^step \d+/20  ", printed, re.MULTILINE)) == 10
