@@ -138,7 +138,7 @@ def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
     made.engine.learner.optimizer_step = pressed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.train()
-    with pytest.warns(UserWarning, match="update 2 was broken off between two of its optimizer"):
+    with pytest.warns(UserWarning, match="iteration 2 was interrupted between optimizer steps"):
         made.train()
     assert made.engine.state_consistent
 

@@ -183,7 +183,10 @@ def test_what_the_models_hold_is_not_written_again(tmp_path):
     [
         (OSError(28, "No space left on device"), "No space left.*; make room on that disk; check"),
         (OSError(30, "Read-only file system"), "Read-only.*; mount it writable; checkpoint-1 is"),
-        (OSError(13, "Permission denied"), "denied; let this user write there; checkpoint-1 is"),
+        (
+            OSError(13, "Permission denied"),
+            "denied; grant this user write permission there; checkpoint-1 is",
+        ),
         (SafetensorError("I/O error: Read-only file system (os error 30)"), "; mount it writable;"),
     ],
 )

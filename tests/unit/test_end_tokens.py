@@ -150,8 +150,12 @@ def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
 @pytest.mark.parametrize(
     ("stops", "finished", "expected"),
     [
-        (Sampling(max_new_tokens=2, stop_ids=(0, 261)), False, "within 2 tokens (what ends one: "),
-        (Sampling(max_new_tokens=2, stop_strings=(".",)), False, "(what ends one: '.')"),
+        (
+            Sampling(max_new_tokens=2, stop_ids=(0, 261)),
+            False,
+            "within 2 tokens (stop tokens and strings: ",
+        ),
+        (Sampling(max_new_tokens=2, stop_strings=(".",)), False, "(stop tokens and strings: '.')"),
         (Sampling(max_new_tokens=2, stop_ids=(0,)), True, None),
         (Sampling(max_new_tokens=2), False, None),  # fixed length was asked for
     ],

@@ -128,7 +128,7 @@ class FifoScheduler:
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
+        """Samples not trained on yet; waits for those still being sampled."""
         return [batch.known() for batch in self._waiting]
 
     def restore(self, samples: list[PendingSample], step: int) -> None:
