@@ -176,22 +176,22 @@ MUTANTS = [
     Mutant(
         "an exception of the sampler is swallowed",
         "engine/rollout/threads.py",
-        "asks for the result\n            future.set_exception(error)",
-        "asks for the result\n            future.set_result(None)",
+        "re-raised by result()\n            future.set_exception(error)",
+        "re-raised by result()\n            future.set_result(None)",
         LOOP,
     ),
     Mutant(
         "a failure loses the responses that were sampled ahead",
         "engine/rollout/fifo.py",
-        "self._waiting = deque(_Batch(batch.rollout) for batch in there)",
+        "self._waiting = deque(_Batch(batch.rollout) for batch in sampled)",
         "self._waiting.clear()",
         FAILURES,
     ),
     Mutant(
         "scores of a reward that failed are believed",
         "engine/rollout/fifo.py",
-        "self._waiting = deque(_Batch(batch.rollout) for batch in there)",
-        "self._waiting = deque(there)",
+        "self._waiting = deque(_Batch(batch.rollout) for batch in sampled)",
+        "self._waiting = deque(sampled)",
         FAILURES,
     ),
     Mutant(
@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         "a resume begins pieces again that are there",
         "engine/rollout/as_completed.py",
-        "self._done, self._next = found, step * self.pieces + len(found)",
-        "self._done, self._next = found, step * self.pieces",
+        "self._done, self._next = restored, step * self.pieces + len(restored)",
+        "self._done, self._next = restored, step * self.pieces",
         COMPLETED,
     ),
     Mutant(
@@ -421,8 +421,8 @@ MUTANTS = [
     Mutant(
         "a gradient begins from that of the last step",
         "ops/cpu/grad_accumulation.py",
-        "weight.grad = room.zero_()",
-        "weight.grad = room",
+        "weight.grad = buffer.zero_()",
+        "weight.grad = buffer",
         "tests/unit/test_grad_accumulation.py",
     ),
     Mutant(
@@ -442,8 +442,8 @@ MUTANTS = [
     Mutant(
         "an encoder attends as if it were causal",
         "ops/cpu/attention.py",
-        "known and (causal if asked is None else bool(asked))",
-        "known",
+        "not dropout and known and causal",
+        "not dropout and known",
         "tests/unit/test_cpu_attention.py",
     ),
     Mutant(

@@ -428,7 +428,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "resume from a run's folder": (
         resumed_from_the_folder,
         CheckpointError,
-        ["is a run's folder", "checkpoint-2", "resume_from_checkpoint=True"],
+        ["is an output_dir, not a checkpoint", "checkpoint-2", "resume_from_checkpoint=True"],
     ),
     "resume with another optimizer": (
         resumed_with_another_optimizer,

@@ -106,12 +106,15 @@ BAD = [
     ),
     (
         {"per_device": 8, "min_group": 2},
-        "num_generations=1 is too few: this algorithm compares the responses to one prompt and "
-        "needs at least 2",
+        "num_generations=1 must be at least 2: this algorithm compares responses to the same "
+        "prompt",
     ),
     ({"per_device": 0}, "per_device_train_batch_size=0 must be at least 1"),
     ({"per_device": 8, "total_episodes": 0}, "total_episodes=0 must be at least 1"),
-    ({"per_device": 8, "num_train_epochs": 0.0, "dataset_rows": 8}, "trains nothing"),
+    (
+        {"per_device": 8, "num_train_epochs": 0.0, "dataset_rows": 8},
+        "num_train_epochs=0.0 must be above 0",
+    ),
     ({"per_device": 8}, "set total_episodes or max_steps"),
 ]
 
