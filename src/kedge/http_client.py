@@ -85,7 +85,7 @@ def retried(
     Args:
         send: sends one request.
         retries: maximum requests after the first.
-        backoff: seconds before the first retry, doubled each time, with up to 50% random reduction.
+        backoff: seconds before the first retry, doubled each time; up to half is cut at random.
         longest_wait: upper bound of these pauses; a longer Retry-After is respected.
         sleep: called with the seconds to wait.
         until: ``time.monotonic()`` at which to give up; no pause extends beyond it.

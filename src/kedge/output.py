@@ -61,7 +61,11 @@ def check_folder(option: str, folder: str | Path) -> None:
             raise ConfigError(f"{shown}: {existing} is a file; name another folder")
         with tempfile.TemporaryFile(dir=existing):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL; RuntimeError: ~nobody
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # ValueError: NUL; RuntimeError: unknown ~user
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{shown} cannot be written to ({error}); name another folder") from error

@@ -205,14 +205,14 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """Returned by a rollout engine after loading weights: their version and actual fingerprint."""
+    """Returned by a rollout engine after loading weights: version and actual fingerprint."""
 
     version: int
     fingerprint: str
 
 
 def require(x: T | None, name: str) -> T:
-    """``x``, or a ValueError that names the Algorithm option which requests it."""
+    """``x``, or a ValueError that names the Algorithm option to set."""
     if x is None:
         raise ValueError(f"{name} was not computed; set needs_{name}=True on the Algorithm")
     return x

@@ -87,7 +87,7 @@ BAD = [
     ),
     (
         {"per_device": 6, "accumulation": 2, "world_size": 2, "num_mini_batches": 24},
-        "num_mini_batches=24 does not divide the batch of 12 samples of each of the 2 processes "
+        "num_mini_batches=24 does not divide the batch of 12 samples on each of the 2 ranks "
         "(12 prompts x 1 each); nearest that do: 12",
     ),
     (

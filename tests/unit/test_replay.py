@@ -102,7 +102,9 @@ def test_a_missing_step_says_what_there_is(tmp_path):
     recorder = Recorder(tmp_path)
     for step in (0, 1, 2):
         recorder.write(step, *sample(step))
-    with pytest.raises(CheckpointError, match=r"iteration 3 .* which has 3, 0 to 2; set max_steps=3"):
+    with pytest.raises(
+        CheckpointError, match=r"iteration 3 .* which has 3, 0 to 2; set max_steps=3"
+    ):
         Replay(tmp_path).read(3)
 
 
@@ -180,7 +182,7 @@ def test_a_replay_stands_for_prompts_sampler_and_reward(tmp_path):
     assert run.load_weights({}, 3) is None
     with pytest.raises(RolloutError, match="can only use the prompts of its recording"):
         run.generate(first, sampling=SAMPLING, seed=0)
-    with pytest.raises(RolloutError, match="only the responses of its recording"):
+    with pytest.raises(RolloutError, match="can only score the responses of its recording"):
         run.score(sample()[0])
     with pytest.raises(CheckpointError, match="must have 2 rows per process, got 3"):
         Replayed(Replay(tmp_path), rows=2).batch(0)

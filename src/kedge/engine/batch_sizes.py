@@ -149,7 +149,7 @@ def compute_batch_sizes(
             raise ConfigError(f"{name}={size} must be at least 1")
     local = per_device * accumulation
     _check_group(num_generations, min_group)
-    where = "" if world_size == 1 else f" of each of the {world_size} processes"
+    where = "" if world_size == 1 else f" on each of the {world_size} ranks"
     _check_divides(
         "num_generations",
         num_generations,

@@ -139,14 +139,14 @@ def make_experience(
         tally.mean("rollout/logprob_gap", gap, rollout.loss_mask & ~stale[:, None])
         tally.mean("rollout/stale_gap", gap, rollout.loss_mask & stale[:, None])
     if correction is not None:
-        advantage_output = _corrected(advantage_output, rollout, current, correction, tally)
+        advantage_output = _apply_correction(advantage_output, rollout, current, correction, tally)
     lag = (learner.version - rollout.version).clamp(min=0)
     tally.mean("rollout/lag", lag, rollout.version >= 0)
     metrics = batch_metrics(inputs, advantage_output, kl_coef, tally)
     metrics |= {
         f"log/{n}": mean for n, mean in reduce_metrics(reward_output.metrics, learner).items()
     }
-    return _experience(rollout, model_outputs, advantage_output), metrics
+    return _build_experience(rollout, model_outputs, advantage_output), metrics
 
 
 def _check_scores(reward_output: RewardOutput) -> None:
@@ -176,7 +176,7 @@ def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: 
         )
 
 
-def _corrected(
+def _apply_correction(
     advantage_output: AdvantageOutput,
     rollout: Rollout,
     current: Tensor,
@@ -202,7 +202,7 @@ def _corrected(
     return replace(advantage_output, advantages=advantage_output.advantages * weight)
 
 
-def _experience(
+def _build_experience(
     rollout: Rollout, model_outputs: ModelOutputs, advantage_output: AdvantageOutput
 ) -> Experience:
     mask = rollout.loss_mask

@@ -136,7 +136,7 @@ def _row_slices(n: int, tile: int) -> Iterator[slice]:
 
 
 def _scan(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, entropy, and log sum exp, each [n]."""
+    """Log-probability of each target, entropy, and log-sum-exp, each [n]."""
     online = _Online(tiles)
     chosen = torch.full_like(online.top, _NEVER)
     for low, high in tiles.blocks():
