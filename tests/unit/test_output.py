@@ -88,7 +88,7 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["", "  "])
 def test_a_run_needs_a_folder_with_a_name(folder: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"output_dir=.* must be a text that is not empty|must name a folder"
+        ConfigError, match=r"output_dir=.* must be a text that is not empty|names no folder"
     ):
         PPOConfig(output_dir=folder, use_cpu=True)
 
@@ -260,7 +260,9 @@ def test_no_run_starts_resumes_or_tidies_a_folder_in_use(
         assert f"in use by another run: process {other.pid}" in capsys.readouterr().err
     shell = TrainerShell.__new__(TrainerShell)
     shell.args = PPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, max_steps=1)
-    shell._run = SimpleNamespace(engine=SimpleNamespace(step=0, plan=SimpleNamespace(updates=1)))
+    shell._run = SimpleNamespace(
+        engine=SimpleNamespace(step=0, batch_sizes=SimpleNamespace(updates=1))
+    )
     for resume in (None, True):
         with pytest.raises(ConfigError, match="in use by another run"):
             shell.train(resume_from_checkpoint=resume)

@@ -117,7 +117,7 @@ def _check_rewards(reward_output: RewardOutput) -> None:
     if large.any():
         row = int(large.nonzero()[0])
         raise PreflightError(
-            f"preflight: rewards must be at most {LARGEST_SCORE:g}, or their squares overflow"
+            f"preflight: |reward| must be at most {LARGEST_SCORE:g}, or squares of rewards overflow"
             f" float32; got {float(reward_output.scores[row]):g} for row {row}. Scale the rewards"
             " down"
         )
