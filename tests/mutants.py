@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "policy loss with the wrong sign",
         "math/losses.py",
-        "torch.max(-free * advantages, -ratio.clamp",
-        "torch.max(free * advantages, ratio.clamp",
+        "torch.max(-bounded * advantages, -ratio.clamp",
+        "torch.max(bounded * advantages, ratio.clamp",
         MATH,
     ),
     Mutant(
@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "GAE sees values beyond the end",
         "math/advantage.py",
-        "coming = torch.where(here, values[:, t], coming)",
-        "coming = values[:, t]",
+        "next_value = torch.where(real, values[:, t], next_value)",
+        "next_value = values[:, t]",
         MATH,
     ),
     Mutant(
@@ -120,14 +120,14 @@ MUTANTS = [
     Mutant(
         "returns from whitened advantages",
         "algorithms/ppo.py",
-        "returns = (aim + values) * spare",
-        "returns = (whiten(aim, mask, total=e.total) + values) * spare",
+        "returns = (target + values) * value_mask",
+        "returns = (whiten(target, mask, total=e.total) + values) * value_mask",
         NPLUS,
     ),
     Mutant(
         "value loss over the policy's mask",
         "algorithms/ppo.py",
-        "value_mask=spare",
+        "value_mask=value_mask",
         "value_mask=mask",
         NPLUS,
     ),
@@ -135,7 +135,7 @@ MUTANTS = [
         "micro-batches weighted one by one",
         "engine/stages.py",
         "token_weight=token[part],",
-        "token_weight=weigh(step.rows(part).mask, total),",
+        "token_weight=token_weights(step.rows(part).loss_mask, total),",
         NPLUS,
     ),
     Mutant(
@@ -176,22 +176,22 @@ MUTANTS = [
     Mutant(
         "an exception of the sampler is swallowed",
         "engine/rollout/threads.py",
-        "asks for the result\n            future.set_exception(error)",
-        "asks for the result\n            future.set_result(None)",
+        "re-raised by result()\n            future.set_exception(error)",
+        "re-raised by result()\n            future.set_result(None)",
         LOOP,
     ),
     Mutant(
         "a failure loses the responses that were sampled ahead",
         "engine/rollout/fifo.py",
-        "self._waiting = deque(_Batch(batch.rollout) for batch in there)",
+        "self._waiting = deque(_Batch(batch.rollout) for batch in sampled)",
         "self._waiting.clear()",
         FAILURES,
     ),
     Mutant(
         "scores of a reward that failed are believed",
         "engine/rollout/fifo.py",
-        "self._waiting = deque(_Batch(batch.rollout) for batch in there)",
-        "self._waiting = deque(there)",
+        "self._waiting = deque(_Batch(batch.rollout) for batch in sampled)",
+        "self._waiting = deque(sampled)",
         FAILURES,
     ),
     Mutant(
@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         "a resume begins pieces again that are there",
         "engine/rollout/as_completed.py",
-        "self._done, self._next = found, step * self.pieces + len(found)",
-        "self._done, self._next = found, step * self.pieces",
+        "self._done, self._next = restored, step * self.pieces + len(restored)",
+        "self._done, self._next = restored, step * self.pieces",
         COMPLETED,
     ),
     Mutant(
@@ -295,8 +295,8 @@ MUTANTS = [
     Mutant(
         "advantages normalized per rank",
         "algorithms/rloo.py",
-        "standardize(own, compared, total=e.total)",
-        "standardize(own, compared)",
+        "standardize(centered, compared, total=e.total)",
+        "standardize(centered, compared)",
         RULES,
     ),
     Mutant(
@@ -337,8 +337,8 @@ MUTANTS = [
     Mutant(
         "the greedy baseline of another prompt",
         "engine/stages.py",
-        "greedy_scores=found.scores[group]",
-        "greedy_scores=found.scores[group.flip(0)]",
+        "greedy_scores=greedy.scores[group]",
+        "greedy_scores=greedy.scores[group.flip(0)]",
         GROUPS,
     ),
     Mutant(
@@ -351,8 +351,8 @@ MUTANTS = [
     Mutant(
         "early stopping takes the offending step",
         "engine/early_stopping.py",
-        "return not steep and (self.keep_last or not self.should_stop(metrics))",
-        "return not steep",
+        "return not over_ratio and (self.keep_last or not self.should_stop(metrics))",
+        "return not over_ratio",
         "tests/unit/test_early_stopping.py",
     ),
     Mutant(
@@ -421,8 +421,8 @@ MUTANTS = [
     Mutant(
         "a gradient begins from that of the last step",
         "ops/cpu/grad_accumulation.py",
-        "weight.grad = room.zero_()",
-        "weight.grad = room",
+        "weight.grad = buffer.zero_()",
+        "weight.grad = buffer",
         "tests/unit/test_grad_accumulation.py",
     ),
     Mutant(
@@ -442,8 +442,8 @@ MUTANTS = [
     Mutant(
         "an encoder attends as if it were causal",
         "ops/cpu/attention.py",
-        "known and (causal if asked is None else bool(asked))",
-        "known",
+        "not dropout and known and causal",
+        "not dropout and known",
         "tests/unit/test_cpu_attention.py",
     ),
     Mutant(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_WHERE = {
+_MODULES = {
     "PPOTrainer": "kedge.trainers.ppo",
     "PPOConfig": "kedge.config.ppo",
     "AsyncPPOTrainer": "kedge.trainers.async_ppo",
@@ -79,11 +79,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(
             f"module 'kedge' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

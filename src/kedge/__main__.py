@@ -1,4 +1,4 @@
-"""``python -m kedge``: the same as ``kedge``; what ``accelerate launch -m kedge ...`` runs."""
+"""``python -m kedge``, the same as ``kedge``; also for ``accelerate launch -m kedge ...``."""
 
 import sys
 

@@ -1,20 +1,20 @@
 """Every exception Kedge raises on purpose.
 
     KedgeError
-    ├── ConfigError (ValueError)      an option, or a combination of options, that cannot work
-    │   └── OptionError (TypeError)   an option that there is not
-    ├── DataError (ValueError)        a dataset, a prompt or a tokenizer that cannot be used
-    ├── RewardError (RuntimeError)    a reward function or model failed, or returned nonsense
-    ├── RolloutError (RuntimeError)   an engine could not generate, or broke its contract
-    ├── SyncError (RuntimeError)      new weights did not arrive where samples are drawn
+    ├── ConfigError (ValueError)      an invalid option or combination of options
+    │   └── OptionError (TypeError)   an unknown option or argument
+    ├── DataError (ValueError)        an unusable dataset, prompt or tokenizer
+    ├── RewardError (RuntimeError)    a reward failed, or returned an invalid value
+    ├── RolloutError (RuntimeError)   a rollout engine failed, or broke its contract
+    ├── SyncError (RuntimeError)      a rollout engine does not have the new weights
     ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
-    ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or of another run
-    │   └── DamagedCheckpointError    its files do not hold what was written
+    ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or from another run
+    │   └── DamagedCheckpointError    its files differ from what was written
     ├── LaunchError (RuntimeError)    a process of a run on Ray failed, died or hung
-    ├── JudgeError (RuntimeError)     a judge cannot be asked, or says nothing that can be counted
-    └── HubError (RuntimeError)       the Hugging Face Hub refused, or cannot be reached
+    ├── JudgeError (RuntimeError)     a judge cannot be reached, or its answer is unusable
+    └── HubError (RuntimeError)       the Hugging Face Hub refused, or is unreachable
 
-A message names the thing, its value, and the way out.
+A message says what is wrong, the value it got, and how to fix it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class KedgeError(Exception):
 
 
 class ConfigError(KedgeError, ValueError):
-    """An option, or a combination of options, that cannot work."""
+    """An invalid option or combination of options."""
 
 
 class OptionError(ConfigError, TypeError):
-    """An option or argument that there is not; also the error that Python itself would raise."""
+    """Unknown option or argument (also a TypeError, as for any unexpected keyword)."""
 
 
 class DataError(KedgeError, ValueError):
-    """A dataset, a prompt or a tokenizer that cannot be used."""
+    """A dataset, prompt or tokenizer that cannot be used."""
 
 
 class RewardError(KedgeError, RuntimeError):
-    """A reward function or model failed, or returned something that is no reward."""
+    """A reward function or model failed, or returned something that is not a reward."""
 
 
 class RolloutError(KedgeError, RuntimeError):
-    """An engine could not generate, or returned something that breaks its contract."""
+    """A rollout engine could not generate, or returned something that breaks its contract."""
 
 
 class SyncError(KedgeError, RuntimeError):
-    """New weights did not arrive where samples are drawn."""
+    """A rollout engine does not have the weights that it was sent."""
 
 
 class PreflightError(KedgeError, RuntimeError):
@@ -60,7 +60,7 @@ class CheckpointError(KedgeError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint do not hold what was written; an earlier one may."""
+    """The files of a checkpoint differ from what was written; an earlier one may be intact."""
 
 
 class LaunchError(KedgeError, RuntimeError):
@@ -68,7 +68,7 @@ class LaunchError(KedgeError, RuntimeError):
 
 
 class JudgeError(KedgeError, RuntimeError):
-    """A judge cannot be asked, or returned something that is no answer."""
+    """A judge cannot be reached, or returned something that is not an answer."""
 
 
 class HubError(KedgeError, RuntimeError):
@@ -78,14 +78,14 @@ class HubError(KedgeError, RuntimeError):
 _WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room on that disk"),
     errno.EROFS: "mount it writable",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user write there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "grant this user write permission there"),
 }
 
 
-def way_out(refused: BaseException) -> str:
-    """What helps where a disk refused to write."""
-    code = getattr(refused, "errno", None)
-    if code is None:  # safetensors and tokenizers tell it in the text
-        found = re.search(r"\(os error (\d+)\)", str(refused))
-        code = int(found[1]) if found else 0
-    return _WAYS_OUT.get(code, "see what is there")
+def way_out(error: BaseException) -> str:
+    """How to fix a failed write to disk."""
+    code = getattr(error, "errno", None)
+    if code is None:  # safetensors and tokenizers put it in the text
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        code = int(match[1]) if match else 0
+    return _WAYS_OUT.get(code, "check that path")

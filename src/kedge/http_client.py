@@ -1,6 +1,6 @@
-"""JSON requests over HTTP that always end: a deadline for the whole request, a limit on the reply.
+"""JSON requests over HTTP with a deadline for the whole request and a size limit for the reply.
 
-Redirects are not followed, so that a key or token reaches only the host that it was given for.
+Redirects are not followed, so that a key or token is sent only to the host it is meant for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # may succeed later
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What one request returned.
+    """The result of one request.
 
     Args:
-        status: of HTTP; 0 if the server did not answer.
-        body: of a reply within the size limit.
-        problem: for the error message, where the request did not succeed.
+        status: HTTP status; 0 if the server did not answer.
+        body: the reply, if within the size limit.
+        problem: error text if the request failed.
         retry: whether the same request may succeed later.
-        retry_after: seconds that the server asks to wait.
+        retry_after: seconds to wait, as requested by the server.
     """
 
     status: int = 0
@@ -46,29 +46,28 @@ def post(
     most: int = MAX_REPLY,
     proxies: bool = False,
 ) -> Reply:
-    """Send one request; failures of network and server are returned, not raised.
+    """Send one request; network and server failures are returned, not raised.
 
     Args:
         url: ``http://`` or ``https://``.
         body: JSON.
-        headers: in addition to the Content-Type.
-        seconds: from the start of the connection to the last byte of the reply.
-        most: largest reply, in bytes.
-        proxies: whether the environment's proxies (``HTTPS_PROXY``, ...) are used.
+        headers: in addition to Content-Type.
+        seconds: deadline from connecting to the last byte of the reply.
+        most: maximum size of the reply in bytes.
+        proxies: whether to use the proxies of the environment (``HTTPS_PROXY``, ...).
     """
     import httpx
 
     job = _post(url, body, {"Content-Type": "application/json", **headers}, most, proxies)
     try:
-        return _wait(asyncio.wait_for(job, seconds))
+        return _run(asyncio.wait_for(job, seconds))
     except (TimeoutError, asyncio.TimeoutError):
         return Reply(problem=f"no answer after {seconds:.1f} s", retry=True)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        cause = _root(error)
+        cause = _root_cause(error)
         if isinstance(cause, ssl.SSLCertVerificationError):
             return Reply(problem=f"is not trusted: {cause}")
-        said = f"{type(cause).__name__}: {cause}"
-        return Reply(problem=f"cannot be reached: {said}", retry=True)
+        return Reply(problem=f"cannot be reached: {type(cause).__name__}: {cause}", retry=True)
 
 
 def retried(
@@ -81,15 +80,15 @@ def retried(
     until: float = float("inf"),
     on_retry: Callable[[Reply], object] | None = None,
 ) -> tuple[Reply, int]:
-    """The first reply that needs no retry, or the last one; and how many requests were sent.
+    """The first reply that needs no retry, or the last one; and the number of requests sent.
 
     Args:
         send: sends one request.
-        retries: most requests after the first.
-        backoff: seconds before the first retry, doubled each time, less up to half at random.
-        longest_wait: upper bound of these pauses; a longer Retry-After of the server is honored.
-        sleep: waits.
-        until: ``time.monotonic()`` at which to give up; no pause goes beyond it.
+        retries: maximum requests after the first.
+        backoff: seconds before the first retry, doubled each time; up to half is cut at random.
+        longest_wait: upper bound of these pauses; a longer Retry-After is respected.
+        sleep: called with the seconds to wait.
+        until: ``time.monotonic()`` at which to give up; no pause extends beyond it.
         on_retry: called before each pause.
     """
     for sent in range(1, retries + 2):
@@ -105,7 +104,7 @@ def retried(
 
 
 def excerpt(body: bytes, most: int = 200) -> str:
-    """The beginning of a reply's body as one line of text, without control characters."""
+    """The start of a reply's body as one line of text, without control characters."""
     text = " ".join(body[: 8 * most].decode(errors="replace").split())
     text = "".join(c if c.isprintable() else "\ufffd" for c in text)
     return text if len(text) <= most else text[:most] + "..."
@@ -118,14 +117,14 @@ async def _post(
 
     headers = {"Accept": "application/json", "Accept-Encoding": "identity", **headers}
     async with (
-        httpx.AsyncClient(verify=_trusted(), timeout=None, trust_env=proxies) as client,
+        httpx.AsyncClient(verify=_ssl_context(), timeout=None, trust_env=proxies) as client,
         client.stream("POST", url, content=body, headers=headers) as response,
     ):
         data = bytearray()
         async for chunk in response.aiter_bytes():
             data += chunk
             if len(data) > most:
-                return Reply(problem=f"answered more than {most} bytes")
+                return Reply(problem=f"answered with more than {most} bytes")
     status = response.status_code
     redirect = " (redirects are not followed)" if 300 <= status < 400 else ""
     return Reply(
@@ -138,13 +137,13 @@ async def _post(
 
 
 @functools.cache
-def _trusted() -> ssl.SSLContext:
-    """The certificates that this machine trusts."""
+def _ssl_context() -> ssl.SSLContext:
+    """TLS context with the trusted certificates of this machine."""
     return ssl.create_default_context()
 
 
-def _wait(job: Coroutine[object, object, Reply]) -> Reply:
-    """Run a coroutine to its end, also below an event loop, as in a notebook."""
+def _run(job: Coroutine[object, object, Reply]) -> Reply:
+    """Run a coroutine, also inside a running event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -153,8 +152,8 @@ def _wait(job: Coroutine[object, object, Reply]) -> Reply:
         return thread.submit(asyncio.run, job).result()
 
 
-def _root(error: BaseException) -> BaseException:
-    """What the operating system said, if it did."""
+def _root_cause(error: BaseException) -> BaseException:
+    """The innermost OSError in the chain of causes, or the error itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -165,7 +164,7 @@ def _root(error: BaseException) -> BaseException:
 
 def _seconds(retry_after: str) -> float:
     try:
-        found = float(retry_after)
+        seconds = float(retry_after)
     except ValueError:
         return 0.0
-    return found if 0.0 < found < 1e9 else 0.0
+    return seconds if 0.0 < seconds < 1e9 else 0.0

@@ -1,4 +1,4 @@
-"""Where a command or a run writes: checked before work begins, held by one run at a time."""
+"""Output folders and files: checks before work begins, run locks, tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_LOCKS = {
     errno.ENOSYS,
     errno.EOPNOTSUPP,
     errno.EINVAL,
-}  # this file system has none
+}  # the file system has no locks
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -40,59 +40,64 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def check_folder(option: str, folder: str | Path) -> None:
-    """Refuse a folder that cannot be made or written in; nothing is left behind.
+    """Check that a folder can be created and written to; nothing is left behind.
 
     Args:
         option: name of the option, for the error.
-        folder: may not exist yet.
+        folder: need not exist yet.
 
     Raises:
-        ConfigError: names the option, the folder and what is in the way.
+        ConfigError: names the option, the folder and the problem.
     """
     shown = f"{option}={str(folder)!r}"
     if not str(folder).strip():
-        raise ConfigError(f"{shown} names no folder; name one, or '.' for the current folder")
+        raise ConfigError(f"{shown} must name a folder; use '.' for the current one")
     try:
-        given = Path(folder).expanduser().absolute()
-        if b"\0" in os.fsencode(given):
+        path = Path(folder).expanduser().absolute()
+        if b"\0" in os.fsencode(path):
             raise ValueError("it contains a NUL")
-        there = next(path for path in (given, *given.parents) if path.exists())
-        if not there.is_dir():
-            raise ConfigError(f"{shown}: {there} is a file; name another folder")
-        with tempfile.TemporaryFile(dir=there):
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not existing.is_dir():
+            raise ConfigError(f"{shown}: {existing} is a file; name another folder")
+        with tempfile.TemporaryFile(dir=existing):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL; RuntimeError: ~nobody
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # ValueError: NUL; RuntimeError: unknown ~user
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{shown} cannot be written to ({error}); name another folder") from error
 
 
 def check_file(option: str, file: str | Path) -> None:
-    """Refuse a file that cannot be made or replaced.
+    """Check that a file can be created or replaced.
 
     Raises:
-        ConfigError: names the option, the file and what is in the way.
+        ConfigError: names the option, the file and the problem.
     """
     if not str(file).strip() or Path(file).is_dir():
         raise ConfigError(f"{option}={str(file)!r} must be a file, not a folder")
     check_folder(option, Path(file).parent)
     if Path(file).exists() and not os.access(file, os.W_OK):
-        raise ConfigError(f"{option}={str(file)!r} may not be written by this user; name another")
+        raise ConfigError(
+            f"{option}={str(file)!r} is not writable for this user; name another file"
+        )
 
 
-# -- one run for each folder ------------------------------------------------------------------
+# -- one run per folder -----------------------------------------------------------------------
 
 
 class RunLock:
-    """Keeps other runs out of an output folder, as a context manager.
+    """Context manager that locks an output folder for one run.
 
     The lock is ``flock`` on ``FOLDER/_kedge.lock``, which the kernel releases when the process
-    ends, however it ends; the file says which process that is.  Where the file system has no locks,
-    a live process of this host that the file names keeps others out.  A thread that holds the lock
-    may take it again.
+    ends; the file names the process.  If the file system has no locks, the folder counts as locked
+    while the process in the file is alive on this host.  The lock is reentrant within a thread.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if it does not exist.
 
     Raises:
         ConfigError: another run holds it, or the folder cannot be written to.
@@ -105,25 +110,25 @@ class RunLock:
         self._handle, self._depth, self._thread = -1, 0, 0
 
     def __enter__(self) -> RunLock:
-        held = self._held.get(self.file)
-        if held is not None and held._thread == threading.get_ident():
-            held._depth += 1
-            return held
+        lock = self._held.get(self.file)
+        if lock is not None and lock._thread == threading.get_ident():
+            lock._depth += 1
+            return lock
         self._acquire()
         self._depth, self._thread = 1, threading.get_ident()
         self._held[self.file] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        held = self._held.get(self.file)
-        if held is None:  # a fork
+        lock = self._held.get(self.file)
+        if lock is None:  # in a forked process
             return
-        held._depth -= 1
-        if not held._depth:
+        lock._depth -= 1
+        if not lock._depth:
             del self._held[self.file]
             with contextlib.suppress(OSError):
-                held.file.unlink()
-            os.close(held._handle)
+                lock.file.unlink()
+            os.close(lock._handle)
 
     def _acquire(self) -> None:
         try:
@@ -131,9 +136,9 @@ class RunLock:
             while True:
                 handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
-                    if not _locked(handle):
-                        raise ConfigError(self._refusal(_owner(handle)))
-                    if _same_file(handle, self.file):  # else its last owner has just removed it
+                    if not _try_lock(handle):
+                        raise ConfigError(self._in_use_message(_read_owner(handle)))
+                    if _same_file(handle, self.file):  # else the previous owner has just removed it
                         _write_owner(handle)
                         self._handle = handle
                         return
@@ -147,7 +152,7 @@ class RunLock:
                 " another folder"
             ) from error
 
-    def _refusal(self, owner: Mapping[str, Any]) -> str:
+    def _in_use_message(self, owner: Mapping[str, Any]) -> str:
         who = "another run"
         if owner:
             who = (
@@ -156,12 +161,12 @@ class RunLock:
             )
         return (
             f"output_dir={str(self.file.parent)!r} is in use by {who}; wait for it, stop it, or"
-            f" name another folder (if that process has ended, delete {self.file})"
+            f" name another folder (if that process no longer runs, delete {self.file})"
         )
 
 
-def _forget() -> None:
-    """A forked process does not hold its parent's locks, nor keep them when the parent dies."""
+def _close_after_fork() -> None:
+    """Close the locks of the parent in a forked process, so that they end with the parent."""
     for lock in RunLock._held.values():
         with contextlib.suppress(OSError):
             os.close(lock._handle)
@@ -169,11 +174,11 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_close_after_fork)
 
 
-def _locked(handle: int) -> bool:
-    """Whether this process has the lock now."""
+def _try_lock(handle: int) -> bool:
+    """Try to lock the file; whether this succeeded."""
     try:
         if fcntl is None:
             raise OSError(errno.ENOSYS, "this system has no flock")
@@ -184,20 +189,20 @@ def _locked(handle: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         logger.debug("no file locks here: %s", error)
-        return not _alive(_owner(handle))
+        return not _is_alive(_read_owner(handle))
     return True
 
 
-def _alive(owner: Mapping[str, Any]) -> bool:
-    """Whether the process that a lock file names runs on this host."""
+def _is_alive(owner: Mapping[str, Any]) -> bool:
+    """Whether the process in a lock file is running on this host."""
     pid, started = owner.get("pid"), owner.get("started")
     if owner.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
-    return started is not None and _started(pid) == started
+    return started is not None and _start_time(pid) == started
 
 
-def _started(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot; None if it does not run."""
+def _start_time(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot; None if it is not running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -211,43 +216,43 @@ def _same_file(handle: int, file: Path) -> bool:
         return False
 
 
-def _owner(handle: int) -> dict[str, Any]:
-    """What a lock file says; empty while it is being written."""
+def _read_owner(handle: int) -> dict[str, Any]:
+    """Contents of a lock file; empty while it is being written."""
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        owner = json.loads(os.pread(handle, 4096, 0))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def _write_owner(handle: int) -> None:
     pid = os.getpid()
-    about = {
+    owner = {
         "pid": pid,
         "host": socket.gethostname(),
-        "started": _started(pid),
+        "started": _start_time(pid),
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(about).encode(), 0)
+    os.pwrite(handle, json.dumps(owner).encode(), 0)
 
 
 # -- tables -----------------------------------------------------------------------------------
 
 
 def write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON object a line, in UTF-8; half a surrogate pair is written as its escape."""
+    """Write one JSON object per line in UTF-8; lone surrogates are escaped."""
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The rows as CSV; text that a spreadsheet would take for a formula begins with ``'``.
+    """Write rows as CSV; text that a spreadsheet would run as a formula is prefixed with ``'``.
 
     Args:
-        file: with ending .csv.
-        rows: with the same keys.
+        file: the .csv file.
+        rows: at least one, all with the same keys.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out:
@@ -257,7 +262,7 @@ def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """OWASP, "CSV Injection": cells that begin with = + - @, tab or carriage return."""
+    """Escape cells that start with = + - @, tab or carriage return (OWASP, "CSV Injection")."""
     text = value if isinstance(value, str) else ""
     if text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(text):
         return f"'{text}"

@@ -1,4 +1,4 @@
-"""What the engine asks of the outside world.  Backends implement these; nothing inherits."""
+"""Interfaces between the engine and the backends.  Backends implement them structurally."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ from kedge.types import (
 
 LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
 Total = Callable[[Tensor], Tensor]  # element-wise sum of a tensor over all ranks
-ShouldApply = Callable[[Mapping[str, float]], bool]  # the metrics of an optimizer step -> take it
+ShouldApply = Callable[
+    [Mapping[str, float]], bool
+]  # metrics of an optimizer step -> whether to apply it
 
 
 def always(metrics: Mapping[str, float]) -> bool:
-    """Take every optimizer step."""
+    """Apply every optimizer step."""
     return True
 
 
 class Stateful(Protocol):
-    """Something a checkpoint holds: tensors, numbers and strings in nested dicts and lists."""
+    """Checkpointable state: tensors, numbers and strings in nested dicts and lists."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here."""
+        """Everything needed to resume exactly from here."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         ...
 
 
 class PromptSource(Protocol):
-    """Where prompts come from."""
+    """Source of prompts."""
 
     def batch(self, step: int) -> PromptBatch:
-        """This rank's prompts of training step ``step``: a pure function, nothing to save."""
+        """This rank's prompts of iteration ``step``; a pure function without state to save."""
         ...
 
 
@@ -55,22 +57,22 @@ class RolloutEngine(Protocol):
 
     @property
     def shares_weights(self) -> bool:
-        """True if it samples from the learner's own modules, so that no weights need copying."""
+        """True if it samples from the learner's modules, so that no weights are copied."""
         ...
 
     @property
     def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """What ``behavior_logprobs`` are of: the distribution sampled from, another, or absent."""
+        """Whether ``behavior_logprobs`` are of the sampled distribution, the raw one, or absent."""
         ...
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row.  A row's response depends on (weights, prompt, row, seed) alone."""
+        """One response per row, which depends only on (weights, prompt, row, seed)."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Sample from these weights from now on.  A live engine is told the version alone.
+        """Sample with these weights from now on.  ``weights`` is empty if ``shares_weights``.
 
-        None means that the engine holds no weights at all (scripted responses).
+        Returns None if the engine has no weights at all (scripted responses).
         """
         ...
 
@@ -79,29 +81,29 @@ class RewardSource(Protocol):
     """Scores responses."""
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """One reward output for all rows; raises RewardError, never returns None."""
+        """The rewards of all rows; raises RewardError and never returns None."""
         ...
 
 
 class Learner(Stateful, Protocol):
-    """Holds the models that train and the optimizer."""
+    """Holds the trained models and the optimizer."""
 
-    version: int  # training steps (updates) finished; end_batch adds 1
+    version: int  # iterations finished; advance_version adds 1
 
     @property
     def rank(self) -> int:
-        """Which of the processes that train together this is, from 0."""
+        """Rank of this training process, from 0."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of training processes."""
         ...
 
     def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:
-        """Log-probabilities, reference and values of a rollout, without gradient."""
+        """Policy and reference log-probabilities and values of a rollout, without gradient."""
         ...
 
     def optimizer_step(
@@ -112,21 +114,21 @@ class Learner(Stateful, Protocol):
         only_value: bool = False,
         should_apply: ShouldApply = always,
     ) -> dict[str, float]:
-        """ONE optimizer step.  Returns the loss's metrics summed over micro-batches and ranks.
+        """ONE optimizer step.  Returns the loss metrics summed over micro-batches and ranks.
 
-        The step is taken if ``admit`` says so of these metrics; else the gradient is dropped.
+        The step is applied if ``should_apply(metrics)``; otherwise the gradient is discarded.
         """
         ...
 
     def forward_no_grad(self, rows: Experience) -> PolicyOutput:
-        """The forward pass of ``update`` (train mode, autocast), without gradient or step.
+        """The forward pass of ``optimizer_step`` (train mode, autocast), without gradient or step.
 
         The output is on the device of ``rows``.
         """
         ...
 
     def advance_version(self) -> None:
-        """A training step is over: the version and the learning-rate schedule move on by one."""
+        """End an iteration: increment the version and step the learning-rate schedule."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -134,7 +136,7 @@ class Learner(Stateful, Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A short hash of the policy's weights: differs if any weight differs."""
+        """A short hash of the policy's weights that changes if any weight changes."""
         ...
 
     def total(self, x: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ class Learner(Stateful, Protocol):
         ...
 
     def pool(self, mine: Experience) -> Experience:
-        """The rows of all ranks, in rank order; every rank brings equally many."""
+        """The rows of all ranks, in rank order; every rank passes the same number."""
         ...
 
 
@@ -157,7 +159,7 @@ class KLController(Stateful, Protocol):
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """Destination of metrics and tables."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record one row of metrics."""

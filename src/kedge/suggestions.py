@@ -1,4 +1,4 @@
-"""Options that there are not: what a name was meant to be, and the error that says so."""
+"""Did-you-mean suggestions for unknown options and arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kedge.errors import OptionError
 
-# Names of one thing, here and in other libraries, in today's releases and in older ones.
+# Names of the same option in Kedge and in current and older releases of other libraries.
 ALIASES = (
     ("num_ppo_epochs", "ppo_epochs", "num_iterations", "noptepochs", "update_epochs"),
     ("num_generations", "rloo_k", "number_samples_per_prompt", "n_samples_per_prompt"),
@@ -51,53 +51,53 @@ Class = TypeVar("Class", bound=type)
 
 
 def hint(name: str, known: Collection[str], *, dashes: str = "") -> str:
-    """How a name that is not known is called here, or which known one is nearest; may be empty.
+    """A suggestion for an unknown name: its alias here, or the closest known name; may be empty.
 
     Args:
-        name: what was given.
-        known: names that there are.
-        dashes: what stands before them, where they are flags.
+        name: the unknown name.
+        known: valid names.
+        dashes: prefix of the names, for flags.
     """
     for names in ALIASES:
-        here = [each for each in names if each in known]
-        if name in names and here:
-            return f"; it is called {dashes}{here[0]} here"
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_CUTOFF)
-    return f"; the nearest is {dashes}{near[0]}" if near else ""
+        aliases = [alias for alias in names if alias in known]
+        if name in names and aliases:
+            return f"; it is called {dashes}{aliases[0]} here"
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_CUTOFF)
+    return f"; the nearest is {dashes}{close[0]}" if close else ""
 
 
 def named(
     kind: str, *, config: type | None = None, older: Collection[str] = ()
 ) -> Callable[[Class], Class]:
-    """A class whose unknown keywords are refused with a name that was perhaps meant.
+    """Class decorator: unknown keywords raise an OptionError with a suggestion.
 
     Args:
         kind: what the class calls its keywords: "option" or "argument".
-        config: holds the options beside these arguments.
-        older: keywords that the class takes besides those of its signature.
+        config: the class that holds the options, for arguments that belong there.
+        older: keywords accepted in addition to those of the signature.
     """
-    beside = frozenset(inspect.signature(config).parameters) if config is not None else frozenset()
+    options = frozenset(inspect.signature(config).parameters) if config is not None else frozenset()
 
-    def decorate(made: Class) -> Class:
-        real: Callable[..., None] = made.__init__  # type: ignore[misc]
-        parameters = inspect.signature(real).parameters.values()
+    def decorate(cls: Class) -> Class:
+        init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+        parameters = inspect.signature(init).parameters.values()
         known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"} | {*older}
 
-        @functools.wraps(real)
+        @functools.wraps(init)
         def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
             for name in kwargs:
                 if name not in known:
-                    raise OptionError(f"{type(self).__name__} has no {kind} {name!r}{_said(name)}")
+                    raise OptionError(f"{type(self).__name__} has no {kind} {name!r}{_hint(name)}")
             if kind == "option":
-                self.given = frozenset(kwargs)  # what was set, at whatever value
-            real(self, *args, **kwargs)
+                self.given = frozenset(kwargs)  # set by the caller, even to the default
+            init(self, *args, **kwargs)
 
-        def _said(name: str) -> str:
-            if name in beside:
+        def _hint(name: str) -> str:
+            if name in options:
                 return "; it is an option of the config"
             return hint(name, known)
 
-        made.__init__ = checked  # type: ignore[misc]
-        return made
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
 
     return decorate

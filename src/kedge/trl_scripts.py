@@ -1,4 +1,4 @@
-"""What TRL's example scripts import beside configs and trainers, with TRL's names and defaults.
+"""Other names that TRL's example scripts import, with TRL's defaults.
 
 ``from kedge import ModelConfig, ScriptArguments, TrlParser, get_peft_config, ...``
 """
@@ -24,55 +24,57 @@ from kedge.errors import ConfigError
 
 @dataclass
 class ScriptArguments:
-    """The dataset of a script; the script decides what it does with each."""
+    """Dataset options of a script."""
 
     dataset_name: str | None = option(None, "Folder or hub name of the dataset.")
     dataset_config: str | None = option(None, "Configuration of the dataset.")
     dataset_train_split: str = option("train", "Split with the training prompts.")
     dataset_test_split: str = option("test", "Split with the evaluation prompts.")
     dataset_streaming: bool = option(False, "Load the dataset as a stream.")
-    ignore_bias_buffers: bool = option(False, "For old models under DistributedDataParallel.")
+    ignore_bias_buffers: bool = option(
+        False, "Ignore bool buffers of old models under DistributedDataParallel."
+    )
 
 
 @dataclass
 class ModelConfig:
-    """How a script loads its models, and the adapter that it trains.
+    """Model and adapter options of a script.
 
-    ``torch_dtype`` and ``trust_remote_code`` can be read, as by scripts for older versions, and are
-    no flags: configs have ``trust_remote_code`` today.
+    ``torch_dtype`` and ``trust_remote_code`` are readable for scripts of older versions, but are
+    not flags: ``trust_remote_code`` is now an option of the configs.
 
     Raises:
-        ConfigError: 8 and 4 bits at once.
+        ConfigError: both 8 and 4 bits are requested.
     """
 
     model_name_or_path: str | None = option(None, "Folder or hub name of the model.")
     model_revision: str = option("main", "Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = option(
-        "float32", "Type of the weights."
+        "float32", "Data type of the weights."
     )
-    attn_implementation: str | None = option(None, "sdpa, eager, flash_attention_2 ...")
+    attn_implementation: str | None = option(
+        None, "Attention implementation: sdpa, eager, flash_attention_2, ..."
+    )
     use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
     lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the adapter.")
-    lora_dropout: float = option(
-        0.05, "Dropout of the adapter; the trainers of Kedge train without dropout."
-    )
-    lora_target_modules: list[str] | None = option(None, "Layers with adapter.")
-    lora_target_parameters: list[str] | None = option(None, "Parameters with adapter.")
-    lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved whole.")
-    lora_task_type: str = option("CAUSAL_LM", "Task of the adapter.")
+    lora_alpha: int = option(32, "LoRA alpha: scale of the adapter.")
+    lora_dropout: float = option(0.05, "Dropout of the adapter; Kedge's trainers disable dropout.")
+    lora_target_modules: list[str] | None = option(None, "Layers that get an adapter.")
+    lora_target_parameters: list[str] | None = option(None, "Parameters that get an adapter.")
+    lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved in full.")
+    lora_task_type: str = option("CAUSAL_LM", "Task type of the adapter.")
     use_rslora: bool = option(False, "Rank-stabilized LoRA.")
     use_dora: bool = option(False, "Weight-decomposed LoRA.")
     load_in_8bit: bool = option(False, "Base weights in 8 bits; needs bitsandbytes.")
     load_in_4bit: bool = option(False, "Base weights in 4 bits; needs bitsandbytes.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Kind of 4-bit number.")
-    use_bnb_nested_quant: bool = option(False, "Quantize the constants of 4-bit weights, too.")
-    bnb_4bit_quant_storage: str | None = option(None, "Type that 4-bit weights are stored in.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "4-bit number format.")
+    use_bnb_nested_quant: bool = option(False, "Also quantize the constants of 4-bit weights.")
+    bnb_4bit_quant_storage: str | None = option(None, "Storage type of 4-bit weights.")
     trust_remote_code: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
-            raise ConfigError("load_in_8bit and load_in_4bit are both set; set one of them")
+            raise ConfigError("load_in_8bit and load_in_4bit are both set; set only one of them")
 
     @property
     def torch_dtype(self) -> str | None:
@@ -81,7 +83,7 @@ class ModelConfig:
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
-    """``peft.LoraConfig`` for the adapter; None without ``use_peft``.
+    """``peft.LoraConfig`` of the adapter; None without ``use_peft``.
 
     Raises:
         ConfigError: PEFT is not installed.
@@ -97,7 +99,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     targets: Any = model_args.lora_target_modules
     if isinstance(targets, list) and len(targets) == 1:
         targets = targets[0]  # "all-linear", or a pattern
-    found = {
+    settings = {
         "task_type": model_args.lora_task_type,
         "r": model_args.lora_r,
         "lora_alpha": model_args.lora_alpha,
@@ -108,11 +110,11 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         "use_rslora": model_args.use_rslora,
         "use_dora": model_args.use_dora,
     }
-    return LoraConfig(**{name: x for name, x in found.items() if x is not None})
+    return LoraConfig(**{name: x for name, x in settings.items() if x is not None})
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """How the base is quantized; None for neither 8 nor 4 bits."""
+    """Quantization of the base weights; None without 8 or 4 bits."""
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     if not model_args.load_in_4bit:
@@ -127,14 +129,14 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def get_kbit_device_map() -> dict[str, int] | None:
-    """The GPU of this process for a whole quantized model; None without a GPU."""
+    """Device map that puts the whole model on this process's GPU; None without a GPU."""
     return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
 
 
 class TrlParser(HfArgumentParser):
-    """Flags, and a YAML file named by ``--config``, into dataclasses.
+    """Parses flags, and a YAML file named by ``--config``, into dataclasses.
 
-    Values of the file are the defaults of the flags; its mapping ``env`` is set in the environment.
+    Values in the file become the defaults of flags; its ``env`` mapping sets environment variables.
     """
 
     def parse_args_and_config(
@@ -143,40 +145,42 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
     ) -> tuple[Any, ...]:
-        """One object of each dataclass, and if asked for a list of flags that none knows.
+        """One object per dataclass, followed by unknown flags if requested.
 
         Args:
-            args: flags; None: those of the process.
-            return_remaining_strings: hand out unknown flags instead of refusing them.
-            fail_with_unknown_args: refuse unknown names of the file.
+            args: flags; None: ``sys.argv[1:]``.
+            return_remaining_strings: return unknown flags instead of raising.
+            fail_with_unknown_args: raise for unknown names in the file.
 
         Raises:
-            ConfigError: the file is missing or no mapping, or names something unknown.
+            ConfigError: the file is missing, not a mapping, or has unknown names.
         """
         flags = list(sys.argv[1:] if args is None else args)
         rest: list[str] = []
         if "--config" in flags:
             place = flags.index("--config")
             if place + 1 == len(flags):
-                raise ConfigError("--config needs the name of a YAML file")
+                raise ConfigError("--config must be followed by the name of a YAML file")
             values = _read_yaml(flags[place + 1])
             del flags[place : place + 2]
-            rest = self._use(values, refuse=fail_with_unknown_args and not return_remaining_strings)
-        found = self.parse_args_into_dataclasses(
+            rest = self._set_defaults(
+                values, strict=fail_with_unknown_args and not return_remaining_strings
+            )
+        parsed = self.parse_args_into_dataclasses(
             flags, return_remaining_strings=return_remaining_strings
         )
-        return (*found[:-1], rest + found[-1]) if return_remaining_strings else tuple(found)
+        return (*parsed[:-1], rest + parsed[-1]) if return_remaining_strings else tuple(parsed)
 
-    def _use(self, values: dict[str, Any], *, refuse: bool) -> list[str]:
-        """Make the values defaults; returns those that no flag has, as flags."""
+    def _set_defaults(self, values: dict[str, Any], *, strict: bool) -> list[str]:
+        """Use the values as defaults of flags; returns unknown ones as flags."""
         env = values.pop("env", None) or {}
         if not isinstance(env, dict):
-            raise ConfigError(f"env={env!r} in the YAML file must map names to values")
+            raise ConfigError(f"env in the YAML file must map names to values, got {env!r}")
         os.environ.update({name: str(value) for name, value in env.items()})
         known = {action.dest for action in self._actions}
         unknown = [name for name in values if name not in known]
-        if unknown and refuse:
-            raise ConfigError(f"the YAML file sets {', '.join(unknown)}, which no option has")
+        if unknown and strict:
+            raise ConfigError(f"the YAML file has unknown options: {', '.join(unknown)}")
         for action in self._actions:
             if action.dest in values:
                 action.default, action.required = values[action.dest], False
@@ -190,12 +194,12 @@ def _read_yaml(name: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"--config {name}: there is no such file")
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {name} is not YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--config {name} must map names to values, got {type(found).__name__}")
-    return found
+        raise ConfigError(f"--config {name} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {name} must map names to values, got {type(values).__name__}")
+    return values
 
 
 def _words(value: Any) -> Iterable[str]:

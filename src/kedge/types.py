@@ -1,4 +1,4 @@
-"""The records that flow through training, in the order they are made.
+"""The records that flow through training, in the order they are created.
 
 Axes, used in every comment below:
     B  rows, one sampled response each          P  prompt tokens, left-padded
@@ -23,43 +23,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The distribution that responses are drawn from, and where they end."""
+    """Sampling parameters: the distribution of response tokens and the stop conditions."""
 
     max_new_tokens: int
-    min_new_tokens: int = 0  # no stop token is sampled before this many
-    temperature: float = 1.0  # logits are divided by it; 0 takes the most likely token
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0  # 1 is off
-    min_p: float = 0.0  # 0 is off
-    stop_ids: tuple[int, ...] = ()  # the stop token is kept as the last token of the response
+    min_new_tokens: int = 0  # stop tokens are banned before this many
+    temperature: float = 1.0  # logits are divided by it; 0 is greedy
+    top_k: int = 0  # 0 disables
+    top_p: float = 1.0  # 1 disables
+    min_p: float = 0.0  # 0 disables
+    stop_ids: tuple[int, ...] = ()  # the stop token stays in the response, as its last token
     stop_strings: tuple[str, ...] = ()
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens of positive probability can never be sampled."""
+        """Whether top-k, top-p or min-p excludes tokens of positive probability."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch(Record):
-    """The prompts of one training step, one row per response to be sampled."""
+    """The prompts of one iteration, one row per response to sample."""
 
     ids: Tensor = rows_field(left=True)  # int64 [B, P]
     mask: Tensor = rows_field(left=True)  # bool  [B, P]
-    group: Tensor  # int64 [B]; rows with equal values answer the same prompt
-    row: Tensor  # int64 [B]; index in the batch of all ranks: names the row's random stream
+    group: Tensor  # int64 [B]; rows with equal values share a prompt
+    row: Tensor  # int64 [B]; index in the global batch, which selects the row's random stream
     # Dataset columns, one value per row.
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
-def separated(parts: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """The parts with other group names, so that no two parts share one."""
-    apart, offset = [], 0
-    for part in parts:
-        names, group = part.group.unique(return_inverse=True)
-        apart.append(replace(part, group=group + offset))
-        offset += len(names)
-    return apart
+def separated(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """The batches with group ids renumbered so that no two batches share one."""
+    renumbered, offset = [], 0
+    for batch in batches:
+        ids, group = batch.group.unique(return_inverse=True)
+        renumbered.append(replace(batch, group=group + offset))
+        offset += len(ids)
+    return renumbered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,34 +68,34 @@ class Rollout(Record):
 
     prompts: PromptBatch
     ids: Tensor  # int64 [B, R]
-    # bool  [B, R]; tokens the policy produced (the stop token too): these get loss
+    # bool [B, R]; tokens produced by the policy (including the stop token): these are trained on
     loss_mask: Tensor
-    # bool [B, R]; all real tokens, a prefix of each row; mask implies present
+    # bool [B, R]; all real tokens, a prefix of each row; loss_mask implies response_mask
     response_mask: Tensor
-    terminated: Tensor  # bool [B]; ended by a stop token or stop string, not by the length limit
-    version: Tensor  # int64 [B]; policy version that sampled the row, -1 = unknown
+    terminated: Tensor  # bool [B]; ended by a stop token or string, not by a limit
+    version: Tensor  # int64 [B]; policy version that sampled the row, -1: unknown
     behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded while sampling
-    # int64 [B, R, K]; tokens that could be sampled, -1 = unused slot
+    # int64 [B, R, K]; tokens that could be sampled, -1: unused slot
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutput(Record):
-    """What the reward source said of each response."""
+    """The output of a reward source for each response."""
 
     scores: Tensor  # float32 [B]
-    valid: Tensor  # bool [B]; False: the row could not be scored and takes no part in training
+    valid: Tensor  # bool [B]; False: not scored, excluded from training
     components: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [B], NaN: n/a
-    # float32 [B, R]; dense rewards, on top of the score
+    # float32 [B, R]; dense rewards, added to the score
     token_rewards: Tensor | None = rows_field(absent="fill", default=None)
     # float32 [B]; score of the greedy response to the same prompt
     greedy_scores: Tensor | None = rows_field(absent="drop", default=None)
-    # What reward functions measured: sum and count.
+    # Metrics that reward functions log: (sum, count).
     metrics: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
-    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # and said of each row
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # one value per row
 
     def widened_to(self, rollout: Rollout) -> RewardOutput:
-        """With dense rewards as wide as the responses of ``rollout``."""
+        """The same, with ``token_rewards`` padded to the response width of ``rollout``."""
         if self.token_rewards is None:
             return self
         dense = widened(self.token_rewards, [rollout.ids.shape[1]])
@@ -104,32 +104,32 @@ class RewardOutput(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutputs:
-    """What the models say of a rollout before the update.  No gradients."""
+    """Log-probabilities and values of a rollout, computed before training on it.  No gradients."""
 
-    logprobs: Tensor  # float32 [B, R]; current policy, the anchor of the ratio
-    entropy: Tensor | None = None  # float32 [B, R]; of the policy's distribution, nats
+    logprobs: Tensor  # float32 [B, R]; current policy, the denominator of the ratio
+    entropy: Tensor | None = None  # float32 [B, R]; of the policy, in nats
     ref_logprobs: Tensor | None = None  # float32 [B, R]
-    values: Tensor | None = None  # float32 [B, R]; V(state before token t), and one slot beyond
+    values: Tensor | None = None  # float32 [B, R]; V(state before token t), and one extra slot
     last_values: Tensor | None = None  # float32 [B]; V(state after the last token)
     full_kl: Tensor | None = None  # float32 [B, R]; KL(policy || reference) over the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageOutput:
-    """Rewards turned into what the update learns from."""
+    """Advantages and value targets computed from the rewards."""
 
-    rewards: Tensor  # float32 [B, R]; per token, score placed and KL subtracted
-    advantages: Tensor  # float32 [B, R]; 0 off the mask
+    rewards: Tensor  # float32 [B, R]; per token: placed score minus KL penalty
+    advantages: Tensor  # float32 [B, R]; 0 outside the mask
     returns: Tensor | None = None  # float32 [B, R]; value targets
-    kl: Tensor | None = None  # float32 [B, R]; policy against reference, per token
-    value_mask: Tensor | None = None  # bool [B, R]; where the value trains; None: the mask
+    kl: Tensor | None = None  # float32 [B, R]; KL to the reference, per token
+    value_mask: Tensor | None = None  # bool [B, R]; where the value model trains; None: the mask
     # bool [B, R]; where the policy trains; None: the rollout's mask
     loss_mask: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience(Record):
-    """One training batch."""
+    """One training batch: everything the loss reads."""
 
     prompt_ids: Tensor = rows_field(left=True)  # int64 [B, P]
     prompt_mask: Tensor = rows_field(left=True)  # bool [B, P]
@@ -149,31 +149,32 @@ class Experience(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows of one optimizer step, with loss weights fixed before the step was cut up.
+    """Rows of one forward and backward pass.
 
-    Each weight sums to 1 over the whole optimizer step, over all ranks.
+    Weights are computed for the whole optimizer step before it is split: each sums to 1 over all
+    micro-batches of the step on all ranks.
     """
 
     rows: Experience
-    token_weight: Tensor  # float32 [b, R]; 0 off the mask
-    value_weight: Tensor  # float32 [b, R]; 0 off the value mask
-    row_weight: Tensor  # float32 [b]; 0 for rows without a single trained token
+    token_weight: Tensor  # float32 [b, R]; 0 outside the mask
+    value_weight: Tensor  # float32 [b, R]; 0 outside the value mask
+    row_weight: Tensor  # float32 [b]; 0 for rows without trained tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
     """One forward pass over a micro-batch, response positions only."""
 
-    logprobs: Tensor  # float32 [b, R], with gradient; 0 off the mask
-    entropy: Tensor  # float32 [b, R], no gradient; 0 off the mask
+    logprobs: Tensor  # float32 [b, R], with gradient; 0 outside the mask
+    entropy: Tensor  # float32 [b, R], no gradient; 0 outside the mask
     values: Tensor | None = None  # float32 [b, R], with gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Weighted sums: micro-batches and ranks just add up."""
+    """Weighted sums, so that micro-batches and ranks simply add up."""
 
-    parts: Mapping[str, Tensor]  # scalars; their sum is what is minimized
+    parts: Mapping[str, Tensor]  # scalars; their sum is minimized
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # scalars
 
     @property
@@ -190,7 +191,7 @@ class Metrics:
     totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def merge(self, other: Metrics) -> Metrics:
-        """The metrics of both; sums and counts add."""
+        """Both sets of metrics; sums and counts are added."""
         merged = dict(self.totals)
         for name, (total, count) in other.totals.items():
             before = merged.get(name, (0.0, 0.0))
@@ -198,20 +199,20 @@ class Metrics:
         return Metrics(merged)
 
     def means(self) -> dict[str, float]:
-        """``name -> sum / count``, without the names that counted nothing."""
+        """``name -> sum / count``, without names whose count is 0."""
         return {name: total / count for name, (total, count) in self.totals.items() if count}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What an engine says after loading weights: which version, and what it really holds."""
+    """Returned by a rollout engine after loading weights: version and actual fingerprint."""
 
     version: int
     fingerprint: str
 
 
 def require(x: T | None, name: str) -> T:
-    """Narrow an optional field, naming the one to ask for when it is missing."""
+    """``x``, or a ValueError that names the Algorithm option to set."""
     if x is None:
         raise ValueError(f"{name} was not computed; set needs_{name}=True on the Algorithm")
     return x

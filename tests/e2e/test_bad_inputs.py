@@ -413,7 +413,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "a value model that is NaN": (
         lambda: run(value_model=not_a_number(neox_reward(vocab=VOCAB))),
         KedgeError,
-        ["the value model gives nan for token 0 of row 0"],
+        ["the value model returns nan for token 0 of row 0"],
     ),
     "a score that overflows": (
         lambda: run(
@@ -423,12 +423,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
             preflight=False,
         ),
         KedgeError,
-        ["score of row 0 is inf"],
+        ["rewards must be finite, got inf for row 0"],
     ),
     "resume from a run's folder": (
         resumed_from_the_folder,
         CheckpointError,
-        ["is a run's folder", "checkpoint-2", "resume_from_checkpoint=True"],
+        ["is an output_dir, not a checkpoint", "checkpoint-2", "resume_from_checkpoint=True"],
     ),
     "resume with another optimizer": (
         resumed_with_another_optimizer,
@@ -512,7 +512,9 @@ def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> No
     trainer = small()
     trainer.engine.rollout_engine = Liar(trainer.engine.rollout_engine)
     trainer.engine.learner.settings = replace_settings(trainer)
-    with pytest.raises(KedgeError, match="sampler and learner disagree by"):
+    with pytest.raises(
+        KedgeError, match="log-probabilities of rollout engine and learner differ by"
+    ):
         trainer.train()
 
 

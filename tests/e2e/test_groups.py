@@ -221,7 +221,7 @@ def test_options_of_the_value_model_go_with_a_rule_that_has_one() -> None:
 
 @pytest.mark.parametrize("trainer", [rloo, grpo])
 def test_one_response_per_prompt_is_refused(trainer: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="num_generations=1 is too few"):
+    with pytest.raises(ConfigError, match="num_generations=1 must be at least 2"):
         trainer(num_generations=1)
 
 

@@ -99,7 +99,7 @@ def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, piec
     assert not list(tmp_path.glob(".saving-*"))
 
 
-@pytest.mark.filterwarnings("ignore:update . was broken off")  # the key may fall into one
+@pytest.mark.filterwarnings("ignore:iteration . was interrupted")  # the key may fall into one
 @pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
 def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str) -> None:
     """In a notebook the process lives on."""
@@ -138,7 +138,7 @@ def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
     made.engine.learner.optimizer_step = pressed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.train()
-    with pytest.warns(UserWarning, match="update 2 was broken off between two of its optimizer"):
+    with pytest.warns(UserWarning, match="iteration 2 was interrupted between optimizer steps"):
         made.train()
     assert made.engine.state_consistent
 

@@ -103,7 +103,7 @@ def test_two_ranks_stop_together_and_go_on_as_if_never_stopped(tmp_path: Path) -
 def test_a_reward_that_fails_on_one_rank_costs_no_update_on_any(tmp_path: Path) -> None:
     broken = launch("broken", tmp_path / "cut")
     assert [f["said"] for f in broken] == [
-        "another process could not sample or score; its error says why",
+        "sampling or scoring failed on another rank; see the error of that rank",
         "out of order",
     ]
     saved = sorted(p.name for p in (tmp_path / "cut").glob("checkpoint-*"))

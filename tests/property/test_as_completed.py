@@ -216,7 +216,7 @@ def test_joined_pieces_are_the_batch() -> None:
     ]
     assert len(reward_output.scores) == 12
     assert times["time/rollout"] == pytest.approx(sum(p[2]["time/rollout"] for p in parts))
-    with pytest.raises(ValueError, match="6 prompts cannot be cut into 4"):
+    with pytest.raises(ValueError, match="6 prompts cannot be split into 4"):
         split_groups(batch, 4)
 
 
@@ -226,7 +226,7 @@ def test_a_lane_that_keeps_old_weights_is_caught() -> None:
             self.version = 0
             return Receipt(version=version, fingerprint=str(version))
 
-    with pytest.raises(SyncError, match=r"sampled with version 0 after it confirmed version"):
+    with pytest.raises(SyncError, match="which it confirmed, but used version 0"):
         writing(1, [Deaf(random.Random(0), 0.0)], 2).run(4)
 
 
@@ -238,7 +238,7 @@ def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:
     flight = [collector.draw(2, sampler, rows) for rows in split_groups(batch, 3)]
     other = writing(2, [Wide(random.Random(0), 0.0)], 6)
     other.step = 2
-    with pytest.raises(CheckpointError, match="in pieces of 4 responses, and this run's have 2"):
+    with pytest.raises(CheckpointError, match="must be partial batches of 2 responses, got 4"):
         other.restore(flight)
     nearer = writing(1, [Wide(random.Random(0), 0.0)], 3)
     nearer.step = 4

@@ -398,7 +398,7 @@ def test_cadence_can_be_silent(config):
     made = config(logging_strategy="no", save_strategy="no", num_sample_generations=0)
     c = build_schedule(made, updates=20, updates_per_epoch=None)
     assert [due(c, w) for w in ("logs", "saves", "evaluates", "samples")] == [[], [], [], []]
-    with pytest.raises(ConfigError, match="does not know its length"):
+    with pytest.raises(ConfigError, match="length of the dataset is unknown"):
         build_schedule(config(save_strategy="epoch"), updates=20, updates_per_epoch=None)
 
 

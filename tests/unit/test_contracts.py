@@ -63,22 +63,22 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
     "a number per response as advantages": (
         {"algorithm": credited(lambda c: replace(c, advantages=c.advantages[:, 0]))},
         ConfigError,
-        r"credit of mine has advantages of shape \(4,\); .* \(4, \d\) here",
+        r"advantages from compute_advantages of mine must .* shape \(4, \d\), got \(4,\);",
     ),
     "returns of one column": (
         {"algorithm": credited(lambda c: replace(c, returns=c.advantages[:, :1]))},
         ConfigError,
-        r"credit of mine has returns of shape \(4, 1\)",
+        r"returns from compute_advantages of mine must .*, got \(4, 1\)",
     ),
     "advantages that are NaN": (
         {"algorithm": credited(lambda c: replace(c, advantages=c.advantages * torch.nan))},
         ConfigError,
-        "credit of mine has advantages that are not finite",
+        "compute_advantages of mine returned advantages that are not finite",
     ),
     "a loss that is a mean": (
         {"algorithm": rule(loss=averaged)},
         PreflightError,
-        "loss of mine is .* for 4 rows and .* in two parts.*without a mean",
+        "loss of mine is .* for 4 rows and .* in two micro-batches.*without a mean",
     ),
     "a loss that overflows": (
         {"algorithm": rule(loss=lambda new, mb: Loss(parts={"policy": new.logprobs.sum() / 0}))},
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
     "scores whose squares overflow": (
         {"reward_model": None, "reward_funcs": lambda completions: [1e38] * len(completions)},
         PreflightError,
-        r"the score of row 0 is 1e\+38, .*scale the rewards down",
+        r"got 1e\+38 for row 0. Scale the rewards down",
     ),
     "a source that gives a list": (
         {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
@@ -103,12 +103,12 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
     "a score that is NaN, after the first batch": (
         {"reward_model": None, "reward_funcs": Says(late_nan)},
         RewardError,
-        "the score of row 1 is nan",
+        "rewards must be finite, got nan for row 1",
     ),
     "responses without a token": (
         {"rollout_engine": ScriptedRollouts([[[], [], [], []]])},
         RolloutError,
-        "ScriptedRollouts.generate returned responses without any token",
+        "ScriptedRollouts.generate returned responses without tokens",
     ),
 }
 

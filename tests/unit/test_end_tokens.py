@@ -20,7 +20,7 @@ from kedge import (
 )
 from kedge.backends.hf.end_tokens import eos_token_ids
 from kedge.cli.tools.generate import answered
-from kedge.engine.preflight import _unusual
+from kedge.engine.preflight import _find_warnings
 from kedge.errors import ConfigError
 from kedge.testing import ConstantReward, tiny_policy
 from kedge.types import Sampling
@@ -150,8 +150,12 @@ def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
 @pytest.mark.parametrize(
     ("stops", "finished", "expected"),
     [
-        (Sampling(max_new_tokens=2, stop_ids=(0, 261)), False, "within 2 tokens (what ends one: "),
-        (Sampling(max_new_tokens=2, stop_strings=(".",)), False, "(what ends one: '.')"),
+        (
+            Sampling(max_new_tokens=2, stop_ids=(0, 261)),
+            False,
+            "within 2 tokens (stop tokens and strings: ",
+        ),
+        (Sampling(max_new_tokens=2, stop_strings=(".",)), False, "(stop tokens and strings: '.')"),
         (Sampling(max_new_tokens=2, stop_ids=(0,)), True, None),
         (Sampling(max_new_tokens=2), False, None),  # fixed length was asked for
     ],
@@ -161,7 +165,7 @@ def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, e
     reward_output = ConstantReward().score(rollout)
     found = [
         w
-        for w in _unusual(rollout, reward_output, ToyLearner(), stops, "response_length")
+        for w in _find_warnings(rollout, reward_output, ToyLearner(), stops, "response_length")
         if "none of the" in w
     ]
     assert bool(found) == (expected is not None)

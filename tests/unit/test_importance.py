@@ -95,7 +95,7 @@ def test_without_recorded_log_probabilities_there_is_nothing_to_weigh() -> None:
     learner = learner_at(0)
     rollout, judged = sample(learner, shift=0.1, version=0)
     rollout = replace(rollout, behavior_logprobs=None)
-    with pytest.raises(RolloutError, match="records no log-probabilities"):
+    with pytest.raises(RolloutError, match="which records none"):
         make_experience(rollout, judged, learner, ppo(), 0.0, Correction())
 
 

@@ -382,7 +382,7 @@ def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
     start = b"HTTP/1.1 200 OK\r\n\r\n"
     with (
         dripping(start, b"x" * (1 << 15)) as url,
-        pytest.raises(JudgeError, match="answered more than 65536 bytes"),
+        pytest.raises(JudgeError, match="answered with more than 65536 bytes"),
     ):
         Endpoint(url, "m", timeout=20, retries=0).judge([Pair("p", "a", "b")])
 

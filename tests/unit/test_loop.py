@@ -120,13 +120,15 @@ def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
 
     nearer = engine(1)
     nearer.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match="too old for max_lag=1; it is sampled anew"):
+    with pytest.warns(
+        UserWarning, match="too old for max_lag=1; they are dropped and sampled again"
+    ):
         nearer.restore(flight)
     assert nearer.in_flight == []
 
     smaller = engine(2, source=ToyPrompts(prompts=2))
     smaller.load_state_dict(first.state_dict())
-    with pytest.raises(CheckpointError, match="in batches of 6 responses, and this run's have 4"):
+    with pytest.raises(CheckpointError, match="must be batches of 4 responses, got 6"):
         smaller.restore(flight)
 
 
@@ -251,6 +253,8 @@ def test_ten_batches_in_a_row_without_any_score_are_an_error() -> None:
             return RewardOutput(scores=torch.zeros(rows), valid=torch.zeros(rows, dtype=torch.bool))
 
     found = engine(reward=Nobody())
-    with pytest.raises(RewardError, match=r"none of the 6 responses .*nor of the 9 before it"):
+    with pytest.raises(
+        RewardError, match=r"none of the 6 responses .*nor in the 9 batches before it"
+    ):
         found.run(10)
     assert found.step == 9

@@ -87,7 +87,7 @@ BAD = [
     ),
     (
         {"per_device": 6, "accumulation": 2, "world_size": 2, "num_mini_batches": 24},
-        "num_mini_batches=24 does not divide the batch of 12 samples of each of the 2 processes "
+        "num_mini_batches=24 does not divide the batch of 12 samples on each of the 2 ranks "
         "(12 prompts x 1 each); nearest that do: 12",
     ),
     (
@@ -106,12 +106,15 @@ BAD = [
     ),
     (
         {"per_device": 8, "min_group": 2},
-        "num_generations=1 is too few: this algorithm compares the responses to one prompt and "
-        "needs at least 2",
+        "num_generations=1 must be at least 2: this algorithm compares responses to the same "
+        "prompt",
     ),
     ({"per_device": 0}, "per_device_train_batch_size=0 must be at least 1"),
     ({"per_device": 8, "total_episodes": 0}, "total_episodes=0 must be at least 1"),
-    ({"per_device": 8, "num_train_epochs": 0.0, "dataset_rows": 8}, "trains nothing"),
+    (
+        {"per_device": 8, "num_train_epochs": 0.0, "dataset_rows": 8},
+        "num_train_epochs=0.0 must be above 0",
+    ),
     ({"per_device": 8}, "set total_episodes or max_steps"),
 ]
 

@@ -102,7 +102,9 @@ def test_a_missing_step_says_what_there_is(tmp_path):
     recorder = Recorder(tmp_path)
     for step in (0, 1, 2):
         recorder.write(step, *sample(step))
-    with pytest.raises(CheckpointError, match=r"update 3 .* 3 updates, 0 to 2; set max_steps=3"):
+    with pytest.raises(
+        CheckpointError, match=r"iteration 3 .* which has 3, 0 to 2; set max_steps=3"
+    ):
         Replay(tmp_path).read(3)
 
 
@@ -178,11 +180,11 @@ def test_a_replay_stands_for_prompts_sampler_and_reward(tmp_path):
         assert same(rollout, sample(step)[0])
         assert same(reward_output, sample(step)[1])
     assert run.load_weights({}, 3) is None
-    with pytest.raises(RolloutError, match="only the prompts of its recording"):
+    with pytest.raises(RolloutError, match="can only use the prompts of its recording"):
         run.generate(first, sampling=SAMPLING, seed=0)
-    with pytest.raises(RolloutError, match="only the responses of its recording"):
+    with pytest.raises(RolloutError, match="can only score the responses of its recording"):
         run.score(sample()[0])
-    with pytest.raises(CheckpointError, match=r"has 3 rows, this run trains on 2 per process"):
+    with pytest.raises(CheckpointError, match="must have 2 rows per process, got 3"):
         Replayed(Replay(tmp_path), rows=2).batch(0)
 
 

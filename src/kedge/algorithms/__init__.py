@@ -1,4 +1,4 @@
-"""Learning rules: each file is one algorithm, composed from ``kedge.math``."""
+"""The algorithms: one per file, composed from ``kedge.math``."""
 
 from collections.abc import Callable
 

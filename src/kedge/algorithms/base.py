@@ -1,4 +1,4 @@
-"""An algorithm is two pure functions and what they need."""
+"""An algorithm: two pure functions and the inputs they require."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kedge.types import (
 
 
 def one_rank(x: Tensor) -> Tensor:
-    """The sum over all ranks when there is one."""
+    """Sum over all ranks, for a single rank."""
     return x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """Everything known about a batch when credit is assigned.
+    """Everything known about a batch when advantages are computed.
 
-    ``rollout.mask`` is already False on rows whose reward output is not valid.
+    ``rollout.loss_mask`` is already False on rows whose reward is not valid.
     """
 
     rollout: Rollout
@@ -38,22 +38,22 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A algorithm: how credit is assigned, and the loss that uses it.
+    """How advantages are computed, and the loss that uses them.
 
     Args:
         name: shown in logs and model cards.
-        advantage_output: ``(evidence, kl_coef) -> AdvantageOutput``, run once per batch without
-            gradient.
-        loss: ``(policy output, micro-batch) -> Loss``, already weighted, never averaged.
-        needs_values: a value model predicts V before every response token.
+        compute_advantages: ``(inputs, kl_coef) -> AdvantageOutput``, called once per iteration
+            without gradient.
+        loss: ``(policy output, micro-batch) -> Loss``: a weighted sum, never a mean.
+        needs_values: a value model predicts V before each response token.
         needs_reference: the reference policy's log-probabilities are computed.
-        needs_full_kl: the KL over the whole vocabulary is computed per token.
-        weighting: how tokens share the loss, a name in ``kedge.math.loss_weights.WEIGHTINGS``.
-        min_group: responses per prompt below which the algorithm is undefined.
-        extra_slot: scores are placed one slot after the last token, where engines leave room.
-        needs_greedy: the greedy response to each prompt is sampled and scored too.
-        whole_responses: the loss has one advantage per response, which is that of its first token.
-        resample: rounds in which groups of equal scores are sampled anew for other prompts.
+        needs_full_kl: the exact KL over the vocabulary is computed per token.
+        weighting: weights of tokens in the loss, a key of ``kedge.math.loss_weights.WEIGHTINGS``.
+        min_group: smallest number of responses per prompt that the algorithm supports.
+        extra_slot: scores are placed one slot after the last token, if there is room.
+        needs_greedy: the greedy response to each prompt is also sampled and scored.
+        whole_responses: the loss uses one advantage per response, that of its first token.
+        resample: rounds in which groups of equal scores are replaced by other prompts (DAPO).
     """
 
     name: str

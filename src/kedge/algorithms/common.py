@@ -1,4 +1,4 @@
-"""What several algorithms share."""
+"""Helpers shared by several algorithms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bounds = float | tuple[float, float] | None
 
 
 def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tensor:
-    """Scores, normalized over all valid rows of all ranks and then clipped; each on its own.
+    """Scores, optionally normalized over the valid rows of all ranks, then optionally clipped.
 
     Args:
         e: the batch.
@@ -35,13 +35,13 @@ def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tenso
 
 
 def dense_rewards(e: AdvantageInputs) -> Tensor:
-    """Token rewards of the judge on the tokens that train, 0 if it gave none.  float32 [B, R]."""
+    """Dense token rewards on trained tokens, 0 if there are none.  float32 [B, R]."""
     dense = e.reward_output.token_rewards
     return e.rollout.loss_mask * (0.0 if dense is None else dense)
 
 
 def reference_kl(e: AdvantageInputs, estimator: str, *, reference: bool) -> Tensor | None:
-    """KL per token where tokens train; None without a reference.  float32 [B, R]."""
+    """KL per trained token; None without a reference.  float32 [B, R]."""
     return per_token_kl(e.model_outputs, estimator) * e.rollout.loss_mask if reference else None
 
 
@@ -59,7 +59,7 @@ def policy_metrics(
 def clipped_sides(
     ratio: Tensor, advantages: Tensor, clip: Clip, weight: Tensor
 ) -> dict[str, Tensor]:
-    """How much was clipped below and above, with ``weight`` per token or response."""
+    """Fractions clipped below and above, with ``weight`` per token or response."""
     low = (ratio < 1 - clip.low) & (advantages < 0)
     high = (ratio > clip.top) & (advantages > 0)
     return {

@@ -1,4 +1,4 @@
-"""GRPO and its family: advantages relative to the other responses to a prompt.
+"""GRPO and its variants: advantages relative to the other responses to the same prompt.
 
 Shao et al. 2024 (arXiv:2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783); DAPO, Yu et al.
 2025 (arXiv:2503.14476); CISPO, MiniMax 2025 (arXiv:2506.13585); GSPO, Zheng et al. 2025
@@ -51,37 +51,38 @@ def grpo(  # noqa: PLR0913
         L = sum_{i,t} w_{i,t} (-min(rho_{i,t} A_i, clip(rho_{i,t}) A_i) + beta KL_{i,t})
 
     Weights w by ``loss_type``, over one optimizer step and all ranks: "grpo" 1 / (rows length_i),
-    "dapo" 1 / tokens, "dr_grpo" 1 / (rows max_length).  "bnpo" is "dapo": they differ only where
-    a loss depends on how a step is cut, and here none does.  "cispo" weighs as "dapo" and takes
-    -sg(min(rho, epsilon_high)) A log p instead of the clipped loss.
+    "dapo" 1 / tokens, "dr_grpo" 1 / (rows max_length).  "bnpo" equals "dapo": they differ only if
+    the loss depends on the micro-batch size, which it does not here.  "cispo" has the weights of
+    "dapo" and the loss -sg(min(rho, epsilon_high)) A log p instead of the clipped one.
 
     Args:
         epsilon: ratio clip below 1.
-        epsilon_high: ratio clip above 1; None is ``epsilon``.  With "cispo" the largest weight
-            itself; None is 5.
+        epsilon_high: ratio clip above 1; None is ``epsilon``.  With "cispo" the largest weight;
+            None is 5.
         delta: largest ratio of a token with negative advantage (two-sided clip), above
             1 + epsilon_high.
-        beta: weight of the KL in the loss.  The trainer's ``kl_coef`` is one in the reward (k1).
-        kl_estimator: of the KL in the loss: "k1", "k2", "k3" or "abs".
+        beta: coefficient of the KL in the loss.  The trainer's ``kl_coef`` is that of the KL in the
+            reward (k1).
+        kl_estimator: estimator of the KL in the loss: "k1", "k2", "k3" or "abs".
         unbiased_kl: multiply the KL in the loss by the ratio (arXiv:2512.02556).
         loss_type: see above.
-        scale_rewards: whose standard deviation divides: of the group, the batch, or none.
+        scale_rewards: divide by the standard deviation of the group, of the batch, or not at all.
         importance_sampling_level: "sequence" is GSPO: the geometric mean of a response's ratios.
-        max_length: longest possible response; for "dr_grpo" and ``overlong_buffer``.
-        mask_truncated_completions: responses cut off by the length limit count for baselines but
+        max_length: longest possible response, in tokens; for "dr_grpo" and ``overlong_buffer``.
+        mask_truncated_completions: responses truncated by the length limit count for baselines but
             are not trained on.
-        drop_uniform_groups: groups of equal scores leave the loss and its weights.
-        dynamic_sampling: rounds in which such groups are sampled anew for other prompts (DAPO).
+        drop_uniform_groups: exclude groups of equal scores from the loss and its weights.
+        dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``max_length`` over which the score falls by up to 1.
         reference: whether there is a reference policy.
 
     Raises:
-        ValueError: options that need one another.
+        ValueError: inconsistent options.
     """
-    _check(beta, reference, kl_estimator)
+    _check_kl(beta, reference, kl_estimator)
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
-        raise ValueError(f"delta={delta} must be above 1 + epsilon_high={high}: it never acts")
+        raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
     longest = _longest(max_length, loss_type, overlong_buffer)
     clip = Clip(epsilon, high, delta)
     top = 5.0 if epsilon_high is None else epsilon_high
@@ -96,14 +97,14 @@ def grpo(  # noqa: PLR0913
             lengths = e.rollout.response_mask.sum(1)
             scores = scores + overlong_penalty(lengths, longest=longest, buffer=overlong_buffer)
         whole = scores + penalty.sum(1)
-        own = group_normalize(whole, group, valid, scale=scale_rewards, total=e.total)
-        alive = e.rollout.terminated | (not mask_truncated_completions)
-        alive &= (group_std(whole, group, valid) > 0) | (not drop_uniform_groups)
+        centered = group_normalize(whole, group, valid, scale=scale_rewards, total=e.total)
+        trained = e.rollout.terminated | (not mask_truncated_completions)
+        trained &= (group_std(whole, group, valid) > 0) | (not drop_uniform_groups)
         return AdvantageOutput(
             rewards=place_score(scores, mask) + penalty,
-            advantages=own[:, None] * mask,
+            advantages=centered[:, None] * mask,
             kl=kl,
-            loss_mask=mask & alive[:, None],
+            loss_mask=mask & trained[:, None],
         )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
@@ -113,15 +114,15 @@ def grpo(  # noqa: PLR0913
         ratio = ratios(log_ratio, x.loss_mask, level)
         if loss_type == "cispo":
             per_token = weighted_policy_loss(new.logprobs, ratio, x.advantages, top=top)
-            stuck = (ratio > top) & (x.advantages > 0)
+            clipped = (ratio > top) & (x.advantages > 0)
         else:
             per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
-            stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
+            clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
         policy = (w * per_token).sum()
         parts = {"policy": policy}
         metrics = policy_metrics(new, mb, share, log_ratio, ratio) | {
             "loss/policy_avg": policy,
-            "policy/clipfrac_avg": (share * stuck).sum(),
+            "policy/clipfrac_avg": (share * clipped).sum(),
             **({} if loss_type == "cispo" else clipped_sides(ratio, x.advantages, clip, share)),
         }
         if beta:
@@ -141,20 +142,24 @@ def grpo(  # noqa: PLR0913
     )
 
 
-def _check(beta: float, reference: bool, kl_estimator: str) -> None:
+def _check_kl(beta: float, reference: bool, kl_estimator: str) -> None:
     if beta and not reference:
-        raise ValueError(f"beta={beta} weighs a KL to a reference, and reference=False")
+        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
     if kl_estimator not in ESTIMATORS:
         raise ValueError(
-            f"kl_estimator={kl_estimator!r} is unknown; one of {', '.join(ESTIMATORS)}"
+            f"kl_estimator must be one of {', '.join(ESTIMATORS)}, got {kl_estimator!r}"
         )
 
 
 def _longest(max_length: int | None, loss_type: str, overlong_buffer: int) -> int:
     if max_length is None:
         if loss_type == "dr_grpo" or overlong_buffer:
-            raise ValueError("dr_grpo and overlong_buffer need max_length, the longest response")
+            raise ValueError(
+                "dr_grpo and overlong_buffer need max_length, the longest response in tokens"
+            )
         return 1
     if not 0 <= overlong_buffer <= max_length:
-        raise ValueError(f"overlong_buffer={overlong_buffer} is not within max_length={max_length}")
+        raise ValueError(
+            f"overlong_buffer must be between 0 and max_length={max_length}, got {overlong_buffer}"
+        )
     return max_length

@@ -47,7 +47,7 @@ def ppo(  # noqa: PLR0913
 ) -> Algorithm:
     """PPO: GAE on KL-penalized rewards, clipped policy and value losses.
 
-        r_t = -kl_coef KL_t + [t is the score's place] score      A = whiten(GAE(r, V))
+        r_t = -kl_coef KL_t + [t has the score] score      A = whiten(GAE(r, V))
         L = sum_t w_t (-min(rho_t A_t, clip(rho_t) A_t)) + vf_coef sum_t v_t L_value,t
 
     Args:
@@ -55,45 +55,45 @@ def ppo(  # noqa: PLR0913
         lam: GAE's lambda.
         cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.
         cliprange_value: clip of the value around its old prediction.
-        vf_coef: weight of the value loss.
+        vf_coef: coefficient of the value loss.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
         whiten_rewards: scale rewards to unit variance, keeping their mean.
         whiten_advantages: scale advantages to mean 0 and unit variance.
         score_position: "last" puts the score on the last real token; "after_last" one slot later
             where there is room, as TRL and arXiv:2403.17031 do.
-        bootstrap_truncated: the value continues a response that was cut off by the length limit.
-        lam_value: GAE's lambda of the value targets; None is that of the advantages.  1 makes them
-            unbiased, which long responses need (VC-PPO, arXiv:2503.01491).
-        lam_alpha: lambda of the advantages is 1 - 1 / (lam_alpha length) instead of ``lam`` (VAPO,
+        bootstrap_truncated: bootstrap responses cut by the length limit from their last value.
+        lam_value: GAE's lambda of the value targets; None: the same as for advantages.  With 1 they
+            are unbiased, which helps long responses (VC-PPO, arXiv:2503.01491).
+        lam_alpha: use lambda 1 - 1 / (lam_alpha length) for advantages instead of ``lam`` (VAPO,
             arXiv:2504.05118, with 0.05).
         dual_clip: largest ratio of a token with negative advantage (arXiv:1912.09729, with 3).
-        reference: whether there is a reference policy to stay close to.
+        reference: whether there is a reference policy for the KL penalty.
     """
     clip = Clip(cliprange, ceiling=dual_clip)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
-        spare = extend(mask) if score_position == "after_last" else mask
+        value_mask = extend(mask) if score_position == "after_last" else mask
         kl = per_token_kl(e.model_outputs, kl_estimator) * mask if reference else None
-        rewards = place_score(e.reward_output.scores, spare)
+        rewards = place_score(e.reward_output.scores, value_mask)
         if e.reward_output.token_rewards is not None:
             rewards = rewards + e.reward_output.token_rewards * mask
         if kl is not None:
             rewards = rewards - kl_coef * kl
         if whiten_rewards:
-            rewards = whiten(rewards, spare, center=False, total=e.total)
+            rewards = whiten(rewards, value_mask, center=False, total=e.total)
         values = require(e.model_outputs.values, "values")
-        pull = lam if lam_alpha is None else length_adaptive_lambda(mask, alpha=lam_alpha)
+        advantage_lam = lam if lam_alpha is None else length_adaptive_lambda(mask, alpha=lam_alpha)
         after = _bootstrap(e)
-        raw = gae(rewards, values, spare, gamma=gamma, lam=pull, after=after)
-        aim = raw
+        raw = gae(rewards, values, value_mask, gamma=gamma, lam=advantage_lam, after=after)
+        target = raw
         if lam_value is not None or lam_alpha is not None:
-            own = lam if lam_value is None else lam_value
-            aim = gae(rewards, values, spare, gamma=gamma, lam=own, after=after)
-        returns = (aim + values) * spare
+            target_lam = lam if lam_value is None else lam_value
+            target = gae(rewards, values, value_mask, gamma=gamma, lam=target_lam, after=after)
+        returns = (target + values) * value_mask
         advantages = whiten(raw, mask, total=e.total) if whiten_advantages else raw * mask
         return AdvantageOutput(
-            rewards=rewards, advantages=advantages, returns=returns, kl=kl, value_mask=spare
+            rewards=rewards, advantages=advantages, returns=returns, kl=kl, value_mask=value_mask
         )
 
     def _bootstrap(e: AdvantageInputs) -> Tensor | None:
@@ -109,8 +109,8 @@ def ppo(  # noqa: PLR0913
         values, old = require(new.values, "values"), require(x.old_values, "values")
         returns = require(x.returns, "values")
         value = (v * clipped_value_loss(values, old, returns, clip=cliprange_value)).sum()
-        stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
-        value_stuck = value_is_clipped(values, old, returns, clip=cliprange_value)
+        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
+        value_clipped = value_is_clipped(values, old, returns, clip=cliprange_value)
         return Loss(
             parts={"policy": policy, "value": vf_coef * value},
             metrics={
@@ -118,10 +118,10 @@ def ppo(  # noqa: PLR0913
                 "loss/value_avg": value,
                 "policy/approxkl_avg": (w * 0.5 * log_ratio**2).sum(),
                 "policy/policykl_avg": -(w * log_ratio).sum(),
-                "policy/clipfrac_avg": (w * stuck).sum(),
+                "policy/clipfrac_avg": (w * clipped).sum(),
                 "policy/entropy_avg": (w * new.entropy).sum(),
                 "val/ratio": (w * ratio).sum(),
-                "val/clipfrac_avg": (v * value_stuck).sum(),
+                "val/clipfrac_avg": (v * value_clipped).sum(),
             },
         )
 

@@ -37,7 +37,7 @@ def reinforce_pp(
     loss_kl_estimator: str = "k2",
     reference: bool = True,
 ) -> Algorithm:
-    """REINFORCE++: the sum of later rewards, KL of each token included, whitened over all tokens.
+    """REINFORCE++: reward-to-go including the KL of each token, whitened over all tokens.
 
         r_t = [t is last] (score [- mean score of its group]) - kl_coef KL_t
         A_t = whiten(sum_{s >= t} gamma^{s - t} r_s)
@@ -47,25 +47,25 @@ def reinforce_pp(
         cliprange: ratio clip, epsilon.
         cliprange_high: epsilon above 1; None is ``cliprange``.
         gamma: discount per token.
-        kl_estimator: of the KL in the reward; "k1" alone has the right gradient there.
-        ratio_level: ratio of the token, of the response, or its geometric mean over tokens.
-        baseline: REINFORCE++-baseline: the group's mean score is subtracted; for that variant the
-            paper moves the KL into the loss (``kl_coef`` 0, ``beta`` above 0).
-        normalize_reward: scores to mean 0 and deviation 1 over the batch, before clipping.
-        reward_clip_range: clip of the scores: ``(low, high)``, or c for ``(-c, c)``.
+        kl_estimator: estimator of the KL in the reward; only "k1" has the right gradient there.
+        ratio_level: clip the ratio of tokens, of responses, or its geometric mean over tokens.
+        baseline: subtract the group's mean score (REINFORCE++-baseline); the paper then puts the
+            KL into the loss (``kl_coef`` 0, ``beta`` above 0).
+        normalize_reward: normalize scores over the batch (mean 0, deviation 1) before clipping.
+        reward_clip_range: clip range of the scores: ``(low, high)``, or c for ``(-c, c)``.
         normalize_advantage: whiten advantages over all tokens of all ranks.
-        beta: weight of the KL in the loss.
+        beta: coefficient of the KL in the loss.
         loss_kl_estimator: "k1", "k2" or "k3"; k1 has no gradient on average.
-        reference: whether there is a reference policy to stay close to.
+        reference: whether there is a reference policy for the KL penalty.
 
     Raises:
         ValueError: ``beta`` without a reference, or an unknown estimator.
     """
     if beta and not reference:
-        raise ValueError(f"beta={beta} weighs a KL to a reference, and reference=False")
+        raise ValueError(f"beta={beta} needs a reference policy, got reference=False; set beta=0")
     if loss_kl_estimator not in ESTIMATORS:
         raise ValueError(
-            f"loss_kl_estimator={loss_kl_estimator!r} is unknown; one of {', '.join(ESTIMATORS)}"
+            f"loss_kl_estimator must be one of {', '.join(ESTIMATORS)}, got {loss_kl_estimator!r}"
         )
 
     clip = Clip(cliprange, cliprange_high)
@@ -89,12 +89,12 @@ def reinforce_pp(
         log_ratio = (new.logprobs - x.old_logprobs) * x.loss_mask
         ratio = ratios(log_ratio, x.loss_mask, ratio_level)
         per_token = clipped_policy_loss(ratio, x.advantages, clip=clip)
-        stuck = policy_is_clipped(ratio, x.advantages, clip=clip)
+        clipped = policy_is_clipped(ratio, x.advantages, clip=clip)
         policy = (w * per_token).sum()
         parts = {"policy": policy}
         metrics = policy_metrics(new, mb, w, log_ratio, ratio) | {
             "loss/policy_avg": policy,
-            "policy/clipfrac_avg": (w * stuck).sum(),
+            "policy/clipfrac_avg": (w * clipped).sum(),
         }
         if beta:
             ref = require(x.ref_logprobs, "reference")

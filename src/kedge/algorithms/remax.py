@@ -14,15 +14,16 @@ from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 
 def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool = True) -> Algorithm:
-    """ReMax: REINFORCE against a greedy response, which costs one more response per prompt.
+    """ReMax: REINFORCE with a greedy baseline, at the cost of one more response per prompt.
 
         A_t = score - greedy score - kl_coef sum_{s >= t} KL_s
         L = 1 / B sum_i sum_t -min(rho_t A_t, clip(rho_t) A_t)
 
     Args:
-        cliprange: ratio clip, epsilon; the paper takes one step per batch, where it never acts.
+        cliprange: ratio clip, epsilon; no effect with one optimizer step per batch, as in
+            the paper.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
-        reference: whether there is a reference policy to stay close to.
+        reference: whether there is a reference policy for the KL penalty.
     """
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
@@ -32,10 +33,12 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         baseline = require(e.reward_output.greedy_scores, "greedy").where(
             e.reward_output.valid, 0.0
         )
-        later = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
-        advantages = (scores - baseline)[:, None] * mask + rewards_to_go(later, mask, gamma=1.0)
+        token_rewards = dense_rewards(e) - (0.0 if kl is None else kl_coef * kl)
+        advantages = (scores - baseline)[:, None] * mask + rewards_to_go(
+            token_rewards, mask, gamma=1.0
+        )
         return AdvantageOutput(
-            rewards=place_score(scores, mask) + later, advantages=advantages, kl=kl
+            rewards=place_score(scores, mask) + token_rewards, advantages=advantages, kl=kl
         )
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
@@ -44,11 +47,11 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1", reference: bool =
         ratio = log_ratio.exp()
         per_token = clipped_policy_loss(ratio, x.advantages, clip=cliprange)
         policy = (mb.row_weight[:, None] * x.loss_mask * per_token).sum()
-        stuck = policy_is_clipped(ratio, x.advantages, clip=cliprange)
+        clipped = policy_is_clipped(ratio, x.advantages, clip=cliprange)
         return Loss(
             parts={"policy": policy},
             metrics=policy_metrics(new, mb, w, log_ratio, ratio)
-            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (w * stuck).sum()},
+            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (w * clipped).sum()},
         )
 
     return Algorithm(

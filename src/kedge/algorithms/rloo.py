@@ -1,7 +1,7 @@
 """REINFORCE with a leave-one-out baseline: several responses per prompt, no value model.
 
-Ahmadian et al. 2024, "Back to Basics" (arXiv:2402.14740); the options for rewards, advantages and
-a KL per token are those that REINFORCE++ (arXiv:2501.03262) suggests.
+Ahmadian et al. 2024, "Back to Basics" (arXiv:2402.14740); the options for normalizing rewards
+and advantages and for a per-token KL are from REINFORCE++ (arXiv:2501.03262).
 """
 
 from __future__ import annotations
@@ -39,37 +39,38 @@ def rloo(
     mask_truncated_completions: bool = False,
     reference: bool = True,
 ) -> Algorithm:
-    """RLOO: a response is good if it scores above the other responses to its prompt.
+    """RLOO: the baseline of a response is the mean of the other responses to its prompt.
 
         x_i = score_i - kl_coef sum_t KL_{i,t}       A_i = x_i - 1 / (k - 1) sum_{j != i} x_j
         L = 1 / B sum_i -min(rho_i A_i, clip(rho_i) A_i)        rho_i = prod_t rho_{i,t}
 
     With ``token_level_kl`` x_i is the score alone, and A_{i,t} = A_i - kl_coef sum_{s >= t} KL_s.
-    With token ratios L = 1 / B sum_i sum_t of the same per token, which has the same gradient
-    while the ratio is 1.  Responses that could not be scored take no part in any baseline; one
-    left alone in its group has advantage 0.
+    With token ratios L = 1 / B sum_i sum_t of the per-token terms, which has the same gradient
+    while the ratio is 1.  Responses without a valid score are excluded from baselines; a
+    response left alone in its group has advantage 0.
 
     Args:
         cliprange: ratio clip, epsilon.
         cliprange_high: epsilon above 1; None is ``cliprange``.
         kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
-        ratio_level: whether responses or tokens are clipped; None: "sequence", or "token" with
+        ratio_level: clip the ratio of responses or tokens; None: "sequence", or "token" with
             ``token_level_kl``.
-        token_level_kl: a token pays for its own and later KL, not for that of the whole response.
-        normalize_reward: scores to mean 0 and deviation 1 over the batch, before clipping.
-        reward_clip_range: clip of the scores: ``(low, high)``, or c for ``(-c, c)``.
-        normalize_advantage: advantages to mean 0 and deviation 1 over the batch.
-        mask_truncated_completions: responses cut off by the length limit count for baselines but
+        token_level_kl: charge a token with its own and later KL, not with that of the whole
+            response.
+        normalize_reward: normalize scores over the batch (mean 0, deviation 1) before clipping.
+        reward_clip_range: clip range of the scores: ``(low, high)``, or c for ``(-c, c)``.
+        normalize_advantage: normalize advantages to mean 0 and deviation 1 over the batch.
+        mask_truncated_completions: responses truncated by the length limit count for baselines but
             are not trained on.
-        reference: whether there is a reference policy to stay close to.
+        reference: whether there is a reference policy for the KL penalty.
 
     Raises:
-        ValueError: response ratios with advantages per token.
+        ValueError: ``ratio_level="sequence"`` with ``token_level_kl``.
     """
     if ratio_level == "sequence" and token_level_kl:
         raise ValueError(
-            "token_level_kl=True gives each token its own advantage, and ratio_level='sequence' has"
-            " one ratio and one advantage per response; use ratio_level='token'"
+            "token_level_kl=True gives each token a separate advantage, but ratio_level='sequence'"
+            " needs one per response; use ratio_level='token'"
         )
     by_token = token_level_kl or ratio_level == "token"
 
@@ -82,16 +83,16 @@ def rloo(
         scores = shaped_scores(e, normalize=normalize_reward, clip=reward_clip_range)
         rewards = place_score(scores, mask) + penalty
         if token_level_kl:
-            own = leave_one_out(scores, group, valid)
-            advantages = own[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
+            centered = leave_one_out(scores, group, valid)
+            advantages = centered[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
         else:
-            own = leave_one_out(scores + penalty.sum(1), group, valid)
-            advantages = own[:, None] * mask
+            centered = leave_one_out(scores + penalty.sum(1), group, valid)
+            advantages = centered[:, None] * mask
         if normalize_advantage and token_level_kl:
             advantages = whiten(advantages, mask, total=e.total)
         elif normalize_advantage:
             compared = valid & (group_count(group, valid) > 1)
-            advantages = standardize(own, compared, total=e.total)[:, None] * mask
+            advantages = standardize(centered, compared, total=e.total)[:, None] * mask
         trained = mask & e.rollout.terminated[:, None] if mask_truncated_completions else None
         return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=trained)
 
@@ -105,14 +106,14 @@ def rloo(
             weight = share = mb.row_weight
         ratio = log_ratio.exp()
         per_action = clipped_policy_loss(ratio, advantages, clip=clip)
-        stuck = policy_is_clipped(ratio, advantages, clip=clip)
+        clipped = policy_is_clipped(ratio, advantages, clip=clip)
         policy = (weight * per_action).sum()
         metrics = policy_metrics(new, mb, share, log_ratio, ratio)
         metrics |= clipped_sides(ratio, advantages, clip, share)
         return Loss(
             parts={"policy": policy},
             metrics=metrics
-            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (share * stuck).sum()},
+            | {"loss/policy_avg": policy, "policy/clipfrac_avg": (share * clipped).sum()},
         )
 
     return Algorithm(

@@ -1,1 +1,1 @@
-"""The one loop: rollouts to experience to weight updates."""
+"""The training loop: rollouts, experience, optimizer steps."""

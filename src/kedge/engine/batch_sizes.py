@@ -1,10 +1,10 @@
-"""Every size of a run, derived once.
+"""All batch sizes of a run.
 
 sample        one prompt with one response               prompts = samples / group
-micro-batch   samples of one forward and backward pass, on one process
-mini-batch    samples of one optimizer step, over all processes
-batch         samples of one update: generated together, then trained on ``epochs`` times
-update        one batch; ``epochs x minibatches`` optimizer steps
+micro-batch   samples of one forward and backward pass on one rank
+mini-batch    samples of one optimizer step over all ranks
+batch         samples of one iteration over all ranks, trained on for ``epochs`` epochs
+iteration     one batch: ``epochs x minibatches`` optimizer steps
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kedge.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The sizes of a run.  Build one with ``compute_batch_sizes``.
+    """The batch sizes of a run, built by ``compute_batch_sizes``.
 
     Args:
-        world_size: processes.
-        micro_rows: most samples of one process in one forward and backward pass.
-        local_rows: samples of one process in one update.
-        minibatches: optimizer steps per pass over a batch.
+        world_size: number of ranks.
+        micro_rows: maximum samples per rank in one forward and backward pass.
+        local_rows: samples per rank in one iteration.
+        minibatches: optimizer steps per epoch over a batch.
         epochs: passes over each batch.
         group: responses per prompt.
-        updates: batches in the run.
-        updates_per_epoch: updates in which every prompt is used once; None: unknown.
+        updates: iterations in the run.
+        updates_per_epoch: iterations that use every prompt once; None: unknown.
     """
 
     world_size: int
@@ -41,42 +41,42 @@ class BatchSizes:
 
     @property
     def batch_size(self) -> int:
-        """Samples of one update, over all processes."""
+        """Samples of one iteration, over all ranks."""
         return self.local_rows * self.world_size
 
     @property
     def local_mini_rows(self) -> int:
-        """Samples of one process in one optimizer step."""
+        """Samples per rank in one optimizer step."""
         return self.local_rows // self.minibatches
 
     @property
     def mini_batch_size(self) -> int:
-        """Samples of one optimizer step, over all processes."""
+        """Samples of one optimizer step, over all ranks."""
         return self.batch_size // self.minibatches
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one forward and backward pass, over all processes."""
+        """Samples of one forward and backward pass, over all ranks."""
         return self.micro_rows * self.world_size
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes of one process in one optimizer step."""
+        """Forward and backward passes per rank in one optimizer step."""
         return math.ceil(self.local_mini_rows / self.micro_rows)
 
     @property
     def local_prompts(self) -> int:
-        """Different prompts of one process in one update."""
+        """Distinct prompts per rank in one iteration."""
         return self.local_rows // self.group
 
     @property
     def prompts(self) -> int:
-        """Different prompts of one update, over all processes."""
+        """Distinct prompts of one iteration, over all ranks."""
         return self.batch_size // self.group
 
     @property
     def optimizer_steps_per_update(self) -> int:
-        """Optimizer steps in one update."""
+        """Optimizer steps in one iteration."""
         return self.epochs * self.minibatches
 
     @property
@@ -90,7 +90,7 @@ class BatchSizes:
         return self.updates * self.batch_size
 
     def derived(self) -> dict[str, int]:
-        """The sizes under the names that PPOConfig has for them."""
+        """The sizes by their names in PPOConfig."""
         return {
             "world_size": self.world_size,
             "num_total_batches": self.updates,
@@ -116,26 +116,26 @@ def compute_batch_sizes(
     dataset_rows: int | None = None,
     min_group: int = 1,
 ) -> BatchSizes:
-    """Derive every size, or say which value does not fit and which nearest ones do.
+    """Derive all sizes; errors name the nearest values that would work.
 
-    The run ends at ``total_episodes`` or ``max_steps``, whichever comes first;
-    ``num_train_epochs`` counts when neither is given.
+    The run ends at ``total_episodes`` or ``max_steps``, whichever comes first, else after
+    ``num_train_epochs``.
 
     Args:
-        per_device: samples of one process in one forward and backward pass.
-        accumulation: such passes per process that make up one batch.
-        world_size: processes.
-        num_mini_batches: optimizer steps that a batch is cut into.
+        per_device: samples per rank in one forward and backward pass.
+        accumulation: such passes per rank that make up one batch.
+        world_size: number of ranks.
+        num_mini_batches: optimizer steps per epoch over a batch.
         num_ppo_epochs: passes over each batch.
         num_generations: responses per prompt.
         total_episodes: responses to generate; the last batch is always full.
-        max_steps: updates; below 1 is no limit.
+        max_steps: iterations; no limit if below 1.
         num_train_epochs: passes over the prompts of the dataset.
-        dataset_rows: prompts in the dataset; None if unknown.
-        min_group: responses per prompt that the algorithm needs.
+        dataset_rows: prompts in the dataset; None: unknown.
+        min_group: minimum number of responses per prompt of the algorithm.
 
     Raises:
-        ConfigError: sizes that do not divide, or a run without an end.
+        ConfigError: sizes that do not divide, or no end of the run.
     """
     for name, size in [
         ("per_device_train_batch_size", per_device),
@@ -149,7 +149,7 @@ def compute_batch_sizes(
             raise ConfigError(f"{name}={size} must be at least 1")
     local = per_device * accumulation
     _check_group(num_generations, min_group)
-    where = "" if world_size == 1 else f" of each of the {world_size} processes"
+    where = "" if world_size == 1 else f" on each of the {world_size} ranks"
     _check_divides(
         "num_generations",
         num_generations,
@@ -196,13 +196,13 @@ def _updates(
         return min(limits)
     if per_epoch is None:
         raise ConfigError(
-            "the dataset does not know its length, so num_train_epochs does not say when to stop; "
+            "the length of the dataset is unknown, so num_train_epochs cannot end the run; "
             "set total_episodes or max_steps"
         )
     if num_train_epochs <= 0:
         raise ConfigError(
-            f"num_train_epochs={num_train_epochs} trains nothing; set it above 0, or set "
-            "total_episodes or max_steps"
+            f"num_train_epochs={num_train_epochs} must be above 0; or set total_episodes or "
+            "max_steps"
         )
     # 0.1 + 0.2 passes over 10 prompts are 3 prompts, not 3.0000000000000004.
     return max(1, math.ceil(round(num_train_epochs * per_epoch, 9)))
@@ -211,8 +211,8 @@ def _updates(
 def _check_group(group: int, min_group: int) -> None:
     if group < min_group:
         raise ConfigError(
-            f"num_generations={group} is too few: this algorithm compares the responses to one "
-            f"prompt and needs at least {min_group}"
+            f"num_generations={group} must be at least {min_group}: this algorithm compares "
+            "responses to the same prompt"
         )
 
 

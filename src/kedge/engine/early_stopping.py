@@ -1,4 +1,4 @@
-"""When an optimizer step is left out, and when the passes over a batch end early."""
+"""Limits that skip an optimizer step or end the epochs over a batch early."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ KL = "policy/policykl_avg"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """Looks at each optimizer step after its gradient is known and before it is taken.
+    """Decides about each optimizer step after its backward pass and before it is applied.
 
-    Both limits are compared with means over all tokens of the step, on all ranks, so that every
-    rank decides the same.
+    Limits are compared with means over all tokens of the step on all ranks, so that all ranks
+    decide alike.
 
     Args:
-        max_ratio: a step whose mean probability ratio is larger is left out; None: no limit.
-        max_kl: nats per token; a step at which the policy is further than this from the one that
-            sampled ends the passes over the batch; None: no limit.
-        keep_last: whether that last step is taken first.
+        max_ratio: skip steps with a larger mean probability ratio; None: no limit.
+        max_kl: nats per token; stop training on the batch once the KL to the behavior policy is
+            larger; None: no limit.
+        keep_last: whether the step that exceeds ``max_kl`` is still applied.
     """
 
     max_ratio: float | None = None
@@ -28,10 +28,10 @@ class StepLimits:
     keep_last: bool = False
 
     def should_apply(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the step with these metrics shall be taken."""
-        steep = self.max_ratio is not None and metrics[RATIO] > self.max_ratio
-        return not steep and (self.keep_last or not self.should_stop(metrics))
+        """Whether to apply the step with these metrics."""
+        over_ratio = self.max_ratio is not None and metrics[RATIO] > self.max_ratio
+        return not over_ratio and (self.keep_last or not self.should_stop(metrics))
 
     def should_stop(self, metrics: Mapping[str, float]) -> bool:
-        """Whether no step shall follow the one with these metrics."""
+        """Whether the step with these metrics is the last of the iteration."""
         return self.max_kl is not None and metrics[KL] > self.max_kl

@@ -1,4 +1,4 @@
-"""Evaluation: sample, score, compare with the reference.  Nothing is trained."""
+"""Evaluation: sample, score, compare with the reference, without training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kedge.types import RewardOutput, Rollout, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation found."""
+    """Results of an evaluation."""
 
     metrics: dict[str, float]  # without the eval_ prefix
     samples: list[tuple[Rollout, RewardOutput]]  # this rank's rows
-    scores: Tensor  # float64 [rows], of all ranks in order; NaN where there is none
+    scores: Tensor  # float64 [rows], of all ranks in order; NaN: not scored
 
 
 def evaluate(
@@ -40,19 +40,19 @@ def evaluate(
     """Score responses to evaluation prompts.
 
     Args:
-        source: batch i holds the prompts of evaluation batch i.
-        batches: how many batches there are.
-        rows: responses in all; rows of the last batch beyond it are repeats and are left out.
-        rollouts: the sampler.
-        reward_source: the reward.
+        source: evaluation prompts.
+        batches: number of batches.
+        rows: total responses; further rows of the last batch are repeats and are ignored.
+        rollouts: the rollout engine.
+        reward_source: scores the responses.
         learner: the models, for the KL to the reference.
-        sampling: how to sample; usually colder than in training.
+        sampling: sampling parameters; usually a lower temperature than in training.
         reference: whether there is a reference.
         seed: base of the random streams.
-        clock: seconds.
+        clock: time in seconds.
     """
     tally, samples = Tally(), []
-    begin, scored = clock(), torch.zeros(2, rows, dtype=torch.float64)
+    begin, totals = clock(), torch.zeros(2, rows, dtype=torch.float64)
     for i in range(batches):
         prompts = source.batch(i)
         rollout, reward_output, _ = collect(
@@ -65,23 +65,25 @@ def evaluate(
         )
         place = prompts.row + i * _global_rows(prompts.row, learner)
         keep = reward_output.valid & (place < rows)
-        scored += everywhere(rows, place[keep].cpu(), reward_output.scores[keep].cpu())
+        totals += everywhere(rows, place[keep].cpu(), reward_output.scores[keep].cpu())
         tally.mean("objective/scores", reward_output.scores, keep)
         for name, part in reward_output.components.items():
             tally.mean(f"rewards/{name}", part, keep & ~part.isnan())
         tally.mean("completions/mean_length", rollout.response_mask.sum(1), keep)
         tally.mean("completions/truncated_ratio", ~rollout.terminated, keep)
         if reference:
-            # What the sampler recorded is of a colder distribution than the one that trains.
-            fresh = replace(rollout, behavior_logprobs=None)
-            note = learner.compute_logprobs(fresh, values=False, reference=True, full_kl=False)
-            assert note.ref_logprobs is not None
-            kl = ((note.logprobs - note.ref_logprobs) * rollout.loss_mask).sum(1)
+            # Recorded log-probabilities are at another temperature than in training.
+            unrecorded = replace(rollout, behavior_logprobs=None)
+            outputs = learner.compute_logprobs(
+                unrecorded, values=False, reference=True, full_kl=False
+            )
+            assert outputs.ref_logprobs is not None
+            kl = ((outputs.logprobs - outputs.ref_logprobs) * rollout.loss_mask).sum(1)
             tally.mean("objective/kl", kl, keep)
         samples.append((rollout, reward_output))
     metrics = tally.read(learner.total)
     metrics["time/step"] = clock() - begin
-    sums, counts = learner.total(scored).cpu()
+    sums, counts = learner.total(totals).cpu()
     return Evaluation(metrics=metrics, samples=samples, scores=sums / counts)  # 0 / 0 is NaN
 
 
@@ -92,14 +94,14 @@ def _global_rows(row: torch.Tensor, learner: Learner) -> int:
 def pass_at_k(samples: Tensor, solved: Tensor, k: int) -> Tensor:
     """Probability that at least one of k of a task's samples solves it.
 
-    ``1 - C(n - c, k) / C(n, k)``: unbiased, where ``1 - (1 - c/n)^k`` is not.  As a product,
-    ``1 - prod_{j<k} (n - c - j) / (n - j)``, it needs no large number.
+    ``1 - C(n - c, k) / C(n, k)``: unbiased, unlike ``1 - (1 - c/n)^k``.  Computed as
+    ``1 - prod_{j<k} (n - c - j) / (n - j)`` to avoid large numbers.
     Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
 
     Args:
-        samples: int [G]; n, samples drawn for each task, at least k.
-        solved: int [G]; c, how many of them solve it.
-        k: samples that one may try.
+        samples: int [G]; n, samples of each task, at least k.
+        solved: int [G]; c, samples that solve the task.
+        k: number of attempts.
 
     Returns:
         float64 [G].
@@ -108,7 +110,7 @@ def pass_at_k(samples: Tensor, solved: Tensor, k: int) -> Tensor:
         ValueError: a task has fewer than k samples.
     """
     if k < 1 or bool((samples < k).any()):
-        raise ValueError(f"pass@{k} needs k >= 1 and at least k samples of every task")
+        raise ValueError(f"pass@{k} needs k >= 1 and at least k samples per task")
     n, failed = samples.double(), (samples - solved).double()
     miss = torch.ones_like(n)
     for j in range(k):
@@ -120,36 +122,36 @@ def solved(scores: Tensor, *, per_prompt: int, success: float) -> dict[str, floa
     """``accuracy`` and ``pass@k`` for k = 2, 4, ... up to the completions of a prompt.
 
     Args:
-        scores: float64 [rows], those of a prompt together; NaN where there is none.  Such a
-            response counts neither way, and a prompt with fewer than k others is left out of
-            pass@k.
-        per_prompt: completions of each prompt.
-        success: a score at least this solves the prompt.
+        scores: float64 [rows], grouped by prompt; NaN: not scored.  Such responses are ignored,
+            and prompts with fewer than k scored responses are left out of pass@k.
+        per_prompt: completions per prompt.
+        success: a score of at least this solves the prompt.
     """
     tasks = scores.view(-1, per_prompt)
     known = ~tasks.isnan()
     samples, good = known.sum(1), ((tasks >= success) & known).sum(1)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for k in _sizes(per_prompt):
         enough = samples >= k
         if enough.any():
             name = "accuracy" if k == 1 else f"pass@{k}"
-            found[name] = float(pass_at_k(samples[enough], good[enough], k).mean())
-    return found
+            metrics[name] = float(pass_at_k(samples[enough], good[enough], k).mean())
+    return metrics
 
 
 def win_rate(scores: Tensor, start: Tensor) -> dict[str, float]:
-    """``win_rate``: share of responses that score more than the start's, ties count half.
+    """``win_rate``: share of responses that score more than the initial policy's; ties count half.
 
     Args:
-        scores: float64 [rows]; NaN where there is none.
-        start: the starting policy's scores of the same rows.
+        scores: float64 [rows]; NaN: not scored.
+        start: scores of the initial policy for the same rows.
     """
     both = ~(scores.isnan() | start.isnan())
     if not both.any():
         return {}
-    now, then = scores[both], start[both]
-    return {"win_rate": float(((now > then).double() + 0.5 * (now == then)).mean())}
+    trained, initial = scores[both], start[both]
+    wins = (trained > initial).double() + 0.5 * (trained == initial)
+    return {"win_rate": float(wins.mean())}
 
 
 def _sizes(most: int) -> list[int]:
@@ -158,7 +160,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def everywhere(rows: int, index: Tensor, values: Tensor) -> Tensor:
-    """A vector to be summed over ranks: this rank's values and a count of them, [2, rows]."""
+    """This rank's values and counts, to be summed over ranks; float64 [2, rows]."""
     out = torch.zeros(2, rows, dtype=torch.float64)
     out[0, index] = values.double()
     out[1, index] = 1.0

@@ -1,4 +1,4 @@
-"""Who listens to the loop: logging, evaluation, saving, callbacks."""
+"""Hooks of the training loop: logging, evaluation, saving, callbacks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kedge.types import Experience, RewardOutput, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One finished update."""
+    """One finished iteration."""
 
-    step: int  # updates finished, this one included
+    step: int  # iterations finished, including this one
     metrics: Mapping[str, float]
     rollout: Rollout
     reward_output: RewardOutput
@@ -23,32 +23,32 @@ class Hooks(Protocol):
     """Called by the loop, in this order, on every rank."""
 
     def on_step_begin(self, step: int) -> None:
-        """Update ``step`` (0 is the first) is about to begin."""
+        """Iteration ``step`` (from 0) is about to begin."""
         ...
 
     def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
-        """The batch that update ``step`` will learn from; nothing was trained on it yet."""
+        """The batch of iteration ``step``, before training on it."""
         ...
 
     def on_experience(self, step: int, experience: Experience) -> None:
-        """What update ``step`` will read of that batch, token by token."""
+        """The per-token training data of iteration ``step``."""
         ...
 
     def on_optimizer_step(self) -> None:
-        """One optimizer step was taken."""
+        """One optimizer step is done."""
         ...
 
     def on_step_end(self, report: StepReport) -> bool:
-        """An update is finished; True asks the loop to stop here."""
+        """An iteration is finished; return True to stop the loop."""
         ...
 
     def on_failure(self, step: int, error: Exception) -> None:
-        """``error`` ends the run; its state is whole, as after ``step`` updates.  On all ranks."""
+        """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""
         ...
 
 
 class NoHooks:
-    """Nobody listens."""
+    """Hooks that do nothing."""
 
     def on_step_begin(self, step: int) -> None:
         """Ignore."""

@@ -8,31 +8,31 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class FixedKL:
-    """A coefficient that never changes."""
+    """A constant coefficient."""
 
     value: float
 
     def update(self, kl: float, episodes: int) -> None:
-        """Nothing to adapt."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the coefficient of ``state``."""
+        """Restore the coefficient."""
         self.value = float(state["value"])
 
 
 @dataclass(slots=True, kw_only=True)
 class AdaptiveKL:
-    """Steers the measured KL toward ``target``.
+    """Adapts the coefficient so that the measured KL approaches ``target``.
 
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 
     Args:
-        value: the coefficient to start from.
-        target: wanted KL, nats per response.
+        value: initial coefficient.
+        target: KL target, nats per response.
         horizon: episodes over which an error of 100% would double the coefficient.
     """
 
@@ -50,5 +50,5 @@ class AdaptiveKL:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the coefficient of ``state``."""
+        """Restore the coefficient."""
         self.value = float(state["value"])

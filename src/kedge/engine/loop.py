@@ -1,8 +1,7 @@
-"""The training loop.  There is one; ``max_lag`` makes it synchronous or asynchronous.
+"""The training loop, the only one; ``max_lag`` makes it synchronous or asynchronous.
 
-What samples, and when, is behind ``RolloutScheduler``: in order (every number independent of
-timing) or as
-completed (faster where lengths differ much).
+``RolloutScheduler`` decides when to sample: in order (results do not depend on timing) or as
+completed (faster if response lengths vary a lot).
 """
 
 from __future__ import annotations
@@ -27,65 +26,65 @@ from kedge.types import Sampling
 
 
 class RolloutScheduler(Protocol):
-    """Where the samples of a training step come from."""
+    """Supplies the samples of each iteration."""
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
-        """How samples are drawn from now on, and what draws them."""
+        """Set the collector and the rollout engine used from now on."""
         ...
 
     def open(self, step: int, until: int) -> AbstractContextManager[None]:
-        """Sample for the steps from ``step`` to ``until`` while inside."""
+        """Context in which the iterations from ``step`` to ``until`` are sampled."""
         ...
 
     def send(self, weight_update: WeightUpdate) -> None:
-        """Here are the newest weights."""
+        """Send the newest weights to the rollout engine."""
         ...
 
     def next_sample(self, step: int) -> Sample:
-        """What ``step`` learns from; waits until it is there."""
+        """The sample of iteration ``step``; blocks until it is ready."""
         ...
 
     def mark_consumed(self) -> None:
-        """What was taken last was trained on."""
+        """Mark the last sample as consumed."""
         ...
 
     def recover_after_error(self, step: int) -> None:
-        """After a failure at ``step``: keep of what is in flight what ``step`` can begin with."""
+        """After a failure in iteration ``step``: keep the samples in flight that it can reuse."""
         ...
 
     def wait_for_syncs(self) -> None:
-        """Wait until all weights that were sent are confirmed, as far as that is to come."""
+        """Wait until the outstanding weight syncs are confirmed."""
         ...
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
+        """Samples not trained on yet; waits for those still being sampled."""
         ...
 
     def restore(self, samples: list[PendingSample], step: int) -> None:
-        """Take samples as already drawn, as after a resume at ``step``."""
+        """Use these samples first, as after a resume at ``step``."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Engine(Updater):
-    """Everything one training run needs, and where it stands."""
+    """The components and the state of a training run."""
 
     source: PromptSource
     rollout_engine: RolloutEngine
     reward: RewardSource
     sampling: Sampling
     max_lag: int = 0
-    # that a batch is cut into, to be trained on as completed; 0: whole, in order
+    # per iteration, trained on as completed; 0: whole batches in order
     partial_batches: int = 0
     scheduler: RolloutScheduler = field(init=False)
-    _united: bool = field(default=True, init=False)  # a failure now is met by all ranks
+    _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised on all ranks
 
     def __post_init__(self) -> None:
         if self.batch_sizes.group < self.algorithm.min_group:
             raise ConfigError(
-                f"{self.algorithm.name} compares responses to one prompt: it needs num_generations"
-                f" >= {self.algorithm.min_group}, got {self.batch_sizes.group}"
+                f"{self.algorithm.name} compares responses to the same prompt: num_generations must"
+                f" be at least {self.algorithm.min_group}, got {self.batch_sizes.group}"
             )
         if self.partial_batches:
             self.scheduler = AsCompletedScheduler(self.partial_batches, self.max_lag)
@@ -104,21 +103,21 @@ class Engine(Updater):
         )
 
     def run(self, until: int) -> None:
-        """Train up to update ``until``, or until a hook asks to stop; what is in flight is kept."""
+        """Train to iteration ``until`` or until a hook stops it; samples in flight are kept."""
         if not self.state_consistent:
             warnings.warn(
-                f"update {self.step + 1} was broken off between two of its optimizer steps, and"
-                " begins anew with the weights as they are; to be exact, go on from a checkpoint",
+                f"iteration {self.step + 1} was interrupted between optimizer steps and restarts"
+                " with the current weights; for exact results, resume from a checkpoint",
                 stacklevel=2,
             )
-        # parts may have been exchanged
+        # components may have been replaced
         self.scheduler.configure(self._collector(), self.rollout_engine)
-        self._united = self.learner.world_size == 1
+        self._all_ranks_fail = self.learner.world_size == 1
         with self.scheduler.open(self.step, until):
             try:
                 self._train(until)
             except Exception as error:
-                if self.state_consistent and self._united:
+                if self.state_consistent and self._all_ranks_fail:
                     self._recover_after_error()
                     self.hooks.on_failure(self.step, error)
                 raise
@@ -140,32 +139,34 @@ class Engine(Updater):
         self.scheduler.wait_for_syncs()
 
     def _next_sample(self) -> Sample:
-        """What this step learns from; where sampling or scoring fails on a rank, all end."""
+        """The sample of this iteration; a failure on one rank ends all of them."""
         if self.learner.world_size == 1:
             return self.scheduler.next_sample(self.step)
         sample, failure = None, None
         try:
             sample = self.scheduler.next_sample(self.step)
         except (RewardError, RolloutError, SyncError) as error:
-            failure = error  # raised where no rank waits for another: all come to the vote
+            failure = error  # raised outside of collectives: all ranks reach the vote
         rows = 0.0 if sample is None else float(sample[1].valid.sum())
         failed, scored = self.learner.total(torch.tensor([float(sample is None), rows])).tolist()
-        self._united = bool(failed) or not scored  # without any score all ranks may refuse to go on
+        self._all_ranks_fail = bool(failed) or not scored  # without any score all ranks may raise
         if failure is not None:
             raise failure
         if sample is None or failed:
-            raise RolloutError("another process could not sample or score; its error says why")
+            raise RolloutError(
+                "sampling or scoring failed on another rank; see the error of that rank"
+            )
         return sample
 
     def _recover_after_error(self) -> None:
-        """Keep what is in flight, as far as it can be gone on with, by all ranks alike."""
+        """Keep the samples in flight that can be reused, the same on all ranks."""
         self.scheduler.recover_after_error(self.step)
-        if isinstance(self.rollout_engine, Replayed):  # a recording gives it out once more
+        if isinstance(self.rollout_engine, Replayed):  # it is read again from the recording
             self.scheduler.restore([], self.step)
         if self.learner.world_size > 1:
-            mine = torch.zeros(self.max_lag + 2)
-            mine[len(self.scheduler.in_flight)] = 1.0
-            if not bool((self.learner.total(mine) == self.learner.world_size).any()):
+            counts = torch.zeros(self.max_lag + 2)
+            counts[len(self.scheduler.in_flight)] = 1.0
+            if not bool((self.learner.total(counts) == self.learner.world_size).any()):
                 self.scheduler.restore([], self.step)
 
     def _weight_update(self) -> WeightUpdate:
@@ -179,9 +180,9 @@ class Engine(Updater):
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
+        """Samples not trained on yet; waits for those still being sampled."""
         return self.scheduler.in_flight
 
     def restore(self, samples: list[PendingSample]) -> None:
-        """Take samples as already drawn for the next updates, as after a resume."""
+        """Use these samples for the next iterations, as after a resume."""
         self.scheduler.restore(samples, self.step)

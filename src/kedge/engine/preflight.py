@@ -1,7 +1,7 @@
-"""One look at the first batch before the first update: would training be right?
+"""Checks of the first batch before the first iteration trains on it.
 
-Every check states a number that must hold on the first batch of any correct set-up, and the
-likely cause when it does not.
+Each check compares a number that any correct setup satisfies, and names likely causes if it
+fails.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kedge.types import Experience, ModelOutputs, RewardOutput, Rollout, Samplin
 class Tolerance:
     """Largest accepted mean difference of log-probabilities, nats per token."""
 
-    same_kernel: float = 1e-4  # the same module on the same tokens, laid out differently
-    engines: float = 1e-3  # sampler against learner
+    same_kernel: float = 1e-4  # same module and tokens, different padding and order
+    engines: float = 1e-3  # rollout engine against learner
 
 
-LARGEST_SCORE = 1e18  # the sum of some hundred of its squares is finite in float32
+LARGEST_SCORE = 1e18  # a sum of hundreds of its squares is finite in float32
 FULL_PRECISION = Tolerance()
 LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16 or fp16 autocast
 
@@ -46,52 +46,52 @@ def preflight(
     length_option: str = "response_length",
     tolerance: Tolerance = FULL_PRECISION,
 ) -> list[str]:
-    """Check one sampled and scored batch.  Nothing is trained.
+    """Check one sampled and scored batch, without training.
 
     Args:
-        rollout: the batch that the first update will use.
+        rollout: the batch of the first iteration.
         reward_output: its scores.
-        engine: what sampled it.
+        engine: the rollout engine that sampled it.
         learner: the models.
         algorithm: the algorithm.
         kl_coef: coefficient of the KL penalty.
-        fresh_reference: the reference was made from the policy's weights and nothing has trained.
-        sampling: how the batch was sampled, and where its responses end.
-        length_option: what the config calls the length limit of a response.
+        fresh_reference: the reference has the policy's weights, and no training has happened.
+        sampling: sampling parameters and stop conditions of the batch.
+        length_option: name of the config's length limit of responses.
         tolerance: accepted differences.
 
     Returns:
-        Warnings: things that are unusual but may be meant.
+        Warnings about things that are unusual but may be intended.
 
     Raises:
-        PreflightError: a check failed; the message holds its number and the likely cause.
+        PreflightError: a check failed; the message has the number and likely causes.
     """
     if not float(learner.total(reward_output.valid.sum())):
-        return ["no response of the first batch has a score, so nothing was checked"]
-    _rewards_are_finite(reward_output)
-    _stop_token_is_trained(rollout)
-    note = _annotate(learner, algorithm, replace(rollout, behavior_logprobs=None))
+        return ["no response of the first batch has a score, so the preflight checks were skipped"]
+    _check_rewards(reward_output)
+    _check_stop_token(rollout)
+    model_outputs = _compute_logprobs(learner, algorithm, replace(rollout, behavior_logprobs=None))
     mask = rollout.loss_mask & reward_output.valid[:, None]
-    _models_are_finite(note, mask)
-    _engine_agrees(engine, rollout, note, mask, tolerance.engines)
-    _padding_does_not_matter(learner, algorithm, rollout, note, tolerance.same_kernel)
-    if fresh_reference and note.ref_logprobs is not None:
-        _reference_is_fresh(note, mask, tolerance.same_kernel)
+    _check_finite_outputs(model_outputs, mask)
+    _check_engine_logprobs(engine, rollout, model_outputs, mask, tolerance.engines)
+    _check_padding_invariance(learner, algorithm, rollout, model_outputs, tolerance.same_kernel)
+    if fresh_reference and model_outputs.ref_logprobs is not None:
+        _check_reference(model_outputs, mask, tolerance.same_kernel)
     experience, _ = make_experience(
         replace(rollout, behavior_logprobs=None), reward_output, learner, algorithm, kl_coef
     )
     few = experience.rows(torch.arange(min(4, len(experience))))
-    _ratio_is_one(
+    _check_ratio(
         learner.forward_no_grad(few).logprobs,
         few.old_logprobs,
         few.loss_mask,
         tolerance.same_kernel,
     )
-    _losses_add_up(learner, algorithm, few)
-    return _unusual(rollout, reward_output, learner, sampling, length_option)
+    _check_loss_is_additive(learner, algorithm, few)
+    return _find_warnings(rollout, reward_output, learner, sampling, length_option)
 
 
-def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> ModelOutputs:
+def _compute_logprobs(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> ModelOutputs:
     return learner.compute_logprobs(
         rollout,
         values=algorithm.needs_values,
@@ -100,77 +100,81 @@ def _annotate(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> Model
     )
 
 
-def _gap(a: Tensor, b: Tensor, mask: Tensor) -> float:
+def _mean_gap(a: Tensor, b: Tensor, mask: Tensor) -> float:
     return float(torch.where(mask, (a - b).abs(), 0.0).sum() / mask.sum().clamp(min=1))
 
 
-def _rewards_are_finite(reward_output: RewardOutput) -> None:
+def _check_rewards(reward_output: RewardOutput) -> None:
     bad = reward_output.valid & ~reward_output.scores.isfinite()
     if bad.any():
         row = int(bad.nonzero()[0])
         raise PreflightError(
-            f"preflight: the score of row {row} is {float(reward_output.scores[row])}; a reward"
-            f" must be"
-            " a finite number. A reward model in float16 may overflow; a reward function may divide"
-            " by zero"
+            f"preflight: rewards must be finite, got {float(reward_output.scores[row])} for row"
+            f" {row}. A reward model in float16 may overflow, or a reward function may divide by"
+            " zero"
         )
     large = reward_output.valid & (reward_output.scores.abs() > LARGEST_SCORE)
     if large.any():
         row = int(large.nonzero()[0])
         raise PreflightError(
-            f"preflight: the score of row {row} is {float(reward_output.scores[row]):g}, and above"
-            f" {LARGEST_SCORE:g} squares of scores overflow float32; scale the rewards down"
+            f"preflight: |reward| must be at most {LARGEST_SCORE:g}, or squares of rewards overflow"
+            f" float32; got {float(reward_output.scores[row]):g} for row {row}. Scale the rewards"
+            " down"
         )
 
 
-def _stop_token_is_trained(rollout: Rollout) -> None:
+def _check_stop_token(rollout: Rollout) -> None:
     ends = (rollout.response_mask.sum(1) - 1).clamp(min=0)
     trained = rollout.loss_mask.gather(1, ends[:, None]).squeeze(1)
     wrong = rollout.terminated & ~trained
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise PreflightError(
-            f"preflight: row {row} ended by a stop token that takes no part in the loss, so the"
-            " policy could never learn to stop. The engine's mask must include the stop token, also"
-            " when it equals the pad token"
+            f"preflight: the stop token of row {row} is not in the loss mask, so the policy could"
+            " never learn to stop. The rollout engine's loss_mask must include the stop token, even"
+            " if it equals the pad token"
         )
 
 
-def _models_are_finite(note: ModelOutputs, mask: Tensor) -> None:
-    said = {
-        "the policy": note.logprobs,
-        "the reference": note.ref_logprobs,
-        "the value model": note.values,
+def _check_finite_outputs(model_outputs: ModelOutputs, mask: Tensor) -> None:
+    outputs = {
+        "the policy": model_outputs.logprobs,
+        "the reference": model_outputs.ref_logprobs,
+        "the value model": model_outputs.values,
     }
-    for name, x in said.items():
+    for name, x in outputs.items():
         if x is None:
             continue
         bad = mask & ~x.isfinite()
         if bad.any():
             row, slot = (int(i) for i in bad.nonzero()[0])
             raise PreflightError(
-                f"preflight: {name} gives {float(x[row, slot])} for token {slot} of row {row}: its"
-                " weights are not finite, or overflow at this precision"
+                f"preflight: {name} returns {float(x[row, slot])} for token {slot} of row {row}:"
+                " its weights are not finite, or overflow in this precision"
             )
 
 
-def _engine_agrees(
-    engine: RolloutEngine, rollout: Rollout, note: ModelOutputs, mask: Tensor, limit: float
+def _check_engine_logprobs(
+    engine: RolloutEngine, rollout: Rollout, model_outputs: ModelOutputs, mask: Tensor, limit: float
 ) -> None:
     if rollout.behavior_logprobs is None or engine.logprobs != "sampled":
         return
-    gap = _gap(rollout.behavior_logprobs, note.logprobs, mask)
+    gap = _mean_gap(rollout.behavior_logprobs, model_outputs.logprobs, mask)
     if not gap <= limit:
         raise PreflightError(
-            f"preflight: sampler and learner disagree by {gap:.3g} nats per token on the sampled"
-            f" tokens (limit {limit:g}). Likely causes: another temperature, a generation_config"
-            " that leaks into sampling, other weights, or log-probabilities of the unscaled"
-            " distribution"
+            f"preflight: log-probabilities of rollout engine and learner differ by {gap:.3g} nats"
+            f" per sampled token (limit {limit:g}). Likely causes: another temperature, a"
+            " generation_config that affects sampling, other weights, or log-probabilities without"
+            " the temperature"
         )
 
 
-def _padding_does_not_matter(
-    learner: Learner, algorithm: Algorithm, rollout: Rollout, note: ModelOutputs, limit: float
+def _check_padding_invariance(
+    learner: Learner,
+    algorithm: Algorithm,
+    rollout: Rollout,
+    model_outputs: ModelOutputs,
+    limit: float,
 ) -> None:
     index = torch.arange(min(3, len(rollout))).flip(0)
     prompts = rollout.prompts
@@ -193,66 +197,69 @@ def _padding_does_not_matter(
         else pad(rollout.allowed_tokens[index], (0, 0, 0, 2), value=-1),
     )
     width = rollout.ids.shape[1]
-    again = _annotate(learner, algorithm, padded)
-    gap = _gap(again.logprobs[:, :width], note.logprobs[index], rollout.loss_mask[index])
+    again = _compute_logprobs(learner, algorithm, padded)
+    gap = _mean_gap(
+        again.logprobs[:, :width], model_outputs.logprobs[index], rollout.loss_mask[index]
+    )
     if not gap <= limit:
         raise PreflightError(
             f"preflight: adding padding and reversing rows changes log-probabilities by {gap:.3g}"
-            f" nats per token (limit {limit:g}). The model mixes tokens or rows that it must not:"
-            " attention that is not causal, batch statistics, or active dropout"
+            f" nats per token (limit {limit:g}). The model must not mix rows or see padding"
+            " or later tokens; likely causes: attention that is not causal, batch statistics, or"
+            " active dropout"
         )
 
 
-def _reference_is_fresh(note: ModelOutputs, mask: Tensor, limit: float) -> None:
-    assert note.ref_logprobs is not None
-    gap = _gap(note.ref_logprobs, note.logprobs, mask)
+def _check_reference(model_outputs: ModelOutputs, mask: Tensor, limit: float) -> None:
+    assert model_outputs.ref_logprobs is not None
+    gap = _mean_gap(model_outputs.ref_logprobs, model_outputs.logprobs, mask)
     if not gap <= limit:
         raise PreflightError(
-            f"preflight: before any training the policy is {gap:.3g} nats per token away from a"
-            f" reference that was made from it (limit {limit:g}). Likely causes: active dropout,"
-            " adapters that are not switched off for the reference, or another precision"
+            f"preflight: before training, log-probabilities of policy and reference must be equal,"
+            f" but differ by {gap:.3g} nats per token (limit {limit:g}). Likely causes: active"
+            " dropout, adapters that stay enabled for the reference, or another precision"
         )
 
 
-def _ratio_is_one(new: Tensor, old: Tensor, mask: Tensor, limit: float) -> None:
-    gap = _gap(new, old, mask)
+def _check_ratio(new: Tensor, old: Tensor, mask: Tensor, limit: float) -> None:
+    gap = _mean_gap(new, old, mask)
     if not gap <= limit:
         raise PreflightError(
-            f"preflight: before any training the log ratio of the training pass to the policy that"
-            f" sampled is {gap:.3g} nats per token, not 0 (limit {limit:g}): the ratio starts away"
-            " from 1 and clipping acts on noise. Likely causes: dropout in training mode, or"
-            " another precision or temperature than in the first pass"
+            f"preflight: before training, the log ratio of the training pass to the behavior policy"
+            f" must be 0, got {gap:.3g} nats per token (limit {limit:g}): clipping would act on"
+            " noise. Likely causes: dropout in training mode, or another precision or temperature"
+            " than in the first pass"
         )
 
 
-def _losses_add_up(learner: Learner, algorithm: Algorithm, few: Experience) -> None:
-    """Rows together must lose what they lose apart, or gradients depend on how a step is cut."""
+def _check_loss_is_additive(learner: Learner, algorithm: Algorithm, few: Experience) -> None:
+    """Micro-batch losses must sum to the loss of all rows, for any micro-batch size."""
     rows = len(few)
     if rows < 2:
         return
-    same_sign = replace(few, advantages=few.advantages.abs())  # so that nothing cancels
+    same_sign = replace(few, advantages=few.advantages.abs())  # so that terms do not cancel
     totals = []
     for size in (rows, -(-rows // 2)):
         parts = cut(same_sign, torch.arange(rows), algorithm, size, lambda x: x)
         losses = [algorithm.loss(learner.forward_no_grad(part.rows), part).total for part in parts]
         totals.append([float(x.detach()) for x in losses])
-    (whole,), apart = totals
-    if not math.isfinite(whole) or not all(map(math.isfinite, apart)):
+    (whole,), halves = totals
+    if not math.isfinite(whole) or not all(map(math.isfinite, halves)):
         raise PreflightError(
             f"preflight: the loss of {algorithm.name} is {whole:g} for {rows} rows whose largest"
             f" advantage is {float(same_sign.advantages.max()):.3g}: it overflows, or divides by"
-            " zero; scale large rewards down, or fix the loss"
+            " zero; scale the rewards down, or fix the loss"
         )
-    if not abs(whole - sum(apart)) <= 0.1 * sum(map(abs, apart)) + 1e-6:
+    if not abs(whole - sum(halves)) <= 0.1 * sum(map(abs, halves)) + 1e-6:
         raise PreflightError(
             f"preflight: the loss of {algorithm.name} is {whole:.4g} for {rows} rows and"
-            f" {sum(apart):.4g} for the same rows in two parts, so gradients would depend on the"
-            " micro-batch size. A loss is a sum: multiply by mb.token_weight (or row_weight,"
-            " value_weight) and sum, without a mean"
+            f" {sum(halves):.4g} for the same rows in two micro-batches, so gradients would depend"
+            " on the micro-batch size. A loss must be a weighted sum: multiply by mb.token_weight"
+            " (or row_weight, value_weight) and sum, without a mean"
         )
 
 
-def _unusual(
+def _find_warnings(
     rollout: Rollout,
     reward_output: RewardOutput,
     learner: Learner,
@@ -267,7 +274,7 @@ def _unusual(
     if n > 1 and ss / n - (s / n) ** 2 <= 1e-12:
         warnings.append(
             f"all {int(n)} scores of the first batch equal {s / n:g}: without differences there is"
-            " nothing to learn"
+            " nothing to learn; check the reward"
         )
     rows, finished = learner.total(
         torch.tensor([float(len(rollout)), float(rollout.terminated.sum())], dtype=torch.float64)
@@ -276,8 +283,8 @@ def _unusual(
     if finished == 0 and rows and ends:
         shown = ", ".join(ends[:8]) + (", ..." if len(ends) > 8 else "")
         warnings.append(
-            f"none of the {int(rows)} responses ended by itself within {sampling.max_new_tokens}"
-            f" tokens (what ends one: {shown}): raise {length_option}, or set stop_token_ids to the"
-            " tokens with which this model ends an answer"
+            f"none of the {int(rows)} responses terminated within {sampling.max_new_tokens} tokens"
+            f" (stop tokens and strings: {shown}): raise {length_option}, or set stop_token_ids to"
+            " the tokens with which this model ends an answer"
         )
     return warnings

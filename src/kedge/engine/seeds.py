@@ -1,4 +1,4 @@
-"""Random seeds as functions of (seed, purpose, step): a resumed run draws what it would have."""
+"""Random seeds as functions of (seed, purpose, step), so that resumed runs are reproducible."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def seed_for(base: int, purpose: str, step: int) -> int:
-    """A seed in [0, 2^63) that depends on its arguments alone."""
+    """A seed in [0, 2^63) that depends only on the arguments."""
     text = f"{base}/{purpose}/{step}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -1,6 +1,6 @@
-"""The stages of one training step, each a function of the record before it.
+"""The stages of one iteration, each a function of the record before it.
 
-collect -> make_experience -> optimize (cut -> Learner.update, once per optimizer step)
+collect -> make_experience -> optimize (cut -> Learner.optimizer_step, per optimizer step)
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def collect(
     greedy: bool = False,
     on_rollout: Callable[[Rollout], None] = lambda rollout: None,
 ) -> tuple[Rollout, RewardOutput, dict[str, float]]:
-    """Sample one response per prompt row and score it; also the seconds each took.
+    """Sample and score one response per prompt row; also returns the seconds of each.
 
-    With ``greedy`` the most likely response to each prompt is scored too, as the baseline.
-    ``on_rollout`` sees the responses before anything is scored.
+    With ``greedy`` the greedy response to each prompt is scored as well, for the baseline.
+    ``on_rollout`` receives the responses before they are scored.
     """
     begin = clock()
     rollout = engine.generate(prompts, sampling=sampling, seed=seed)
@@ -57,21 +57,21 @@ def collect(
         )
     if not rollout.ids.shape[1]:
         raise RolloutError(
-            f"{type(engine).__name__}.generate returned responses without any token; a response"
-            " holds at least one, its stop token included"
+            f"{type(engine).__name__}.generate returned responses without tokens; a response needs"
+            " at least one token, the stop token included"
         )
     on_rollout(rollout)
     sampled = clock()
     reward_output = reward_source.score(rollout)
     if greedy and reward_output.greedy_scores is None:
-        reward_output = _with_baseline(
+        reward_output = _add_greedy_scores(
             reward_output, prompts, engine, reward_source, sampling=sampling, seed=seed
         )
     times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
     return rollout, reward_output, times
 
 
-def _with_baseline(
+def _add_greedy_scores(
     reward_output: RewardOutput,
     prompts: PromptBatch,
     engine: RolloutEngine,
@@ -80,17 +80,19 @@ def _with_baseline(
     sampling: Sampling,
     seed: int,
 ) -> RewardOutput:
-    """The reward output with greedy scores; where those fail, the group's rows are not valid."""
+    """Add greedy scores; if the greedy response has no score, the group's rows become invalid."""
     _, group = prompts.group.unique(return_inverse=True)
     order = torch.arange(len(prompts), device=group.device)
     first = order.new_full((int(group.max()) + 1,), len(prompts))
     first = first.scatter_reduce(0, group, order, "amin")
-    argmax = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    found = reward_source.score(engine.generate(prompts.rows(first), sampling=argmax, seed=seed))
+    greedy_sampling = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    greedy = reward_source.score(
+        engine.generate(prompts.rows(first), sampling=greedy_sampling, seed=seed)
+    )
     return replace(
         reward_output,
-        greedy_scores=found.scores[group],
-        valid=reward_output.valid & found.valid[group],
+        greedy_scores=greedy.scores[group],
+        valid=reward_output.valid & greedy.valid[group],
     )
 
 
@@ -102,43 +104,49 @@ def make_experience(
     kl_coef: float,
     correction: Correction | None = None,
 ) -> tuple[Experience, dict[str, float]]:
-    """Ask the models what they think of the rollout, and assign credit.
+    """Compute log-probabilities, values and advantages of a rollout.
 
-    The ratio's anchor is the learner, and for stale rows what sampled them.  With a ``correction``
-    it is the learner for all rows, and advantages are weighed by learner against sampler, bounded:
-    decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
+    The denominator of the ratio is the learner's policy or, for stale rows, the behavior policy.
+    With a ``correction`` it is the learner's for all rows, and advantages are multiplied by bounded
+    importance weights (learner / rollout engine): decoupled PPO
+    (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
     """
     _check_scores(reward_output)
     rollout = replace(rollout, loss_mask=rollout.loss_mask & reward_output.valid[:, None])
-    note = learner.compute_logprobs(
+    model_outputs = learner.compute_logprobs(
         rollout,
         values=algo.needs_values,
         reference=algo.needs_reference,
         full_kl=algo.needs_full_kl,
     )
     stale = (rollout.version >= 0) & (rollout.version < learner.version)
-    sampled, own = rollout.behavior_logprobs, note.logprobs
-    if sampled is not None and correction is None:
-        note = replace(note, logprobs=torch.where(stale[:, None], sampled, own))
+    behavior, current = rollout.behavior_logprobs, model_outputs.logprobs
+    if behavior is not None and correction is None:
+        model_outputs = replace(
+            model_outputs, logprobs=torch.where(stale[:, None], behavior, current)
+        )
     inputs = AdvantageInputs(
-        rollout=rollout, reward_output=reward_output, model_outputs=note, total=learner.total
+        rollout=rollout,
+        reward_output=reward_output,
+        model_outputs=model_outputs,
+        total=learner.total,
     )
     advantage_output = algo.compute_advantages(inputs, kl_coef)
-    _check_credit(advantage_output, algo, rollout.loss_mask)
+    _check_advantages(advantage_output, algo, rollout.loss_mask)
     tally = Tally()
-    if sampled is not None and own is not sampled:
-        gap = (sampled - own).abs()
+    if behavior is not None and current is not behavior:
+        gap = (behavior - current).abs()
         tally.mean("rollout/logprob_gap", gap, rollout.loss_mask & ~stale[:, None])
         tally.mean("rollout/stale_gap", gap, rollout.loss_mask & stale[:, None])
     if correction is not None:
-        advantage_output = _corrected(advantage_output, rollout, own, correction, tally)
+        advantage_output = _apply_correction(advantage_output, rollout, current, correction, tally)
     lag = (learner.version - rollout.version).clamp(min=0)
     tally.mean("rollout/lag", lag, rollout.version >= 0)
     metrics = batch_metrics(inputs, advantage_output, kl_coef, tally)
     metrics |= {
         f"log/{n}": mean for n, mean in reduce_metrics(reward_output.metrics, learner).items()
     }
-    return _experience(rollout, note, advantage_output), metrics
+    return _build_experience(rollout, model_outputs, advantage_output), metrics
 
 
 def _check_scores(reward_output: RewardOutput) -> None:
@@ -146,50 +154,56 @@ def _check_scores(reward_output: RewardOutput) -> None:
     if bad.any():
         row = int(bad.nonzero()[0])
         raise RewardError(
-            f"the score of row {row} is {float(reward_output.scores[row])}; a reward must be a"
-            f" finite"
-            " number. A weighted sum may overflow; a source of your own may divide by zero, and can"
-            " mark a row as not valid instead"
+            f"rewards must be finite, got {float(reward_output.scores[row])} for row {row}; a"
+            " weighted sum may overflow, or a reward function may divide by zero. Set valid=False"
+            " for rows that cannot be scored"
         )
 
 
-def _check_credit(advantage_output: AdvantageOutput, algo: Algorithm, mask: Tensor) -> None:
-    """A field of another shape would spread over tokens by torch's rules of broadcasting."""
+def _check_advantages(advantage_output: AdvantageOutput, algo: Algorithm, mask: Tensor) -> None:
+    """Check shapes: fields of another shape would silently be broadcast over tokens."""
     for field in fields(advantage_output):
         x = getattr(advantage_output, field.name)
         if x is not None and x.shape != mask.shape:
             raise ConfigError(
-                f"the credit of {algo.name} has {field.name} of shape {tuple(x.shape)}; every field"
-                f" holds one number per response token, {tuple(mask.shape)} here: a number per"
-                " response is x[:, None] * inputs.rollout.loss_mask"
+                f"{field.name} from compute_advantages of {algo.name} must have one number per"
+                f" response token, shape {tuple(mask.shape)}, got {tuple(x.shape)}; expand a number"
+                " per response with x[:, None] * inputs.rollout.loss_mask"
             )
     if not bool(advantage_output.advantages[mask].isfinite().all()):
-        raise ConfigError(f"the credit of {algo.name} has advantages that are not finite")
+        raise ConfigError(
+            f"compute_advantages of {algo.name} returned advantages that are not finite"
+        )
 
 
-def _corrected(
-    advantage_output: AdvantageOutput, rollout: Rollout, own: Tensor, how: Correction, tally: Tally
+def _apply_correction(
+    advantage_output: AdvantageOutput,
+    rollout: Rollout,
+    current: Tensor,
+    how: Correction,
+    tally: Tally,
 ) -> AdvantageOutput:
-    """Advantages weighed for what sampled their tokens.
+    """Advantages multiplied by the importance weights of their tokens.
 
-    Losses are proportional to positive factors of an advantage, so this is the weight of the token
-    in the loss, whatever the algorithm.
+    Losses are proportional to positive factors of an advantage, so this weights the token in the
+    loss of any algorithm.
     """
     if rollout.behavior_logprobs is None:
         raise RolloutError(
-            f"sampler_correction={how.kind!r} weighs tokens by learner against sampler, and the"
-            " rollout engine records no log-probabilities; use one that does, or leave it out"
+            f"sampler_correction={how.kind!r} needs log-probabilities from the rollout engine,"
+            " which records none; use an engine that does, or leave the option out"
         )
-    weight = importance_weights(own, rollout.behavior_logprobs, rollout.loss_mask, how)
+    weight = importance_weights(current, rollout.behavior_logprobs, rollout.loss_mask, how)
     tally.mean("rollout/correction_weight", weight, rollout.loss_mask)
-    free = replace(how, kind="truncate", high=float("inf"), low=0.0)
-    bounded = weight != importance_weights(own, rollout.behavior_logprobs, rollout.loss_mask, free)
+    unbounded = replace(how, kind="truncate", high=float("inf"), low=0.0)
+    raw = importance_weights(current, rollout.behavior_logprobs, rollout.loss_mask, unbounded)
+    bounded = weight != raw
     tally.mean("rollout/correction_bounded", bounded, rollout.loss_mask)
     return replace(advantage_output, advantages=advantage_output.advantages * weight)
 
 
-def _experience(
-    rollout: Rollout, note: ModelOutputs, advantage_output: AdvantageOutput
+def _build_experience(
+    rollout: Rollout, model_outputs: ModelOutputs, advantage_output: AdvantageOutput
 ) -> Experience:
     mask = rollout.loss_mask
     if advantage_output.loss_mask is not None:
@@ -201,9 +215,9 @@ def _experience(
         loss_mask=mask,
         response_mask=rollout.response_mask,
         value_mask=mask if advantage_output.value_mask is None else advantage_output.value_mask,
-        old_logprobs=note.logprobs,
-        ref_logprobs=note.ref_logprobs,
-        old_values=note.values,
+        old_logprobs=model_outputs.logprobs,
+        ref_logprobs=model_outputs.ref_logprobs,
+        old_values=model_outputs.values,
         rewards=advantage_output.rewards,
         advantages=advantage_output.advantages,
         returns=advantage_output.returns,
@@ -215,16 +229,16 @@ def _experience(
 def cut(
     experience: Experience, index: Tensor, algo: Algorithm, micro_rows: int, total: Total
 ) -> Iterator[MicroBatch]:
-    """One optimizer step's rows as micro-batches; weights are fixed before the cut.
+    """The rows of one optimizer step as micro-batches; weights are computed before the split.
 
-    Rows of like length go together, which saves padding and changes no number.
+    Rows are sorted by length, which saves padding and does not change the result.
     """
     lengths = (experience.prompt_mask.sum(1) + experience.response_mask.sum(1))[index]
     step = experience.rows(index[lengths.argsort(descending=True, stable=True)])
-    weigh = WEIGHTINGS[algo.weighting]
+    token_weights = WEIGHTINGS[algo.weighting]
     token, value, row = (
-        weigh(step.loss_mask, total),
-        weigh(step.value_mask, total),
+        token_weights(step.loss_mask, total),
+        token_weights(step.value_mask, total),
         row_mean(step.loss_mask, total),
     )
     for part in torch.arange(len(step)).split(micro_rows):
@@ -252,8 +266,8 @@ def optimize(
 ) -> dict[str, float]:
     """``epochs`` passes over the experience, ``minibatches`` optimizer steps each.
 
-    Mini-batches are drawn from the rows of all ranks, so which rows share one does not depend on
-    the number of ranks; each rank works on an equal share of every mini-batch.
+    Mini-batches are drawn from the rows of all ranks, so they do not depend on the world size;
+    each rank processes an equal share of every mini-batch.
     """
     shuffle = torch.Generator().manual_seed(seed)
     share = slice(None)
@@ -263,27 +277,27 @@ def optimize(
     history: list[dict[str, float]] = []
 
     def should_apply(metrics: Mapping[str, float]) -> bool:
-        good = limits.should_apply(metrics)
-        if good:
+        apply = limits.should_apply(metrics)
+        if apply:
             before_step()
-        return good
+        return apply
 
     for _ in range(epochs):
         order = torch.randperm(len(experience), generator=shuffle)
         for index in order.chunk(minibatches):
             step = cut(experience, index[share], algo, micro_rows, learner.total)
-            found = learner.optimizer_step(
+            metrics = learner.optimizer_step(
                 step, algo.loss, only_value=only_value, should_apply=should_apply
             )
-            history.append(found)
+            history.append(metrics)
             after_step()
-            if limits.should_stop(found):
-                return _over_steps(history)
-    return _over_steps(history)
+            if limits.should_stop(metrics):
+                return _mean_over_steps(history)
+    return _mean_over_steps(history)
 
 
-def _over_steps(history: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of an update."""
+def _mean_over_steps(history: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of an iteration."""
     metrics = {name: fmean(h[name] for h in history if name in h) for name in history[0]}
     ratios = [h["val/ratio"] for h in history if "val/ratio" in h]
     if len(ratios) > 1:

@@ -1,4 +1,4 @@
-"""One update: what the loop does with samples, and what a ``step`` API does with those given."""
+"""The training half of an iteration, shared by the loop and by ``step()`` APIs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kedge.protocols import KLController, Learner
 from kedge.types import Experience, RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
-MOST_UNSCORED = 10  # batches in a row without any score; then the reward is taken to be broken
+MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
 
 
 @dataclass(slots=True, kw_only=True)
 class Updater:
-    """What learns from samples, and where it stands."""
+    """Trains on samples and holds the state of the run."""
 
     learner: Learner
     algorithm: Algorithm
@@ -37,15 +37,15 @@ class Updater:
     batch_sizes: BatchSizes
     hooks: Hooks = field(default_factory=NoHooks)
     seed: int = 0
-    value_warmup_steps: int = 0  # first updates that train the value alone
-    correction: Correction | None = None  # weigh tokens by learner against sampler
+    value_warmup_steps: int = 0  # first iterations, which train only the value model
+    correction: Correction | None = None  # importance weights of tokens
     step_limits: StepLimits = field(default_factory=StepLimits)
     clock: Callable[[], float] = time.perf_counter
-    step: int = 0  # updates finished
-    # the state is that after ``step`` updates
+    step: int = 0  # iterations finished
+    # False in the middle of an iteration
     state_consistent: bool = field(default=True, init=False)
-    _unscored: int = field(default=0, init=False)  # batches in a row without any score
-    _moves: int = field(default=0, init=False)  # updates in which the policy trained
+    _unscored: int = field(default=0, init=False)  # consecutive batches without any score
+    _moves: int = field(default=0, init=False)  # iterations that trained the policy
 
     def train_on(
         self,
@@ -55,7 +55,7 @@ class Updater:
         *,
         begin: float | None = None,
     ) -> dict[str, float]:
-        """One update from samples, whoever drew them: everything after sampling."""
+        """Everything in an iteration after sampling; returns its metrics."""
         self.hooks.on_sample(self.step, rollout, reward_output)
         start = ready = self.clock()
         if float(self.learner.total(reward_output.valid.sum())):
@@ -74,19 +74,19 @@ class Updater:
         moved = metrics.get("grad_norm/policy", 0.0) * metrics.get("lr", 0.0) > 0
         self._moves += moved and self.step > self.value_warmup_steps
         done = self.clock()
-        whole = done - (start if begin is None else begin)
+        seconds = done - (start if begin is None else begin)
         if REPLACED in times:
-            again = torch.tensor(times[REPLACED], dtype=torch.float64)
-            times = times | {REPLACED: float(self.learner.total(again))}
+            replaced = torch.tensor(times[REPLACED], dtype=torch.float64)
+            times = times | {REPLACED: float(self.learner.total(replaced))}
         metrics |= times | {
             "time/annotate": ready - start,
             "time/update": done - ready,
-            "time/step": whole,
+            "time/step": seconds,
             "episode": float(self.step * self.batch_sizes.batch_size),
         }
         if "completions/mean_length" in metrics:
             tokens = metrics["completions/mean_length"] * self.batch_sizes.batch_size
-            metrics["tokens_per_second"] = tokens / max(whole, 1e-9)
+            metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
         check_known(metrics)
         self.state_consistent = True
         return metrics
@@ -102,35 +102,35 @@ class Updater:
             seed=seed_for(self.seed, "shuffle", self.step),
             only_value=self.step < self.value_warmup_steps,
             step_limits=self.step_limits,
-            before_step=self._touched,
+            before_step=self._mark_inconsistent,
             after_step=self.hooks.on_optimizer_step,
         )
 
     def _without_scores(self, rows: int) -> dict[str, float]:
-        """Metrics of a batch that teaches nothing, since no reward applies to any response.
+        """Metrics of a batch without any valid reward, which is skipped.
 
         Raises:
-            RewardError: it is one of many in a row.
+            RewardError: too many consecutive batches without a score.
         """
         self._unscored += 1
-        what = f"none of the {rows} responses of this batch could be scored"
+        problem = f"none of the {rows} responses in this batch could be scored"
         if self._unscored >= MOST_UNSCORED:
             raise RewardError(
-                f"{what}, nor of the {MOST_UNSCORED - 1} before it; see the log for the first"
-                ' failure, or use on_reward_error="raise" to stop at it'
+                f"{problem}, nor in the {MOST_UNSCORED - 1} batches before it; see the log for the"
+                ' first failure, or set on_reward_error="raise" to stop there'
             )
-        logger.warning("%s: nothing is learned from it", what)
+        logger.warning("%s; it is skipped", problem)
         return {
             "rollout/dropped_rows": float(self.batch_sizes.batch_size),
             "val/num_eos_tokens": 0.0,
         }
 
-    def _touched(self) -> None:
-        """From here on weights differ from those that ``step`` names."""
+    def _mark_inconsistent(self) -> None:
+        """From here on the weights are not those after ``step`` iterations."""
         self.state_consistent = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the run, without what is in flight (that is saved as records)."""
+        """The state of the run without samples in flight (those are saved as records)."""
         return {
             "step": self.step,
             "learner": self.learner.state_dict(),
@@ -138,7 +138,7 @@ class Updater:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Resume from ``state``."""
         self.step, self.state_consistent = int(state["step"]), True
         self.learner.load_state_dict(state["learner"])
         self.kl.load_state_dict(state["kl"])

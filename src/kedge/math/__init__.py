@@ -1,1 +1,1 @@
-"""Formulas: functions of tensors that import nothing but torch."""
+"""Formulas: pure functions of tensors that import only torch."""

@@ -1,4 +1,4 @@
-"""From rewards to advantages.  Pure; every function states its formula."""
+"""Advantages from rewards: pure functions, each with its formula."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
-    V after the last real token is ``after``, by default 0 (the episode has ended).  Tokens off
-    the mask inside a row (tool output) carry no advantage and are stepped over.
+    V after the last real token is ``after``, by default 0 (the episode has ended).  Tokens
+    outside the mask (tool output) have no advantage and are skipped.
     Schulman et al. 2016, eq. 16 (arXiv:1506.02438).
 
     Args:
@@ -35,40 +35,40 @@ def gae(
         values: float32 [B, R]; V of the state before token t.
         mask: bool [B, R].
         gamma: discount per token.
-        lam: lambda, one for all rows or float32 [B].
-        after: float32 [B]; V of the state after the last token, for responses that were cut off.
+        lam: lambda, a number or float32 [B].
+        after: float32 [B]; V of the state after the last token, for truncated responses.
 
     Returns:
-        float32 [B, R], 0 off the mask.
+        float32 [B, R], 0 outside the mask.
     """
-    coming = torch.zeros_like(values[:, 0]) if after is None else after
-    advantage = torch.zeros_like(coming)
+    next_value = torch.zeros_like(values[:, 0]) if after is None else after
+    advantage = torch.zeros_like(next_value)
     out = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
-        here = mask[:, t]
-        delta = rewards[:, t] + gamma * coming - values[:, t]
-        advantage = torch.where(here, delta + gamma * lam * advantage, advantage)
-        coming = torch.where(here, values[:, t], coming)
-        out[:, t] = torch.where(here, advantage, 0.0)
+        real = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(real, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(real, values[:, t], next_value)
+        out[:, t] = torch.where(real, advantage, 0.0)
     return out
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Sum of this and all later rewards of the row, discounted: G_t = r_t + gamma G_{t+1}.
+    """Discounted sum of this and all later rewards of the row: G_t = r_t + gamma G_{t+1}.
 
     Args:
         rewards: float32 [B, R].
-        mask: bool [B, R]; tokens off it are stepped over.
+        mask: bool [B, R]; tokens outside it are skipped.
         gamma: discount per token.
 
     Returns:
-        float32 [B, R], 0 off the mask.
+        float32 [B, R], 0 outside the mask.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
 
 
 def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
-    """Longer responses bootstrap over longer spans: lambda = 1 - 1 / (alpha l), at least 0.
+    """GAE's lambda by response length l: lambda = 1 - 1 / (alpha l), at least 0.
 
     VAPO, arXiv:2504.05118.  bool [B, R] -> float32 [B].
     """
@@ -90,11 +90,11 @@ def group_count(group: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_mean(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Mean score of a row's group over its valid rows; 0 for a group without one.
+    """Mean score of the valid rows of each row's group; 0 for a group without valid rows.
 
     Args:
         scores: float32 [B].
-        group: int64 [B]; rows with equal values belong together, wherever they stand.
+        group: int64 [B]; rows with equal values form a group, in any order.
         valid: bool [B].
 
     Returns:
@@ -105,7 +105,7 @@ def group_mean(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_std(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Unbiased standard deviation of a row's group over its valid rows; 0 for fewer than two.
+    """Unbiased standard deviation over the valid rows of each row's group; 0 for fewer than two.
 
     Args, Returns: as for ``group_mean``.
     """
@@ -119,14 +119,14 @@ def leave_one_out(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
         A_i = r_i - 1 / (k - 1) sum_{j != i} r_j
 
-    A row alone in its group has nothing to be compared with: its advantage is 0, as that of a row
-    that is not valid.  Ahmadian et al. 2024 (arXiv:2402.14740).
+    It is 0 for a row that is not valid or is alone in its group.  Ahmadian et al. 2024
+    (arXiv:2402.14740).
 
     Args, Returns: as for ``group_mean``.
     """
     kept, sums, counts = _group_sums(scores, group, valid)
-    found = kept - (sums - kept) / (counts - 1).clamp(min=1)
-    return torch.where(valid & (counts > 1), found, 0.0).to(scores.dtype)
+    centered = kept - (sums - kept) / (counts - 1).clamp(min=1)
+    return torch.where(valid & (counts > 1), centered, 0.0).to(scores.dtype)
 
 
 def group_normalize(
@@ -138,7 +138,7 @@ def group_normalize(
     total: Total,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Score minus its group's mean, over a standard deviation.
+    """Score minus its group's mean, divided by a standard deviation.
 
         A_i = (r_i - mean_group) / (std + eps)
 
@@ -149,7 +149,7 @@ def group_normalize(
         scores: float32 [B].
         group: int64 [B].
         valid: bool [B].
-        scale: whose standard deviation: of the group, of all valid scores, or none.
+        scale: divide by the standard deviation of the group, of all valid scores, or not at all.
         total: sums a tensor over ranks, for "batch".
         eps: added to the standard deviation.
 

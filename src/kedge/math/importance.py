@@ -1,7 +1,7 @@
-"""Corrections for samples drawn from another distribution than the one training starts from.
+"""Importance-sampling corrections for samples from another distribution than the learner's.
 
-``mu`` is the sampler's distribution, ``old`` the anchor of the ratio: the learner's own before the
-update.  They differ when another engine or precision samples, or when samples are stale.
+``mu`` is the distribution of the rollout engine, ``old`` the learner's before the iteration.  They
+differ if the engine has other kernels or another precision, or if samples are stale.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from kedge.math.ratios import mean_over_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How the weight old / mu of a token is bounded.
+    """How the importance weight old / mu of a token is bounded.
 
     Args:
-        kind: "truncate" moves weights outside ``low .. high`` to the nearer bound; "mask" gives
-            those tokens weight 0.
-        level: the weight is that of the token, of the response (product over its tokens), or the
-            geometric mean over its tokens.
-        high: about 2 for tokens, 5 for responses, 1.01 for the geometric mean.
-        low: 0 is no bound.
+        kind: "truncate" clamps weights to ``low .. high``; "mask" sets weights outside to 0.
+        level: weight of the token, of the response (product over its tokens), or the geometric
+            mean over its tokens.
+        high: upper bound; about 2 for tokens, 5 for responses, 1.01 for the geometric mean.
+        low: lower bound; 0 disables it.
     """
 
     kind: Literal["truncate", "mask"] = "truncate"
@@ -35,19 +34,19 @@ class Correction:
 
 
 def importance_weights(old: Tensor, mu: Tensor, mask: Tensor, how: Correction) -> Tensor:
-    """Weight of each token, w = old / mu bounded as ``how`` says; no gradient.
+    """Weight of each token, old / mu bounded according to ``how``; no gradient.
 
     Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training"; masked: Liu, Li et al. 2025, "When speed kills stability".
 
     Args:
-        old: float [B, R], log-probabilities of the learner before the update.
-        mu: float [B, R], log-probabilities of the sampler.
+        old: float [B, R], log-probabilities of the learner before the iteration.
+        mu: float [B, R], log-probabilities of the rollout engine.
         mask: bool [B, R].
         how: the bounds.
 
     Returns:
-        float [B, R], 0 off the mask.
+        float [B, R], 0 outside the mask.
     """
     log_weight = ((old - mu) * mask).detach()
     if how.level == "sequence":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class HasLogprobs(Protocol):
-    """What ``per_token_kl`` reads; ``kedge.types.ModelOutputs`` is one."""
+    """Input of ``per_token_kl``, such as ``kedge.types.ModelOutputs``."""
 
     @property
     def logprobs(self) -> Tensor: ...  # noqa: D102
@@ -38,12 +38,12 @@ def k3(logp: Tensor, ref: Tensor) -> Tensor:
 
 
 def absolute(logp: Tensor, ref: Tensor) -> Tensor:
-    """Not an estimator of the KL, but a distance: abs(log p - log q).  Classic TRL's "abs"."""
+    """A distance, not an estimator of the KL: abs(log p - log q).  Classic TRL's "abs"."""
     return (logp - ref).abs()
 
 
 def over_vocabulary(logp: Tensor, ref: Tensor) -> Tensor:
-    """Exact: sum_v p(v) (log p(v) - log q(v)).  Of all tokens, float [B, R, V] -> [B, R]."""
+    """Exact: sum_v p(v) (log p(v) - log q(v)).  float [B, R, V] -> [B, R]."""
     return (logp.exp() * (logp - ref)).sum(-1)
 
 
@@ -51,18 +51,22 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 NAMES = (*ESTIMATORS, "full")
 
 
-def per_token_kl(note: HasLogprobs, estimator: str) -> Tensor:
+def per_token_kl(outputs: HasLogprobs, estimator: str) -> Tensor:
     """The KL of each response token by ``estimator``; "full" is exact, over the vocabulary.
 
     Raises:
-        ValueError: an unknown estimator, or one whose input was not computed.
+        ValueError: an unknown estimator, or a missing input.
     """
     if estimator == "full":
-        if note.full_kl is None:
-            raise ValueError('kl_estimator="full" needs Annotation.full_kl (needs_full_kl=True)')
-        return note.full_kl
+        if outputs.full_kl is None:
+            raise ValueError(
+                'kl_estimator="full" needs full_kl; set needs_full_kl=True on the Algorithm'
+            )
+        return outputs.full_kl
     if estimator not in ESTIMATORS:
-        raise ValueError(f"kl_estimator={estimator!r} is unknown; one of {', '.join(NAMES)}")
-    if note.ref_logprobs is None:
-        raise ValueError("the KL penalty needs reference log-probabilities (needs_reference=True)")
-    return ESTIMATORS[estimator](note.logprobs, note.ref_logprobs)
+        raise ValueError(f"kl_estimator must be one of {', '.join(NAMES)}, got {estimator!r}")
+    if outputs.ref_logprobs is None:
+        raise ValueError(
+            "the KL penalty needs ref_logprobs; set needs_reference=True on the Algorithm"
+        )
+    return ESTIMATORS[estimator](outputs.logprobs, outputs.ref_logprobs)

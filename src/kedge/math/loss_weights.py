@@ -1,7 +1,7 @@
-"""How tokens are averaged into one loss.
+"""Weights that average tokens into one loss.
 
 A weighting is a tensor that sums to 1 over one *optimizer step*, over all ranks.  It is computed
-before the step is cut into micro-batches, so no cut can change the gradient.
+before the step is split into micro-batches, so that the split cannot change the gradient.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ def _count(mask: Tensor, total: Total) -> Tensor:
 
 
 def token_mean(mask: Tensor, total: Total) -> Tensor:
-    """Every real token counts the same.  bool [B, R] -> float32 [B, R]."""
+    """Every real token has the same weight.  bool [B, R] -> float32 [B, R]."""
     return mask / _count(mask, total)
 
 
 def row_mean(mask: Tensor, total: Total) -> Tensor:
-    """Every row with a real token counts the same.  bool [B, R] -> float32 [B]."""
-    alive = mask.any(1)
-    return alive / _count(alive, total)
+    """Every row with a real token has the same weight.  bool [B, R] -> float32 [B]."""
+    trained = mask.any(1)
+    return trained / _count(trained, total)
 
 
 def row_then_token_mean(mask: Tensor, total: Total) -> Tensor:
-    """Every response counts the same, whatever its length (GRPO, arXiv:2402.03300)."""
+    """Every response has the same weight, whatever its length (GRPO, arXiv:2402.03300)."""
     return row_mean(mask, total)[:, None] * mask / mask.sum(1, keepdim=True).clamp(min=1)
 
 

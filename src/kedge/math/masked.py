@@ -1,4 +1,4 @@
-"""Reductions over real tokens only, over all ranks."""
+"""Masked reductions over all ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 
-def _here(x: Tensor) -> Tensor:
+def _one_rank(x: Tensor) -> Tensor:
     return x
 
 
-def masked_mean(x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _here) -> Tensor:
+def masked_mean(
+    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _one_rank
+) -> Tensor:
     """Mean of ``x`` where ``mask``; 0 when the mask is empty everywhere.
 
     Args:
         x: float [*].
         mask: bool [*].
-        total: sums a tensor over ranks; the default is one rank.
+        total: sums a tensor over ranks; the default is for a single rank.
     """
     sums = total(torch.stack([torch.where(mask, x, 0.0).sum(), mask.sum().to(x.dtype)]))
     return sums[0] / sums[1].clamp(min=1)
@@ -29,7 +31,7 @@ def whiten(
     mask: Tensor,
     *,
     center: bool = True,
-    total: Callable[[Tensor], Tensor] = _here,
+    total: Callable[[Tensor], Tensor] = _one_rank,
     eps: float = 1e-8,
 ) -> Tensor:
     """Scale ``x`` to unit variance over the real tokens of all ranks; ``center`` removes the mean.
@@ -37,24 +39,24 @@ def whiten(
         (x - mean) / sqrt(var + eps)  [+ mean]        var = sum (x - mean)^2 / (n - 1)
 
     The variance is the unbiased one, as in TRL; arXiv:2403.17031 divides by n.  A single real
-    token has no variance: it becomes 0 (or its mean).
+    token becomes 0 (or its mean).
 
     Args:
         x: float [*].
-        mask: bool [*]; the result is 0 off it.
+        mask: bool [*]; the result is 0 outside it.
         center: whether the mean is removed; False is reward whitening.
         total: sums a tensor over ranks.
         eps: added to the variance.
     """
     mean = masked_mean(x, mask, total=total)
-    off = torch.where(mask, x - mean, 0.0)
-    sums = total(torch.stack([(off**2).sum(), mask.sum().to(x.dtype)]))
-    scaled = off * (sums[0] / (sums[1] - 1).clamp(min=1) + eps).rsqrt()
+    centered = torch.where(mask, x - mean, 0.0)
+    sums = total(torch.stack([(centered**2).sum(), mask.sum().to(x.dtype)]))
+    scaled = centered * (sums[0] / (sums[1] - 1).clamp(min=1) + eps).rsqrt()
     return scaled if center else torch.where(mask, scaled + mean, 0.0)
 
 
 def moments(
-    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _here
+    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _one_rank
 ) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation of ``x`` where ``mask``, over all ranks; scalars.
 
@@ -66,17 +68,17 @@ def moments(
         total: sums a tensor over ranks.
     """
     mean = masked_mean(x, mask, total=total)
-    off = torch.where(mask, x - mean, 0.0)
-    sums = total(torch.stack([(off**2).sum(), mask.sum().to(x.dtype)]))
+    centered = torch.where(mask, x - mean, 0.0)
+    sums = total(torch.stack([(centered**2).sum(), mask.sum().to(x.dtype)]))
     return mean, (sums[0] / (sums[1] - 1).clamp(min=1)).sqrt()
 
 
 def standardize(
-    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _here, eps: float = 1e-4
+    x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = _one_rank, eps: float = 1e-4
 ) -> Tensor:
-    """(x - mean) / (std + eps) over all ranks; the result is 0 off the mask.
+    """(x - mean) / (std + eps) over all ranks; 0 outside the mask.
 
-    The larger ``eps``, outside the root, keeps equal scores from becoming amplified rounding.
+    ``eps`` is larger and outside the root, so that rounding of equal scores is not amplified.
 
     Args:
         x: float [*].
@@ -95,15 +97,15 @@ def first_true(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def last_true(mask: Tensor) -> Tensor:
-    """Index i64[B] of the last True of each row of bool[B, R]; -1 for a row without one."""
+    """Index int64 [B] of the last True of each row of bool [B, R]; -1 for a row without one."""
     slots = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, slots, -1).max(dim=1).values if mask.shape[1] else mask.sum(1) - 1
 
 
 def extend(mask: Tensor) -> Tensor:
-    """``mask`` with one more True after the last one of each row, where there is room.
+    """``mask`` with one more True after the last one of each row, if there is room.
 
-    A row without a True stays empty.  bool[B, R] -> bool[B, R].
+    A row without a True stays empty.  bool [B, R] -> bool [B, R].
     """
     slots = torch.arange(mask.shape[1], device=mask.device)
     last = last_true(mask)[:, None]

@@ -1,4 +1,4 @@
-"""From one score per response to one reward per token."""
+"""Per-token rewards from one score per response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kedge.math.masked import last_true
 
 
 def place_score(scores: Tensor, mask: Tensor) -> Tensor:
-    """Each row's score on its last True slot, 0 elsewhere; a row without a True gets nothing.
+    """Each row's score at its last True, 0 elsewhere and in rows without a True.
 
     Args:
         scores: float32 [B].
@@ -29,8 +29,8 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int) -> Tensor:
 
     Args:
         lengths: int64 [B], tokens of each response.
-        longest: tokens after which a response is cut off.
-        buffer: length of the slope in tokens.
+        longest: length limit of a response in tokens.
+        buffer: tokens over which the penalty grows.
 
     Returns:
         float32 [B].

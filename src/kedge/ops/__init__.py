@@ -1,1 +1,1 @@
-"""Tensor operations with backward passes of their own: log-probabilities, and CPU kernels."""
+"""Tensor operations with custom backward passes: log-probabilities and CPU kernels."""

@@ -1,9 +1,9 @@
-"""Log-probabilities, entropy and KL straight from hidden states.
+"""Log-probabilities, entropy and KL computed from hidden states without storing logits.
 
-The logits of N rows over a vocabulary of V are never held: they are computed tile by tile,
-used, and computed again in the backward.  A tile is all rows by a block of the vocabulary, so
-that every row of the weight (and of its gradient) is touched once per pass; the softmax runs
-online over the blocks (Milakov & Gimelshein 2018, arXiv:1805.02867).
+The logits of N rows over a vocabulary of V are computed tile by tile, and recomputed in the
+backward.  A tile is all rows by a block of the vocabulary, so that each row of the weight (and of
+its gradient) is read once per pass; the softmax runs online over the blocks (Milakov & Gimelshein
+2018, arXiv:1805.02867).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from kedge.ops.cpu.grad_accumulation import gathered
 from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
 
-_NEVER = -1e30  # logit of a token that cannot be drawn; finite, so that no inf - inf arises
-_CPU_TILE = 1 << 20  # elements; 4 MB of float32 stays in cache
+_NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf - inf
+_CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
 _GPU_TILE = 1 << 26
 _MIN_COLUMNS = 256
 
@@ -35,12 +35,12 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenConstraints:
-    """Which tokens each row could have drawn, and at which temperature.
+    """The tokens each row could have sampled, and the temperature.
 
     Args:
         temperature: logits are divided by it; > 0.
-        banned: (rows bool[N], token ids int64[K]): these rows cannot draw these tokens.
-        support: int64 [N, K]; the only tokens that row can draw, -1 = unused slot.
+        banned: (rows bool [N], token ids int64 [K]): these rows cannot sample these tokens.
+        allowed_tokens: int64 [N, K]; the only tokens a row can sample, -1: unused slot.
     """
 
     temperature: float = 1.0
@@ -48,14 +48,14 @@ class TokenConstraints:
     allowed_tokens: Tensor | None = None
 
     def rows(self, part: slice) -> TokenConstraints:
-        """The same for a slice of the rows."""
+        """The constraints of a slice of the rows."""
         banned = None if self.banned is None else (self.banned[0][part], self.banned[1])
-        support = None if self.allowed_tokens is None else self.allowed_tokens[part]
-        return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=support)
+        allowed = None if self.allowed_tokens is None else self.allowed_tokens[part]
+        return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=allowed)
 
 
 class _Tiles:
-    """Logit tiles of one head over some rows, in one reused buffer."""
+    """Logit tiles of one head for some rows, in a reused buffer."""
 
     def __init__(self, hidden: Tensor, head: Head, draw: TokenConstraints, tile: int) -> None:
         self.hidden, self.head, self.draw = hidden, head, draw
@@ -65,7 +65,7 @@ class _Tiles:
         self.index = torch.arange(len(hidden), device=hidden.device)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """The vocabulary, cut into [low, high)."""
+        """The blocks [low, high) of the vocabulary."""
         size = self.head.weight.shape[0]
         return ((low, min(size, low + self.width)) for low in range(0, size, self.width))
 
@@ -73,7 +73,7 @@ class _Tiles:
         return self.head.weight[low:high].to(self.hidden.dtype)
 
     def logits(self, low: int, high: int, slope: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Tempered logits float32+ [N, high-low], valid until the next call, and d/d(input)."""
+        """Scaled logits float32+ [N, high-low], valid until the next call, and d/d(input)."""
         head, draw = self.head, self.draw
         out = self.buffer[: len(self.hidden) * (high - low)].view(len(self.hidden), high - low)
         w = self.weight(low, high)
@@ -102,13 +102,13 @@ class _Tiles:
         return z
 
     def place(self, ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Rows and columns, inside the block, of those ``ids`` int64 [N, K] that lie in it."""
+        """Rows and columns within the block of those ``ids`` int64 [N, K] that fall into it."""
         row, slot = ((ids >= low) & (ids < high)).nonzero(as_tuple=True)
         return row, ids[row, slot] - low
 
 
 class _Online:
-    """log sum exp of a row, met block by block, and the mean of something under its softmax."""
+    """Online log-sum-exp of each row, and a weighted sum under its softmax."""
 
     def __init__(self, tiles: _Tiles) -> None:
         shape = (len(tiles.hidden), 1)
@@ -117,11 +117,11 @@ class _Online:
         self.weighted = torch.zeros_like(self.top)
 
     def shift(self, z: Tensor) -> None:
-        """Make room for a block, and subtract the running maximum from it, in place."""
+        """Rescale the sums for a new block, and subtract the running maximum from it in place."""
         top = torch.maximum(self.top, z.amax(1, keepdim=True))
-        old = (self.top - top).exp_()
-        self.sum.mul_(old)
-        self.weighted.mul_(old)
+        rescale = (self.top - top).exp_()
+        self.sum.mul_(rescale)
+        self.weighted.mul_(rescale)
         self.top = top
         z.sub_(top)
 
@@ -130,13 +130,13 @@ class _Online:
         return self.top + self.sum.log()
 
 
-def _row_parts(n: int, tile: int) -> Iterator[slice]:
+def _row_slices(n: int, tile: int) -> Iterator[slice]:
     step = max(1, tile // _MIN_COLUMNS)
     return (slice(i, min(n, i + step)) for i in range(0, n, step))
 
 
 def _scan(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, entropy, and log sum exp, each [n]."""
+    """Log-probability of each target, entropy, and log-sum-exp, each [n]."""
     online = _Online(tiles)
     chosen = torch.full_like(online.top, _NEVER)
     for low, high in tiles.blocks():
@@ -162,7 +162,7 @@ class _LinearLogprob(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _row_parts(len(hidden), tile):
+            for part in _row_slices(len(hidden), tile):
                 tiles = _Tiles(hidden[part], head, draw.rows(part), tile)
                 logprob[part], entropy[part], lse[part] = _scan(tiles, targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
@@ -176,20 +176,22 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         head, draw, tile, entropy_grad = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        into = gathered(weight) if need_weight else None
-        fresh = need_weight and into is None
+        buffer = gathered(weight) if need_weight else None
+        fresh = need_weight and buffer is None
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            torch.zeros_like(weight) if fresh else into,
+            torch.zeros_like(weight) if fresh else buffer,
             torch.zeros_like(bias) if need_bias else None,
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _row_parts(len(hidden), tile):
+            for part in _row_slices(len(hidden), tile):
                 tiles = _Tiles(
                     hidden[part], head._replace(weight=weight, bias=bias), draw.rows(part), tile
                 )
                 of = (up[0][part], up[1][part] if entropy_grad else None)
-                _pull(tiles, targets[part], lse[part], entropy[part], of, grads.rows(part))
+                _accumulate_grads(
+                    tiles, targets[part], lse[part], entropy[part], of, grads.rows(part)
+                )
         grad_hidden = None if grads.hidden is None else grads.hidden.to(hidden.dtype)
         return (
             grad_hidden,
@@ -212,7 +214,7 @@ class _Grads(NamedTuple):
         return self._replace(hidden=None if self.hidden is None else self.hidden[part])
 
 
-def _pull(
+def _accumulate_grads(
     tiles: _Tiles,
     targets: Tensor,
     lse: Tensor,
@@ -220,7 +222,7 @@ def _pull(
     up: tuple[Tensor, Tensor | None],
     grads: _Grads,
 ) -> None:
-    """Add the gradients of ``_scan``'s outputs, given theirs, to ``grads``.
+    """Backward of ``_scan``: add to ``grads``, given the gradients ``up`` of its outputs.
 
     d log p_t / d z = onehot_t - p          d entropy / d z = -p (log p + entropy)
     """
@@ -268,25 +270,25 @@ def linear_logprob(
     """Log-probability of one token per row, and the entropy of the distribution, in nats.
 
         z = softcap(scale (h W^T + b)) / temperature    log p = z_t - log sum_j e^{z_j}
-        entropy = -sum_j p_j log p_j                    over the tokens that can be drawn
+        entropy = -sum_j p_j log p_j                    over the tokens that can be sampled
 
-    Matrix products take operands in the dtype of ``hidden`` (under autocast, in that of autocast);
-    logits and softmax are float32 (float64 for float64).  A target that cannot be drawn gets about
-    -1e30.
+    Operands of matrix products have the dtype of ``hidden`` (under autocast, the autocast dtype);
+    logits and softmax are float32 (float64 for float64).  A target that cannot be sampled gets
+    about -1e30.
 
     Args:
         hidden: float [N, H].
         head: weight float [V, H], bias float [V], ...; gradients flow to both.
         targets: int64 [N].
-        draw: temperature and the tokens that each row can draw; None: all, at temperature 1.
-        entropy_grad: whether the entropy is differentiable (it costs a little).
-        tile: elements of logits held at a time; the result depends on it in rounding only.
+        draw: temperature and tokens that each row can sample; None: all, at temperature 1.
+        entropy_grad: whether the entropy is differentiable, at a small cost.
+        tile: elements of logits in memory at a time; affects only rounding.
 
     Returns:
         float32 [N] log-probabilities, with gradient, and float32 [N] entropies.
     """
     hidden = _compute_dtype(hidden)
-    found: tuple[Tensor, Tensor] = _LinearLogprob.apply(
+    outputs: tuple[Tensor, Tensor] = _LinearLogprob.apply(
         hidden,
         head.weight,
         head.bias,
@@ -296,7 +298,7 @@ def linear_logprob(
         _tile(hidden, tile),
         entropy_grad,
     )
-    return found
+    return outputs
 
 
 @torch.no_grad()
@@ -309,17 +311,17 @@ def linear_kl(
     draw: TokenConstraints | None = None,
     tile: int | None = None,
 ) -> Tensor:
-    """KL(p || q) over the vocabulary, per row, from the hidden states of two models.  No gradient.
+    """KL(p || q) over the vocabulary per row, from hidden states of two models, without gradient.
 
         KL = sum_j p_j (z_j - z'_j) - log sum_j e^{z_j} + log sum_j e^{z'_j}
 
     Args:
-        hidden: float [N, H] of the policy.
-        head: of the policy, weight float [V, H].
-        ref_hidden: float [N, H'] of the reference.
-        ref_head: of the reference, weight float [V, H'].
-        draw: temperature and the tokens that each row can draw, the same for both.
-        tile: elements of logits held at a time.
+        hidden: float [N, H], of the policy.
+        head: head of the policy, weight float [V, H].
+        ref_hidden: float [N, H'], of the reference.
+        ref_head: head of the reference, weight float [V, H'].
+        draw: temperature and tokens that each row can sample, the same for both.
+        tile: elements of logits in memory at a time.
 
     Returns:
         float32 [N], nats.
@@ -328,13 +330,13 @@ def linear_kl(
     size, draw = _tile(hidden, tile), draw or TokenConstraints()
     kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
     with torch.autocast(hidden.device.type, enabled=False):
-        for part in _row_parts(len(hidden), size):
-            ours = _Tiles(hidden[part], head, draw.rows(part), size)
-            theirs = _Tiles(ref_hidden[part], ref_head, draw.rows(part), size)
-            p, q = _Online(ours), _Online(theirs)
-            for low, high in ours.blocks():
-                z, _ = ours.logits(low, high)
-                other, _ = theirs.logits(low, high)
+        for part in _row_slices(len(hidden), size):
+            policy = _Tiles(hidden[part], head, draw.rows(part), size)
+            reference = _Tiles(ref_hidden[part], ref_head, draw.rows(part), size)
+            p, q = _Online(policy), _Online(reference)
+            for low, high in policy.blocks():
+                z, _ = policy.logits(low, high)
+                other, _ = reference.logits(low, high)
                 gap = z - other
                 p.shift(z)
                 e = z.exp_()

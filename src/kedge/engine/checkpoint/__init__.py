@@ -1,1 +1,1 @@
-"""What a run writes to resume: checkpoints and recorded rollouts."""
+"""Checkpoints and recorded rollouts."""

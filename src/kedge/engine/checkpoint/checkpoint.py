@@ -1,15 +1,15 @@
-"""Checkpoints that a kill cannot break.
+"""Atomic checkpoints: a killed process never leaves a broken one.
 
 Layout of ``output_dir/checkpoint-12``:
 
     manifest.json                   size and CRC-32 of every other file; written last
     state.json                      step, world size, settings, and the state without its tensors
     state-learner.optimizer.safetensors, ...    tensors: one file per part, or per key of the part;
-                                    those that the model files hold, too, are there alone
-    rank-00000.json, .safetensors   state that only one rank has
-    ...                             whatever ``write_models`` adds: models, trainer_state.json
+                                    tensors also in model files are stored only there
+    rank-00000.json, .safetensors   state of a single rank
+    ...                             written by ``write_models``: models, trainer_state.json
 
-At start: ``tidy``, then ``latest_good``, then ``load``.  While training: ``save``, then ``rotate``.
+At startup: ``tidy``, ``latest_good``, ``load``.  While training: ``save``, then ``rotate``.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What ``load`` read."""
+    """A loaded checkpoint."""
 
     folder: Path
     step: int
-    parts: Mapping[str, Any]  # as given to ``save``
-    local: Any  # this rank's own state, None if there was none
+    parts: Mapping[str, Any]  # as passed to ``save``
+    local: Any  # state of this rank, None if there is none
     world_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,26 +87,26 @@ def save(
     world_size: int = 1,
     barrier: Callable[[], None] | None = None,
 ) -> Path:
-    """Write ``output_dir/checkpoint-{step}``.  Every rank calls it, with a shared file system.
+    """Write ``output_dir/checkpoint-{step}``.  Every rank must call this, on a shared file system.
 
     Args:
         output_dir: folder of all checkpoints of the run.
-        step: training steps finished.
-        parts: state that all ranks share, by name ("learner", "kl", ...): trees of tensors,
+        step: iterations finished.
+        parts: state shared by all ranks, by name ("learner", "kl", ...): trees of tensors,
             numbers, strings, booleans and None.  Rank 0 writes it; others may pass {}.
-        local: a tree that only this rank has (its in-flight samples), None if nothing.
-        settings: the options that change numbers, as JSON values; ``load`` compares them.
+        local: tree of this rank only (its samples in flight), or None.
+        settings: options that affect results, as JSON values; ``load`` compares them.
         write_models: called on every rank with the folder being written, to add model files.
         rank: this process's rank.
-        world_size: number of processes.
+        world_size: number of ranks.
         barrier: waits for all ranks; needed if ``world_size`` > 1.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: a value that cannot be stored, or the disk refused (the folder of the
-            unfinished checkpoint is removed, earlier checkpoints are untouched).
+        CheckpointError: a value cannot be stored, or writing failed (the unfinished checkpoint is
+            removed, earlier ones are untouched).
     """
     final = Path(output_dir) / f"checkpoint-{step}"
     temporary = saving_folder(final)
@@ -130,20 +130,20 @@ def save(
     except BaseException as e:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        refused = e.__cause__ if isinstance(e, CheckpointError) else e
-        if isinstance(refused, OSError | SafetensorError):
+        cause = e.__cause__ if isinstance(e, CheckpointError) else e
+        if isinstance(cause, OSError | SafetensorError):
             raise CheckpointError(
-                f"could not write {final}: {refused}; {_kept(final, refused)}"
+                f"could not write {final}: {cause}; {_recovery_hint(final, cause)}"
             ) from e
         raise
     return final
 
 
-def _kept(lost: Path, cause: BaseException) -> str:
-    before = [folder.name for folder in checkpoints(lost.parent)]
-    if not before:
-        return f"{way_out(cause)}, or name another output_dir; there is no checkpoint before it"
-    return f"{way_out(cause)}; {before[-1]} is whole, and resume_from_checkpoint=True continues it"
+def _recovery_hint(failed: Path, cause: BaseException) -> str:
+    earlier = [folder.name for folder in checkpoints(failed.parent)]
+    if not earlier:
+        return f"{way_out(cause)}, or choose another output_dir; there is no earlier checkpoint"
+    return f"{way_out(cause)}; resume_from_checkpoint=True continues from {earlier[-1]}"
 
 
 def load(
@@ -155,20 +155,20 @@ def load(
     must_match: Collection[str] = (),
     verified: bool = False,
 ) -> Checkpoint:
-    """Read a checkpoint to the CPU.
+    """Read a checkpoint into CPU memory.
 
     Args:
         folder: a ``checkpoint-N`` folder written by ``save``.
         rank: this process's rank.
-        world_size: number of processes now.
-        settings: the options of this run; those that differ from the saved ones are listed in a
-            warning, for the run will not be the same as without the interruption.
-        must_match: names in ``settings`` (inner ones as "a.b") that raise instead of warning.
-        verified: True if ``verify`` or ``latest_good`` has just read the folder.
+        world_size: current number of ranks.
+        settings: options of this run; differences from the saved ones are listed in a warning,
+            since results will differ from an uninterrupted run.
+        must_match: names in ``settings`` (nested ones as "a.b") that raise instead of warning.
+        verified: True if ``verify`` or ``latest_good`` has just checked the folder.
 
     Raises:
-        CheckpointError: missing, damaged, of another number of ranks while ranks have state of
-            their own, or of other settings named in ``must_match``.
+        CheckpointError: missing, damaged, from another world size although ranks have local state,
+            or with other settings named in ``must_match``.
     """
     folder = Path(folder)
     if not verified:
@@ -177,7 +177,8 @@ def load(
         head = read_json(folder / STATE)
         if head.get("format") != FORMAT:
             raise CheckpointError(
-                f"{folder} has format {head.get('format')!r}, this version of Kedge reads {FORMAT}"
+                f"{folder} must have format {FORMAT}, got {head.get('format')!r}; use the version"
+                " of Kedge that wrote it"
             )
         _check_ranks(folder, head["world_size"], world_size)
         if settings is not None:
@@ -189,7 +190,7 @@ def load(
         parts = join(head["parts"], tensors)
         if not isinstance(parts, dict):
             raise DamagedCheckpointError(
-                f"the parts in {STATE} are {str(parts)[:40]!r}, no mapping"
+                f"parts in {STATE} must be a mapping, got {str(parts)[:40]!r}"
             )
         return Checkpoint(
             folder=folder,
@@ -203,34 +204,34 @@ def load(
 
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Inside, what a checkpoint holds is read or taken over; nonsense in it is damage.
+    """Context for reading or restoring a checkpoint; errors from invalid contents become damage.
 
     Raises:
-        DamagedCheckpointError: names the folder and what is wrong.
+        DamagedCheckpointError: names the folder and the problem.
     """
     try:
         yield
     except DamagedCheckpointError as error:
         problem = str(error)
-        if str(folder) in problem:  # told already
+        if str(folder) in problem:  # already in the message
             raise
         raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
     except KedgeError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        problem = f"what {STATE} holds cannot be loaded ({type(error).__name__}: {error})"
+        problem = f"{STATE} cannot be loaded ({type(error).__name__}: {error})"
         raise DamagedCheckpointError(f"{folder} is damaged: {problem}") from error
 
 
 def load_one(folder: str | Path, attempt: Callable[[Path], None]) -> None:
-    """Load the checkpoint that the user named.
+    """Load the checkpoint that the user specified.
 
     Args:
-        folder: of the checkpoint.
-        attempt: takes it over.
+        folder: the checkpoint.
+        attempt: restores it.
 
     Raises:
-        CheckpointError: missing, damaged (names the one before it), or of another run.
+        CheckpointError: missing, damaged (names an earlier one), or from another run.
     """
     folder = Path(folder)
     verify(folder)
@@ -249,18 +250,18 @@ def load_latest(
     *,
     anywhere: Callable[[bool], bool] = bool,
 ) -> Path | None:
-    """Load the newest checkpoint that can be loaded; damaged ones are named in a warning.
+    """Load the newest intact checkpoint; damaged ones are named in a warning.
 
     Args:
         output_dir: folder of all checkpoints of the run.
-        attempt: takes a checkpoint over; overwrites what an attempt before it left.
-        anywhere: whether this is true on any rank, so that all ranks load the same one.
+        attempt: restores a checkpoint; must overwrite the state left by a failed attempt.
+        anywhere: whether a flag is true on any rank, so that all ranks load the same one.
 
     Returns:
-        Its folder, or None if there is no checkpoint at all.
+        Its folder, or None if there is no checkpoint.
 
     Raises:
-        CheckpointError: all are damaged, or one is of another run.
+        CheckpointError: all are damaged, or one is from another run.
     """
     folder = latest_good(output_dir)
     while folder is not None:
@@ -272,7 +273,7 @@ def load_latest(
             problem = error
         if not anywhere(problem is not None):
             return folder
-        problem = problem or CheckpointError(f"another process cannot load {folder}")
+        problem = problem or CheckpointError(f"another rank cannot load {folder}")
         older = latest_good(output_dir, before=folder)
         if older is None:
             raise problem
@@ -282,8 +283,8 @@ def load_latest(
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that differ: ``name -> "A in the checkpoint, B now"``, inner ones as ``a.b``."""
-    saved, now = _flat(saved), _flat(now)
+    """Settings that differ: ``name -> "A in the checkpoint, B now"``, nested ones as ``a.b``."""
+    saved, now = _flatten(saved), _flatten(now)
     return {
         name: f"{_text(saved, name)} in the checkpoint, {_text(now, name)} now"
         for name in sorted({*saved, *now})
@@ -291,10 +292,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     }
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, x in settings.items():
-        flat |= _flat(x, f"{prefix}{name}.") if isinstance(x, Mapping) else {f"{prefix}{name}": x}
+        flat |= (
+            _flatten(x, f"{prefix}{name}.") if isinstance(x, Mapping) else {f"{prefix}{name}": x}
+        )
     return flat
 
 
@@ -334,10 +337,10 @@ def _write_shared(
     folder: Path, step: int, parts: Mapping[str, Any], world_size: int, settings: Mapping[str, Any]
 ) -> None:
     encoded, tensors = split(dict(parts))
-    twins = find_duplicates(folder, tensors)  # of the models, which are written by now
+    duplicates = find_duplicates(folder, tensors)  # in model files, which are already written
     groups: dict[str, dict[str, Tensor]] = {}
     for name, x in tensors.items():
-        if name not in twins:
+        if name not in duplicates:
             groups.setdefault(_group(name), {})[name] = x
     for file, members in groups.items():
         write_tensors(folder / file, members)
@@ -347,7 +350,7 @@ def _write_shared(
         "world_size": world_size,
         "settings": dict(settings),
         "files": sorted(groups),
-        "elsewhere": twins,
+        "elsewhere": duplicates,
         "parts": encoded,
     }
     write_json(folder / STATE, head)
@@ -365,11 +368,11 @@ def _check_ranks(folder: Path, saved: int, now: int) -> None:
         return
     if _local_files(folder):
         raise CheckpointError(
-            f"{folder} holds state of {saved} separate processes, this run has {now}: "
+            f"{folder} has per-rank state of {saved} processes, this run has {now}: "
             f"start {saved} processes"
         )
     warnings.warn(
-        f"{folder} was written by {saved} processes, this run has {now}: the numbers will differ "
+        f"{folder} was written by {saved} processes, this run has {now}: results will differ "
         "unless the global batch size is the same",
         stacklevel=3,
     )
@@ -378,13 +381,13 @@ def _check_ranks(folder: Path, saved: int, now: int) -> None:
 def _check_settings(
     folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], must_match: Collection[str]
 ) -> None:
-    found = differences(saved, now)
-    fatal = [f"{k}: {v}" for k, v in found.items() if k in must_match]
+    changed = differences(saved, now)
+    fatal = [f"{k}: {v}" for k, v in changed.items() if k in must_match]
     if fatal:
         raise CheckpointError(
             f"{folder} belongs to a run with other settings ({'; '.join(fatal)}); "
-            "use the old values, or another output_dir"
+            "use the saved values, or another output_dir"
         )
-    if found:
-        listed = "; ".join(f"{k}: {v}" for k, v in found.items())
+    if changed:
+        listed = "; ".join(f"{k}: {v}" for k, v in changed.items())
         warnings.warn(f"resuming {folder} with other settings: {listed}", stacklevel=3)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint's state that its model files hold: written once, read from there."""
+"""Deduplication of checkpoint tensors that are already in model files."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from torch import Tensor
 
 from kedge.errors import DamagedCheckpointError
 
-SMALL = 1024  # elements; a smaller tensor is not worth a look
-SAMPLES = 64
+SMALL = 1024  # elements; smaller tensors are not compared
+SAMPLES = 64  # elements of a tensor in its key
 
 Key = tuple[str, tuple[int, ...], bytes]
 Duplicates = dict[str, tuple[str, str]]
 
 
 def find_duplicates(folder: Path, tensors: Mapping[str, Tensor]) -> Duplicates:
-    """Which tensors lie in a safetensors file of a folder, equal bit for bit.
+    """Find tensors that a safetensors file of a folder has with bitwise equal values.
 
     Args:
-        folder: where the models of a checkpoint are, and none of its state yet.
-        tensors: the state's, by label.
+        folder: has the model files of a checkpoint, but not its state yet.
+        tensors: tensors of the state, by label.
 
     Returns:
-        label -> file, relative to the folder, and the tensor's name in it.
+        label -> (file relative to the folder, name of the tensor in it).
     """
-    wanted: dict[Key, list[str]] = {}
+    labels: dict[Key, list[str]] = {}
     for label, x in tensors.items():
         if x.numel() >= SMALL:
-            wanted.setdefault(_key(x), []).append(label)
-    found: Duplicates = {}
-    for file in sorted(folder.rglob("*.safetensors")) if wanted else ():
-        if file.name.startswith("rank-"):  # another rank may be at it
+            labels.setdefault(_key(x), []).append(label)
+    duplicates: Duplicates = {}
+    for file in sorted(folder.rglob("*.safetensors")) if labels else ():
+        if file.name.startswith("rank-"):  # another rank may be writing it
             continue
         with safe_open(str(file), "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - no mapping
+            for name in stored.keys():  # noqa: SIM118 - not a mapping
                 x = stored.get_tensor(name)
                 if x.numel() < SMALL:
                     continue
-                for label in wanted.get(_key(x), ()):
-                    if label not in found and _same(x, tensors[label]):
-                        found[label] = (file.relative_to(folder).as_posix(), name)
-    return found
+                for label in labels.get(_key(x), ()):
+                    if label not in duplicates and _same(x, tensors[label]):
+                        duplicates[label] = (file.relative_to(folder).as_posix(), name)
+    return duplicates
 
 
-def read_duplicates(folder: Path, twins: Mapping[str, list[str]]) -> dict[str, Tensor]:
-    """The tensors that ``find_duplicates`` found.
+def read_duplicates(folder: Path, duplicates: Mapping[str, list[str]]) -> dict[str, Tensor]:
+    """Read the tensors found by ``find_duplicates`` from the model files.
 
     Raises:
         DamagedCheckpointError: a file cannot be read.
     """
     by_file: dict[str, dict[str, str]] = {}
-    for label, (file, name) in twins.items():
+    for label, (file, name) in duplicates.items():
         by_file.setdefault(file, {})[label] = name
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file, names in by_file.items():
-        found |= _read(folder / file, names)
-    return found
+        tensors |= _read(folder / file, names)
+    return tensors
 
 
 def _read(file: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -71,13 +71,13 @@ def _read(file: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _key(x: Tensor) -> Key:
-    """What equal tensors share, and few others: type, shape, and some of the numbers."""
+    """Hash key of a tensor: dtype, shape and a sample of its values."""
     flat = x.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
-    return str(x.dtype), tuple(x.shape), some.view(torch.uint8).numpy().tobytes()
+    sample = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
+    return str(x.dtype), tuple(x.shape), sample.view(torch.uint8).numpy().tobytes()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit: 0 is not -0, and NaN is itself."""
+    """Bitwise equality: 0 differs from -0, and NaN equals itself."""
     first, second = (x.detach().cpu().contiguous().view(torch.uint8) for x in (a, b))
     return torch.equal(first, second)

@@ -1,7 +1,7 @@
-"""Folders called ``checkpoint-N``: written whole, checked, listed, rotated.
+"""Folders named ``checkpoint-N``: atomic publishing, verification, listing, rotation.
 
-A folder is filled under the name ``.saving-checkpoint-N``, flushed to disk and renamed, so that a
-folder called ``checkpoint-N`` is always whole, whenever the process dies.
+A folder is written as ``.saving-checkpoint-N``, flushed to disk and renamed, so that a folder named
+``checkpoint-N`` is always complete, even if the process dies.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _SAVING, _OLD, _DELETING = ".saving-", ".old-", ".deleting-"
 
 
 def saving_folder(final: Path) -> Path:
-    """Where ``final`` is written before it is whole."""
+    """Temporary folder in which ``final`` is written."""
     return final.with_name(_SAVING + final.name)
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """All ``checkpoint-N`` folders, by step."""
-    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.is_dir() and parse_step(p) >= 0]
-    return sorted(found, key=parse_step)
+    folders = [p for p in Path(output_dir).glob("checkpoint-*") if p.is_dir()]
+    return sorted((p for p in folders if parse_step(p) >= 0), key=parse_step)
 
 
 def parse_step(folder: str | Path) -> int:
-    """N of ``checkpoint-N``, -1 if the folder is not called so."""
+    """N of ``checkpoint-N``; -1 for other names."""
     match = _NAME.fullmatch(Path(folder).name)
     return int(match.group(1)) if match else -1
 
@@ -47,54 +47,54 @@ def verify(folder: str | Path, *, contents: bool = True) -> None:
 
     Args:
         folder: a ``checkpoint-N`` folder.
-        contents: also compare checksums (reads every file); False compares sizes alone.
+        contents: also compare checksums (reads every file); False: sizes only.
 
     Raises:
-        CheckpointError: names the folder, the file, and what is wrong with it.
+        CheckpointError: names the folder, the file and the problem.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        near = [p.name for p in checkpoints(folder.parent)]
-        others = f"; there are {', '.join(near)} beside it" if near else ""
-        raise CheckpointError(f"there is no checkpoint {folder}{others}")
+        others = [p.name for p in checkpoints(folder.parent)]
+        hint = f"; existing checkpoints: {', '.join(others)}" if others else ""
+        raise CheckpointError(f"checkpoint {folder} does not exist{hint}")
     inside = [p.name for p in checkpoints(folder)]
     if inside:
         raise CheckpointError(
-            f"{folder} is a run's folder, not a checkpoint; give {folder / inside[-1]}, or"
+            f"{folder} is an output_dir, not a checkpoint; use {folder / inside[-1]}, or"
             " resume_from_checkpoint=True for the newest"
         )
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
-            f"{folder} has no {MANIFEST}: it was not written by Kedge, or was copied in part"
+            f"{folder} has no {MANIFEST}: it was not written by Kedge, or copied only in part"
         )
     manifest = read_json(folder / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or STATE not in files:
-        raise CheckpointError(f"{folder} is damaged: {MANIFEST} lists no {STATE}")
-    for name, want in files.items():
-        problem = _problem(folder / name, want, contents)
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} does not list {STATE}")
+    for name, expected in files.items():
+        problem = _find_problem(folder / name, expected, contents)
         if problem:
             raise CheckpointError(f"{folder} is damaged: {name} {problem}")
 
 
 def latest_good(output_dir: str | Path, *, before: Path | None = None) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are named in a warning and passed over.
+    """The newest intact checkpoint; damaged ones are named in a warning and skipped.
 
     Args:
         output_dir: folder of all checkpoints of the run.
         before: only checkpoints of earlier steps than this one.
 
     Returns:
-        Its folder, or None if there is no checkpoint at all.
+        Its folder, or None if there is no checkpoint.
 
     Raises:
         CheckpointError: there are checkpoints, and all of them are damaged.
     """
     problems: list[str] = []
-    found = checkpoints(output_dir)
+    folders = checkpoints(output_dir)
     if before is not None:
-        found = [folder for folder in found if parse_step(folder) < parse_step(before)]
-    for folder in reversed(found):
+        folders = [folder for folder in folders if parse_step(folder) < parse_step(before)]
+    for folder in reversed(folders):
         try:
             verify(folder)
         except CheckpointError as e:
@@ -104,7 +104,7 @@ def latest_good(output_dir: str | Path, *, before: Path | None = None) -> Path |
             warnings.warn(f"{problem}. Resuming from {folder} instead.", stacklevel=2)
         return folder
     if problems:
-        raise CheckpointError(f"no checkpoint in {output_dir} is whole: {'; '.join(problems)}")
+        raise CheckpointError(f"all checkpoints in {output_dir} are damaged: {'; '.join(problems)}")
     return None
 
 
@@ -115,29 +115,29 @@ def rotate(
 
     Args:
         output_dir: folder of all checkpoints of the run.
-        limit: how many to leave; None or 0 leaves all.
-        keep: folders never to delete: the one just saved, the best one.  The newest whole one is
-            kept in any case, so more than ``limit`` may be left.
+        limit: number of checkpoints to keep; None or 0 keeps all.
+        keep: folders never to delete: the one just saved, the best one.  The newest intact one is
+            always kept, so more than ``limit`` may be left.
 
     Returns:
-        What was deleted.
+        The deleted folders.
     """
-    found = checkpoints(output_dir)
-    if not limit or len(found) <= limit:
+    folders = checkpoints(output_dir)
+    if not limit or len(folders) <= limit:
         return []
     kept = {Path(p).name for p in keep if p is not None}
-    kept.add(_newest_whole(found))
-    spare = [p for p in found if p.name not in kept][: len(found) - limit]
-    for folder in spare:
+    kept.add(_newest_intact(folders))
+    oldest = [p for p in folders if p.name not in kept][: len(folders) - limit]
+    for folder in oldest:
         _delete(folder)
-    return spare
+    return oldest
 
 
 def tidy(output_dir: str | Path) -> None:
-    """Clear away what a killed run left.  Rank 0 calls it at start, before ``latest_good``.
+    """Clean up after a killed run.  Rank 0 calls it at startup, before ``latest_good``.
 
-    Unfinished saves and deletions are removed; a checkpoint that was about to be replaced by a
-    newer one of the same step comes back if the newer one is not there.
+    Unfinished saves and deletions are removed; a checkpoint that was being replaced by a newer
+    one of the same step is restored if the newer one does not exist.
     """
     root = Path(output_dir)
     for old in root.glob(f"{_OLD}checkpoint-*"):
@@ -152,7 +152,7 @@ def tidy(output_dir: str | Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """List every file with size and checksum, and force all of it to disk."""
+    """Write sizes and checksums of all files, and flush everything to disk."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     entries = {
         p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "crc32": _crc32(p)}
@@ -164,7 +164,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename into place; a checkpoint of the same step steps aside first."""
+    """Rename into place; an existing checkpoint of the same step is moved aside first."""
     aside = final.with_name(_OLD + final.name)
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -175,31 +175,32 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Rename first, so that a kill never leaves half a folder under a checkpoint's name."""
+    """Rename before deleting, so that a kill never leaves a partial checkpoint."""
     doomed = folder.with_name(_DELETING + folder.name)
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def _newest_whole(found: list[Path]) -> str:
-    for folder in reversed(found):
+def _newest_intact(folders: list[Path]) -> str:
+    for folder in reversed(folders):
         try:
             verify(folder, contents=False)
         except CheckpointError:
             continue
         return folder.name
-    return found[-1].name
+    return folders[-1].name
 
 
-def _problem(file: Path, want: Any, contents: bool) -> str | None:
-    size, crc = (want.get("size"), want.get("crc32")) if isinstance(want, dict) else (None, None)
+def _find_problem(file: Path, expected: Any, contents: bool) -> str | None:
+    entry = expected if isinstance(expected, dict) else {}
+    size, crc = entry.get("size"), entry.get("crc32")
     if not file.is_file():
         return "is missing"
     if file.stat().st_size != size:
-        return f"has {file.stat().st_size} bytes, {size} were written"
+        return f"must have {size} bytes, got {file.stat().st_size}"
     if contents and _crc32(file) != crc:
-        return "has other contents than were written (its CRC-32 differs)"
+        return "has changed since it was written (its CRC-32 differs)"
     return None
 
 
@@ -227,7 +228,7 @@ def _crc32(file: Path) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Force a file or a folder to disk."""
+    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

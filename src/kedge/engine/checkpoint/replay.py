@@ -1,7 +1,7 @@
-"""Samples on disk: what an update reads, so that the training half runs again without sampling.
+"""Recorded samples, for training again without sampling.
 
 DIR/step-000012.safetensors   tensors          (with several ranks: step-000012-rank-00001....)
-DIR/step-000012.json          everything else, and what the recording run said of itself
+DIR/step-000012.json          everything else, and metadata of the recording run
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _TAG = "__record__"
 
 
 def pack(value: Any) -> Any:
-    """Records, also inside lists, tuples and dicts, as a tree that a checkpoint can hold.
+    """Convert records, also in lists, tuples and dicts, to a tree that a checkpoint can store.
 
-    A dataset column with values that are no JSON is left out, with a warning that names it.
+    Dataset columns that are not JSON-serializable are left out with a warning.
     """
     if is_dataclass(value) and not isinstance(value, type):
         body = {f.name: getattr(value, f.name) for f in fields(value)}
         for name in ("columns",):
             if name in body:
-                body[name] = _storable(body[name])
+                body[name] = _storable_columns(body[name])
         return {_TAG: type(value).__name__, **{k: pack(v) for k, v in body.items()}}
     if isinstance(value, Mapping):
         return {k: pack(v) for k, v in value.items()}
@@ -43,27 +43,27 @@ def pack(value: Any) -> Any:
 
 
 def unpack(tree: Any) -> Any:
-    """The records that ``pack`` took apart.
+    """Restore the records converted by ``pack``.
 
     Raises:
-        CheckpointError: a record or field that this version of Kedge does not have.
+        CheckpointError: a record or field unknown to this version of Kedge.
     """
     if isinstance(tree, dict):
         body = {k: unpack(v) for k, v in tree.items() if k != _TAG}
-        return _record(tree[_TAG], body) if _TAG in tree else body
+        return _build_record(tree[_TAG], body) if _TAG in tree else body
     if type(tree) in (list, tuple):
         return type(tree)(unpack(v) for v in tree)
     return tree
 
 
 class Recorder:
-    """Writes what each update reads.
+    """Records the samples of each iteration.
 
     Args:
-        folder: where to.
-        about: what replaying must agree with: tokenizer, batch sizes, ... (JSON values).
-        rank: this process's rank; every rank records its own rows.
-        world_size: number of processes.
+        folder: output folder.
+        about: settings that a replay must match: tokenizer, batch sizes, ... (JSON values).
+        rank: this process's rank; each rank records its rows.
+        world_size: number of ranks.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> Path:
-        """Record the batch of update ``step`` (0 is the first); returns the JSON file.
+        """Record the batch of iteration ``step`` (from 0); returns the JSON file.
 
         Raises:
-            CheckpointError, OSError: the disk refused; the update is not recorded.
+            CheckpointError, OSError: writing failed; the iteration is not recorded.
         """
         file = _file(self.folder, step, self.rank, self.world_size)
-        file.unlink(missing_ok=True)  # the JSON file says that the pair is whole
+        file.unlink(missing_ok=True)  # the JSON file marks the pair as complete
         tree, tensors = split(
             pack({"rollout": rollout, "reward_output": reward_output}), name="sample"
         )
@@ -96,30 +96,29 @@ class Recorder:
             "about": self.about,
             "sample": tree,
         }
-        part, others = file.with_suffix(".part"), file.with_suffix(".safetensors")
+        temporary, tensor_file = file.with_suffix(".part"), file.with_suffix(".safetensors")
         try:
-            write_tensors(others, tensors)
-            part.write_text(json.dumps(head), encoding="utf-8")
-            part.replace(file)
+            write_tensors(tensor_file, tensors)
+            temporary.write_text(json.dumps(head), encoding="utf-8")
+            temporary.replace(file)
         except (OSError, CheckpointError):
-            part.unlink(missing_ok=True)
-            others.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+            tensor_file.unlink(missing_ok=True)
             raise
         return file
 
 
 class Replay:
-    """Reads what a ``Recorder`` wrote.
+    """Reads the recording of a ``Recorder``.
 
     Args:
         folder: the recorder's folder.
-        about: as for the recorder; a value that differs is refused, naming it.
+        about: as for the recorder; values that differ raise an error.
         rank: this process's rank.
-        world_size: number of processes.
+        world_size: number of ranks.
 
     Raises:
-        CheckpointError: the folder holds no recording for this rank, one of another number of
-            processes, or one of a run that was not like this.
+        CheckpointError: no recording for this rank and world size, or different settings.
     """
 
     def __init__(
@@ -134,31 +133,31 @@ class Replay:
         self.rank, self.world_size = rank, world_size
         if not self.steps:
             raise CheckpointError(
-                f"{folder} holds no recorded samples for rank {rank} of {world_size}; "
-                "record some with save_rollouts"
+                f"{folder} has no recorded samples for rank {rank} of {world_size}; "
+                "record them with save_rollouts"
             )
         self._check(_read(self._at(self.steps[0])))
 
     @property
     def steps(self) -> list[int]:
-        """The updates that are recorded."""
+        """The recorded iterations, in order."""
         names = [p.stem.split("-") for p in self.folder.glob("step-*.json")]
         width = 2 if self.world_size == 1 else 4
-        own = [n for n in names if len(n) == width and (width == 2 or int(n[3]) == self.rank)]
-        return sorted(int(n[1]) for n in own)
+        local = [n for n in names if len(n) == width and (width == 2 or int(n[3]) == self.rank)]
+        return sorted(int(n[1]) for n in local)
 
     def read(self, step: int) -> tuple[Rollout, RewardOutput]:
-        """The batch of update ``step``.
+        """The batch of iteration ``step``.
 
         Raises:
-            CheckpointError: not recorded, damaged, or of another run.
+            CheckpointError: not recorded, damaged, or from another run.
         """
         file = self._at(step)
         if not file.exists():
-            known = self.steps
+            steps = self.steps
             raise CheckpointError(
-                f"update {step} is not recorded in {self.folder}: it holds {len(known)} updates, "
-                f"{known[0]} to {known[-1]}; set max_steps={known[-1] + 1}, or record more"
+                f"iteration {step} is not recorded in {self.folder}, which has {len(steps)}, "
+                f"{steps[0]} to {steps[-1]}; set max_steps={steps[-1] + 1}, or record more"
             )
         head = _read(file)
         self._check(head)
@@ -182,51 +181,51 @@ class Replay:
 
 
 class Replayed:
-    """A recording in the place of prompts, sampler and reward: all three seams in one object.
+    """A recording used as prompt source, rollout engine and reward source.
 
     Args:
-        replay: what to read from.
-        rows: rows of a batch on this rank; a recording of another size is refused.
+        replay: the recording.
+        rows: rows of a batch on this rank, which the recording must match.
     """
 
-    shares_weights = True  # no weights to copy: nothing is sampled
+    shares_weights = True  # nothing is sampled, so no weights are copied
 
     def __init__(self, replay: Replay, *, rows: int) -> None:
         self.replay, self.rows = replay, rows
-        # by identity of prompts, rollout
+        # by id() of prompts or rollout
         self._samples: dict[int, tuple[Rollout, RewardOutput]] = {}
         first, _ = replay.read(replay.steps[0])
         recorded = first.behavior_logprobs is not None
         self.logprobs: Literal["sampled", "raw", "none"] = "sampled" if recorded else "none"
 
     def batch(self, step: int) -> PromptBatch:
-        """The recorded prompts of update ``step``."""
+        """The recorded prompts of iteration ``step``."""
         sample = self.replay.read(step)
         if len(sample[0]) != self.rows:
             raise CheckpointError(
-                f"update {step} in {self.replay.folder} has {len(sample[0])} rows, this run trains "
-                f"on {self.rows} per process; use the batch size it was recorded with"
+                f"iteration {step} in {self.replay.folder} must have {self.rows} rows per process, "
+                f"got {len(sample[0])}; use the batch size of the recording"
             )
         self._samples[id(sample[0].prompts)] = sample
         return sample[0].prompts
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """The recorded responses to prompts that ``batch`` gave out."""
+        """The recorded responses to prompts returned by ``batch``."""
         sample = self._samples.pop(id(prompts), None)
         if sample is None:
-            raise RolloutError("a replayed run answers only the prompts of its recording")
+            raise RolloutError("a replayed run can only use the prompts of its recording")
         self._samples[id(sample[0])] = sample
         return sample[0]
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """The recorded reward output of a rollout that ``generate`` gave out."""
+        """The recorded reward output of a rollout returned by ``generate``."""
         sample = self._samples.pop(id(rollout), None)
         if sample is None:
-            raise RolloutError("a replayed run scores only the responses of its recording")
+            raise RolloutError("a replayed run can only score the responses of its recording")
         return sample[1]
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Nothing to load."""
+        """Does nothing."""
 
 
 def _file(folder: Path, step: int, rank: int, world_size: int) -> Path:
@@ -244,20 +243,20 @@ def _read(file: Path) -> dict[str, Any]:
     return head
 
 
-def _record(name: str, body: dict[str, Any]) -> Any:
-    made = getattr(types, name, None)
-    if not is_dataclass(made) or not isinstance(made, type):
+def _build_record(name: str, body: dict[str, Any]) -> Any:
+    cls = getattr(types, name, None)
+    if not is_dataclass(cls) or not isinstance(cls, type):
         raise CheckpointError(f"unknown record {name!r}: written by another version of Kedge?")
-    unknown = sorted(set(body) - {f.name for f in fields(made)})
+    unknown = sorted(set(body) - {f.name for f in fields(cls)})
     if unknown:
         raise CheckpointError(f"{name} has no field {unknown[0]!r}: written by another version?")
-    return made(**body)
+    return cls(**body)
 
 
-def _storable(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _storable_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
     kept: dict[str, list[Any]] = {}
     for name, column in columns.items():
-        problem = _why_no_json(column)
+        problem = _json_error(column)
         if problem is None:
             kept[name] = list(column)
         else:
@@ -265,7 +264,7 @@ def _storable(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
     return kept
 
 
-def _why_no_json(column: Any) -> str | None:
+def _json_error(column: Any) -> str | None:
     try:
         json.dumps(list(column))
     except (TypeError, ValueError) as e:

@@ -1,7 +1,7 @@
 """Nested state as files: tensors in safetensors, everything else in JSON, no pickle.
 
-A tree is made of dicts, lists and tuples; its leaves are tensors, numbers, strings, booleans and
-None.  It comes back equal bit for bit, with the types of keys and containers it had.
+A tree consists of dicts, lists and tuples; its leaves are tensors, numbers, strings, booleans and
+None.  It is restored bitwise, with the same types of keys and containers.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import Tensor
 
 from kedge.errors import CheckpointError, DamagedCheckpointError
 
-Path_ = tuple[str, ...]
+KeyPath = tuple[str, ...]
 _SCALARS = (bool, int, str, type(None))
 
 
 def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """Cut a tree into JSON and tensors.
+    """Split a tree into JSON and tensors.
 
     Args:
         tree: nested dicts (keys: str, int, float, bool or None), lists and tuples.
-        name: what errors and tensor names start with.
+        name: prefix of tensor names and of paths in errors.
 
     Returns:
-        A JSON value that refers to tensors by name, and the tensors.  A tensor that occurs twice
-        (the same memory, shape and strides: tied weights) is listed once.
+        A JSON value that refers to tensors by name, and the tensors.  Tied tensors (same memory,
+        shape and strides) are stored once.
 
     Raises:
-        CheckpointError: a leaf or key of another type; says where it sits.
+        CheckpointError: a leaf or key of another type; the message has its path.
     """
     tensors: dict[str, Tensor] = {}
     seen: dict[tuple[object, ...], str] = {}
 
-    def leaf(x: Tensor, path: Path_) -> dict[str, str]:
+    def leaf(x: Tensor, path: KeyPath) -> dict[str, str]:
         if x.layout is not torch.strided or x.is_complex() or x.is_quantized or x.is_meta:
             raise CheckpointError(
-                f"{_where(path)} is a {x.dtype} tensor of layout {x.layout} on {x.device}; "
-                "a checkpoint holds dense real tensors: convert it in state_dict()"
+                f"{_join_path(path)} is a {x.dtype} tensor of layout {x.layout} on {x.device}; "
+                "a checkpoint can store only dense real tensors: convert it in state_dict()"
             )
         x = x.detach()
         key = (x.data_ptr(), x.device, x.dtype, tuple(x.shape), x.stride())
@@ -59,10 +59,10 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that ``split`` cut.
+    """Restore the tree from the output of ``split``.
 
     Raises:
-        DamagedCheckpointError: a tensor is missing; another error where ``encoded`` was changed.
+        DamagedCheckpointError: a tensor is missing; other errors if ``encoded`` is damaged.
     """
     if isinstance(encoded, list):
         return [join(x, tensors) for x in encoded]
@@ -71,7 +71,7 @@ def join(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, body),) = encoded.items()
     if kind == "tensor":
         if body not in tensors:
-            raise DamagedCheckpointError(f"no file holds the tensor {body!r}")
+            raise DamagedCheckpointError(f"no file has the tensor {body!r}")
         return tensors[body]
     if kind == "float":
         return float(body)
@@ -91,7 +91,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         flat = x.detach().cpu().contiguous()
         storage = flat.untyped_storage().data_ptr()
-        if storage in storages:  # safetensors refuses memory that two tensors share
+        if storage in storages:  # safetensors does not support shared memory
             flat = flat.clone()
         elif flat.numel():
             storages.add(storage)
@@ -103,18 +103,20 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read one safetensors file to the CPU; the tensors own their memory."""
+    """Read one safetensors file into CPU memory, without memory mapping."""
     try:
         return {name: x.clone() for name, x in load_file(str(file)).items()}
     except (SafetensorError, OSError, ValueError) as e:
         raise DamagedCheckpointError(f"could not read {file}: {e}") from e
 
 
-def _encode(x: Any, path: Path_, leaf: Callable[[Tensor, Path_], object]) -> Any:
+def _encode(x: Any, path: KeyPath, leaf: Callable[[Tensor, KeyPath], object]) -> Any:
     if isinstance(x, Tensor):
         return leaf(x, path)
     if isinstance(x, Enum):
-        raise CheckpointError(f"{_where(path)} is {x!r}; put its value into state_dict() instead")
+        raise CheckpointError(
+            f"{_join_path(path)} is the enum member {x!r}; store its value in state_dict() instead"
+        )
     if isinstance(x, float):
         return float(x) if math.isfinite(x) else {"float": repr(float(x))}
     if isinstance(x, _SCALARS):
@@ -126,30 +128,32 @@ def _encode(x: Any, path: Path_, leaf: Callable[[Tensor, Path_], object]) -> Any
     if isinstance(x, Mapping):
         return _encode_mapping(x, path, leaf)
     raise CheckpointError(
-        f"{_where(path)} is a {type(x).__module__}.{type(x).__qualname__}; a checkpoint holds "
-        "tensors, numbers, strings, booleans, None, and dicts, lists and tuples of them"
+        f"{_join_path(path)} is a {type(x).__module__}.{type(x).__qualname__}; a checkpoint can "
+        "store tensors, numbers, strings, booleans, None, and dicts, lists and tuples of them"
     )
 
 
 def _encode_mapping(
-    x: Mapping[Any, Any], path: Path_, leaf: Callable[[Tensor, Path_], object]
+    x: Mapping[Any, Any], path: KeyPath, leaf: Callable[[Tensor, KeyPath], object]
 ) -> Any:
     if all(type(k) is str for k in x):
         return {"dict": {k: _encode(v, (*path, k), leaf) for k, v in x.items()}}
     bad = [k for k in x if not isinstance(k, (*_SCALARS, float)) or isinstance(k, Enum)]
     if bad:
-        raise CheckpointError(f"{_where(path)} has the key {bad[0]!r}; use a string or a number")
+        raise CheckpointError(
+            f"keys of {_join_path(path)} must be strings or numbers, got {bad[0]!r}"
+        )
     pairs = [(_encode(k, path, leaf), _encode(v, (*path, str(k)), leaf)) for k, v in x.items()]
     return {"items": [[k, v] for k, v in pairs]}
 
 
-def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
-    """``wanted``, or with a number behind it: the keys 1 and "1" spell the same path."""
-    name, n = wanted, 1
-    while name in taken or name == "__metadata__":
-        name, n = f"{wanted}~{n}", n + 1
-    return name
+def _free_name(name: str, taken: Mapping[str, object]) -> str:
+    """``name``, with a suffix if it is taken: the keys 1 and "1" have the same path."""
+    candidate, n = name, 1
+    while candidate in taken or candidate == "__metadata__":
+        candidate, n = f"{name}~{n}", n + 1
+    return candidate
 
 
-def _where(path: Path_) -> str:
+def _join_path(path: KeyPath) -> str:
     return "/".join(path)

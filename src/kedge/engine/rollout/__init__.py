@@ -1,1 +1,1 @@
-"""Sampling and scoring: when a batch is sampled, and which weights it is sampled with."""
+"""Sampling and scoring: schedulers, weight sync, dynamic sampling."""

@@ -1,4 +1,4 @@
-"""Prompts in, scored responses out: what the sampler's side of the loop does with a step."""
+"""Collects samples: prompts in, scored responses out."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kedge.engine.stages import collect
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sampling
 
-Sample = tuple[Rollout, RewardOutput, dict[str, float]]  # and the seconds that it took, by name
-PendingSample = Sample | Rollout  # sampled, and scored or still to be scored
+Sample = tuple[Rollout, RewardOutput, dict[str, float]]  # and seconds by name
+PendingSample = Sample | Rollout  # a Rollout is still to be scored
 
 
 class LockedRewardSource:
-    """A reward source that is asked by one thread at a time, whoever asks."""
+    """A reward source that only one thread calls at a time."""
 
     def __init__(self, reward_source: RewardSource) -> None:
-        self._judge, self._turn = reward_source, threading.Lock()
+        self._reward_source, self._lock = reward_source, threading.Lock()
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """What the source says."""
-        with self._turn:
-            return self._judge.score(rollout)
+        """The output of the reward source."""
+        with self._lock:
+            return self._reward_source.score(rollout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCollector:
-    """Draws the samples of a step.  Pure in (weights, step, rows): no order of calls matters."""
+    """Draws the samples of an iteration.  Pure in (weights, step, rows), in any call order."""
 
     source: PromptSource
     reward: RewardSource
@@ -44,7 +44,7 @@ class RolloutCollector:
 
     @property
     def more(self) -> bool:
-        """Whether scores may be followed by more sampling, by some ranks and not by others."""
+        """Whether ranks may sample again after scoring, some of them more often than others."""
         return bool(self.algorithm.resample or self.algorithm.needs_greedy)
 
     def draw(
@@ -58,10 +58,10 @@ class RolloutCollector:
         """Responses to the prompts of ``step`` and their scores.
 
         Args:
-            step: the training step that the prompts belong to.
-            engine: samples them.
-            rows: int64 [n]; only these rows of the batch, whole groups.  None: all of them.
-            on_rollout: sees responses before they are scored.
+            step: the iteration whose prompts to use.
+            engine: the rollout engine.
+            rows: int64 [n]; only these rows of the batch, in whole groups.  None: all rows.
+            on_rollout: receives the responses before they are scored.
         """
         times: dict[str, float] = {}
         rounds = self.algorithm.resample
@@ -70,8 +70,8 @@ class RolloutCollector:
             batch = self.source.batch(step)
             return batch if rows is None else batch.rows(rows)
 
-        def collected(prompts: PromptBatch, purpose: str) -> tuple[Rollout, RewardOutput]:
-            rollout, reward_output, took = collect(
+        def collect_batch(prompts: PromptBatch, purpose: str) -> tuple[Rollout, RewardOutput]:
+            rollout, reward_output, seconds = collect(
                 prompts,
                 engine,
                 self.reward,
@@ -81,34 +81,34 @@ class RolloutCollector:
                 greedy=self.algorithm.needs_greedy,
                 on_rollout=on_rollout,
             )
-            times.update({name: times.get(name, 0.0) + x for name, x in took.items()})
+            times.update({name: times.get(name, 0.0) + x for name, x in seconds.items()})
             return rollout, reward_output
 
         try:
-            rollout, reward_output = collected(prompts(step), "rollout")
+            rollout, reward_output = collect_batch(prompts(step), "rollout")
             if rounds:
                 rollout, reward_output, count = resample_uniform_groups(
                     rollout,
                     reward_output,
                     prompts=lambda turn: prompts(spare_step(step, turn, rounds)),
-                    draw=lambda fresh, turn: collected(fresh, f"rollout again {turn}"),
+                    draw=lambda fresh, turn: collect_batch(fresh, f"rollout again {turn}"),
                     rounds=rounds,
                 )
                 times[REPLACED] = float(count)
         except Exception:
-            self._rest(engine)
+            self._release(engine)
             raise
-        self._rest(engine)
+        self._release(engine)
         return rollout, reward_output, times
 
     def score(self, rollout: Rollout) -> Sample:
-        """The sample that responses make with the scores that they get now."""
+        """Score responses that were sampled before."""
         begin = self.clock()
         reward_output = self.reward.score(rollout)
         return rollout, reward_output, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
 
-    def _rest(self, engine: RolloutEngine) -> None:
-        """Let other ranks sample on, where they share the engine and some need more rounds."""
+    def _release(self, engine: RolloutEngine) -> None:
+        """Release an engine shared between ranks, of which some may need more rounds."""
         rest = getattr(engine, "rest", None)
         if self.more and rest is not None:
             rest()

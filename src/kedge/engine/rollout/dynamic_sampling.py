@@ -1,7 +1,7 @@
-"""Dynamic sampling: groups that teach nothing are sampled anew, for other prompts.
+"""Dynamic sampling: groups of equal scores are replaced by responses to other prompts.
 
-Responses to one prompt that all score the same have advantage 0.  Yu et al. 2025 (DAPO,
-arXiv:2503.14476), section 3.2; there until the batch is full, here for a bounded number of rounds.
+If all responses to a prompt have equal scores, their advantage is 0.  Yu et al. 2025 (DAPO,
+arXiv:2503.14476), section 3.2, samples until the batch is full; here rounds are limited.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from kedge.math.advantage import group_std
 from kedge.types import PromptBatch, RewardOutput, Rollout
 
 REPLACED = "rollout/resampled_groups"
-_FIRST = 2**40  # steps from here on name prompts of no training step
+_FIRST = 2**40  # above the number of any real iteration
 Draw = Callable[[PromptBatch, int], tuple[Rollout, RewardOutput]]
 
 
 def spare_step(step: int, turn: int, rounds: int) -> int:
-    """The step whose prompts stand in for those of ``step`` in round ``turn`` of ``rounds``."""
+    """The step number that selects replacement prompts for ``step`` in round ``turn``."""
     return _FIRST + step * rounds + turn
 
 
@@ -29,27 +29,29 @@ def resample_uniform_groups(
     draw: Draw,
     rounds: int,
 ) -> tuple[Rollout, RewardOutput, int]:
-    """The batch with new groups in place of those whose scores do not differ.
+    """Replace the groups of a batch whose scores are all equal.
 
     Args:
-        rollout: responses, several to each prompt.
+        rollout: responses, several per prompt.
         reward_output: their scores.
-        prompts: round -> a batch of other prompts, with the groups and rows of this one.
-        draw: samples and scores some of their rows in a round.
-        rounds: how often at most.
+        prompts: round -> a batch of other prompts with the same groups and rows.
+        draw: samples and scores given prompts in a round.
+        rounds: maximum number of rounds.
 
     Returns:
-        Rollout, reward output, and how many groups were replaced.
+        Rollout, reward output, and the number of groups replaced.
     """
     replaced = 0
     for turn in range(rounds):
         group = rollout.prompts.group
-        bare = ~(group_std(reward_output.scores, group, reward_output.valid) > 0)
-        index = bare.nonzero().squeeze(1)
+        uniform = ~(group_std(reward_output.scores, group, reward_output.valid) > 0)
+        index = uniform.nonzero().squeeze(1)
         if not len(index):
             break
-        fresh, verdict = draw(prompts(turn).rows(index), turn)
-        rollout = rollout.put_rows(index, fresh, names=("the first sampling", "a later round"))
-        reward_output = reward_output.put_rows(index, verdict).widened_to(rollout)
+        new_rollout, new_reward = draw(prompts(turn).rows(index), turn)
+        rollout = rollout.put_rows(
+            index, new_rollout, names=("the first sampling", "a later round")
+        )
+        reward_output = reward_output.put_rows(index, new_reward).widened_to(rollout)
         replaced += len(group[index].unique())
     return rollout, reward_output, replaced

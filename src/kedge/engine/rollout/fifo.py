@@ -1,7 +1,7 @@
-"""Sampling and weight loading on one first-in-first-out worker.
+"""Sampling and weight loading on one first-in-first-out worker thread.
 
-The driver decides the order of both, so the schedule -- and with it every number -- is the same on
-a slow and a fast machine.  At lag 0 the worker is the driver itself.
+The driver decides the order of both, so the schedule and all results are independent of timing.
+At lag 0 everything runs in the driver's thread.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class _Sync(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """The samples of a step, sampled ahead: scored, on their way, or neither."""
+    """The batch of one iteration: in progress, scored, or sampled but not yet scored."""
 
-    rollout: Rollout | None = None  # as soon as there is one
-    sample: Future[Sample] | None = None  # None: its scores are still to be asked for
+    rollout: Rollout | None = None  # set once sampled
+    sample: Future[Sample] | None = None  # None: still to be scored
 
     def keep(self, rollout: Rollout) -> None:
         self.rollout = rollout
 
-    def known(self) -> PendingSample:
-        """What there is, waited for."""
+    def result(self) -> PendingSample:
+        """The sample, or the rollout if it is not being scored; blocks."""
         if self.sample is not None:
             return self.sample.result()
         assert self.rollout is not None
@@ -47,26 +47,26 @@ class _Batch:
 
 
 class FifoScheduler:
-    """Whole batches, each exactly ``min(step, max_lag)`` updates old."""
+    """Whole batches, each exactly ``min(step, max_lag)`` iterations old."""
 
     _collector: RolloutCollector
     _rollout_engine: RolloutEngine
 
     def __init__(self, max_lag: int) -> None:
         self._max_lag = max_lag
-        self._waiting: deque[_Batch] = deque()  # not trained on, by step
+        self._waiting: deque[_Batch] = deque()  # not trained on yet, in order of steps
         self._syncs: deque[_Sync] = deque()
-        self._held, self._moves = "", 0
+        self._fingerprint, self._moves = "", 0
         self._worker: Inline | Worker = Inline()
         self._until = 0
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
-        """How samples are drawn from now on, and what draws them."""
+        """Set the collector and the rollout engine used from now on."""
         self._collector, self._rollout_engine = collector, rollouts
 
     @contextmanager
     def open(self, step: int, until: int) -> Iterator[None]:
-        """Sample while inside; what was sampled ahead stays afterwards."""
+        """Context in which to sample; samples in flight are kept at the end."""
         self._until = until
         self._syncs.clear()
         worker = self._worker = Worker("rollout") if self._max_lag > 0 else Inline()
@@ -74,94 +74,96 @@ class FifoScheduler:
             yield
 
     def send(self, weight_update: WeightUpdate) -> None:
-        """Load these weights after everything already asked of the sampler."""
+        """Load these weights after all work submitted before."""
         load = self._rollout_engine.load_weights
         receipt = self._worker.submit(load, weight_update.weights, weight_update.version)
         self._syncs.append(_Sync(receipt, weight_update))
 
     def next_sample(self, step: int) -> Sample:
-        """The samples of ``step``; those of the next ``max_lag`` steps are asked for, too.
+        """The sample of ``step``; also starts sampling the next ``max_lag`` steps.
 
-        They stay in flight until they are spent.
+        It stays in flight until ``mark_consumed``.
         """
         for batch in self._waiting:
             if batch.sample is None and batch.rollout is not None:
                 batch.sample = self._worker.submit(self._collector.score, batch.rollout)
-        while (sent := step + len(self._waiting)) < self._until and sent - step <= self._max_lag:
-            self._waiting.append(self._drawn(sent))
+        while (ahead := step + len(self._waiting)) < self._until and ahead - step <= self._max_lag:
+            self._waiting.append(self._start(ahead))
         first = self._waiting[0].sample
-        assert first is not None  # asked for above
+        assert first is not None  # submitted above
         sample = first.result()
         self._verify_syncs(wait=False)
         return sample
 
-    def _drawn(self, step: int) -> _Batch:
+    def _start(self, step: int) -> _Batch:
         batch, draw = _Batch(), self._collector.draw
         batch.sample = self._worker.submit(draw, step, self._rollout_engine, on_rollout=batch.keep)
         return batch
 
     def mark_consumed(self) -> None:
-        """What was taken last was trained on."""
+        """Mark the last sample as consumed."""
         self._waiting.popleft()
 
     def recover_after_error(self, step: int) -> None:
-        """After a failure at ``step``: keep the responses sampled ahead, to be scored anew.
+        """After a failure in ``step``: keep the responses sampled ahead, to be scored again.
 
-        They end before the first that could not be sampled, for the order is what makes a run
-        repeatable; none are kept where scores decide what is sampled further.
+        Those after the first failed one are dropped, since the order must be reproducible; none
+        are kept if scores decide what is sampled next.
         """
         wait([batch.sample for batch in self._waiting if batch.sample is not None])
         if self._collector.more:
             self._waiting.clear()
-        there = takewhile(lambda batch: batch.rollout is not None, self._waiting)
-        self._waiting = deque(_Batch(batch.rollout) for batch in there)
+        sampled = takewhile(lambda batch: batch.rollout is not None, self._waiting)
+        self._waiting = deque(_Batch(batch.rollout) for batch in sampled)
 
     def wait_for_syncs(self) -> None:
-        """Wait for the receipts that are still to come."""
+        """Wait for the outstanding weight syncs."""
         self._verify_syncs(wait=True)
 
     def _verify_syncs(self, *, wait: bool) -> None:
         while self._syncs and (wait or self._syncs[0].receipt.done()):
             receipt, sent = self._syncs.popleft()
             moved, self._moves = sent.moves > self._moves, sent.moves
-            self._held = verify_sync(receipt.result(), sent, held=self._held, moved=moved)
+            self._fingerprint = verify_sync(
+                receipt.result(), sent, held=self._fingerprint, moved=moved
+            )
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """What was sampled ahead and not yet trained on; waits for what is still being sampled."""
-        return [batch.known() for batch in self._waiting]
+        """Samples not trained on yet; waits for those still being sampled."""
+        return [batch.result() for batch in self._waiting]
 
     def restore(self, samples: list[PendingSample], step: int) -> None:
-        """Take samples as already drawn for the next updates, as after a resume.
+        """Use these samples for the next iterations, as after a resume.
 
-        Those that are older than this run's lag allows are left out, with a warning.
+        Samples older than ``max_lag`` allows are dropped with a warning.
 
         Raises:
-            CheckpointError: they are not batches of the size of this run.
+            CheckpointError: their batch size is not that of this run.
         """
-        rollouts = [each if isinstance(each, Rollout) else each[0] for each in samples]
+        rollouts = [x if isinstance(x, Rollout) else x[0] for x in samples]
         for n, rollout in enumerate(rollouts):
             size = len(self._collector.source.batch(step + n))
             if len(rollout) != size:
                 raise CheckpointError(
-                    f"what was sampled ahead comes in batches of {len(rollout)} responses, and this"
-                    f" run's have {size}: resume with the batch size and rollout_schedule of before"
+                    f"samples in the checkpoint must be batches of {size} responses, got"
+                    f" {len(rollout)}: resume with the same batch size and rollout_schedule"
                 )
-        oldest = [step + n - self._max_lag for n in range(len(rollouts))]
-        known = [r.version[r.version >= 0].tolist() for r in rollouts]
-        if any(v < most for vs, most in zip(known, oldest, strict=True) for v in vs):
+        min_versions = [step + n - self._max_lag for n in range(len(rollouts))]
+        versions = [r.version[r.version >= 0].tolist() for r in rollouts]
+        if any(v < low for vs, low in zip(versions, min_versions, strict=True) for v in vs):
             warnings.warn(
-                f"what was sampled ahead is too old for max_lag={self._max_lag}; it is sampled"
-                " anew",
+                f"samples in the checkpoint are too old for max_lag={self._max_lag}; they are"
+                " dropped and sampled again",
                 stacklevel=2,
             )
             samples = []
-        self._waiting = deque(map(_done, samples))
+        self._waiting = deque(map(_finished_batch, samples))
 
 
-def _done(found: PendingSample) -> _Batch:
-    if isinstance(found, Rollout):
-        return _Batch(found)
+def _finished_batch(pending: PendingSample) -> _Batch:
+    if isinstance(pending, Rollout):
+        return _Batch(pending)
     sample: Future[Sample] = Future()
-    sample.set_result(found)
-    return _Batch(found[0], sample)
+    sample.set_result(pending)
+    return _Batch(pending[0], sample)

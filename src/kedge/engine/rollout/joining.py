@@ -1,4 +1,4 @@
-"""Samples of several pieces as the one sample of a training step."""
+"""Joins partial batches into the sample of one iteration."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from kedge.types import PromptBatch, RewardOutput, Rollout, separated
 
 
 def split_groups(batch: PromptBatch, count: int) -> list[Tensor]:
-    """The rows of a batch in ``count`` pieces of equally many whole groups; each int64 [n].
+    """Split the rows of a batch into ``count`` partial batches of whole groups; each int64 [n].
 
     Raises:
-        ValueError: the groups do not divide.
+        ValueError: ``count`` does not divide the number of groups.
     """
-    names, group = batch.group.unique(return_inverse=True)
-    if len(names) % count:
-        raise ValueError(f"{len(names)} prompts cannot be cut into {count} equal pieces")
-    piece = group // (len(names) // count)
-    return [(piece == k).nonzero().squeeze(1) for k in range(count)]
+    ids, group = batch.group.unique(return_inverse=True)
+    if len(ids) % count:
+        raise ValueError(f"{len(ids)} prompts cannot be split into {count} equal partial batches")
+    part = group // (len(ids) // count)
+    return [(part == k).nonzero().squeeze(1) for k in range(count)]
 
 
 def joined(samples: Sequence[Sample], like: PromptBatch) -> Sample:
-    """One sample out of several, padded to the widest of them.
+    """Join samples into one, padded to the widest of them.
 
-    Groups are named anew, after those of ``like``: pieces of different steps may have used the same
-    names.  Seconds and counts add.
+    Rows and groups are renumbered like those of ``like``, since partial batches of different
+    steps may share group ids.  Seconds and counts add.
 
     Args:
-        samples: with whole groups each.
-        like: the prompts of the step; its rows and groups give the names.
+        samples: each with whole groups.
+        like: the prompts of the step.
     """
     prompts = separated([rollout.prompts for rollout, *_ in samples])
     rollout = Rollout.cat(
         [replace(s[0], prompts=p) for s, p in zip(samples, prompts, strict=True)],
         names=[f"the rollout engine of partial batch {i}" for i in range(len(samples))],
     )
-    rollout = replace(rollout, prompts=_renamed(rollout.prompts, like))
+    rollout = replace(rollout, prompts=_renumber(rollout.prompts, like))
     reward_output = RewardOutput.cat([reward_output for _, reward_output, _ in samples]).widened_to(
         rollout
     )
-    spent: dict[str, float] = {}
-    for _, _, took in samples:
-        for name, x in took.items():
-            spent[name] = spent.get(name, 0.0) + x
-    return rollout, reward_output, spent
+    times: dict[str, float] = {}
+    for _, _, seconds in samples:
+        for name, x in seconds.items():
+            times[name] = times.get(name, 0.0) + x
+    return rollout, reward_output, times
 
 
-def _renamed(prompts: PromptBatch, like: PromptBatch) -> PromptBatch:
-    names, group = prompts.group.unique(return_inverse=True)
-    wanted = like.group.unique()
-    if len(names) != len(wanted):
-        raise ValueError(f"{len(names)} groups were sampled for a step of {len(wanted)}")
-    return replace(prompts, group=wanted[group], row=like.row)
+def _renumber(prompts: PromptBatch, like: PromptBatch) -> PromptBatch:
+    sampled, group = prompts.group.unique(return_inverse=True)
+    ids = like.group.unique()
+    if len(sampled) != len(ids):
+        raise ValueError(f"got {len(sampled)} groups for an iteration of {len(ids)}")
+    return replace(prompts, group=ids[group], row=like.row)

@@ -1,4 +1,4 @@
-"""Threads that sample while the driver trains, and that an interrupt of the driver ends, too."""
+"""Threads that sample while the driver trains, and that end when the driver is interrupted."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PATIENCE = 5.0  # seconds that an interrupted thread may take to come out of a library
+PATIENCE = 5.0  # seconds to wait for an interrupted thread to return from a library
 
 
 class Inline(Executor):
-    """Runs what is submitted at once, in the caller's thread."""
+    """Runs submitted calls immediately, in the caller's thread."""
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call ``fn`` now; its result or exception waits in the returned future."""
+        """Call ``fn`` now; the returned future has its result or exception."""
         future: Future[R] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # handed over to whoever asks for the result
+        except Exception as error:  # re-raised by result()
             future.set_exception(error)
         return future
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """None."""
+        """No threads."""
         return []
 
     def close(self) -> None:
-        """Nothing runs but the caller."""
+        """Does nothing."""
 
 
 class Worker(Executor):
-    """One thread, first in first out.  Unlike that of a pool, it never keeps a process alive."""
+    """One daemon thread, first in first out; unlike a pool, it never keeps the process alive."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -47,7 +47,7 @@ class Worker(Executor):
         self._thread.start()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call ``fn`` once everything submitted before is done."""
+        """Call ``fn`` after everything submitted before."""
         future: Future[R] = Future()
 
         def task() -> None:
@@ -63,15 +63,15 @@ class Worker(Executor):
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The one."""
+        """The worker thread."""
         return [self._thread]
 
     def close(self) -> None:
-        """Take nothing more; the thread ends once everything submitted is done."""
+        """The thread ends once all submitted calls are done."""
         self._tasks.put(None)
 
     def _work(self) -> None:
-        with suppress(KeyboardInterrupt):  # which the driver had first
+        with suppress(KeyboardInterrupt):  # the driver was interrupted first
             while (task := self._tasks.get()) is not None:
                 task()
 
@@ -80,47 +80,47 @@ class Worker(Executor):
 def working(
     threads: Sequence[threading.Thread], *, close: Callable[[], None], drop: Callable[[], None]
 ) -> Iterator[None]:
-    """Inside, threads work for the driver.
+    """Context in which threads work for the driver; joins them at the end.
 
     Args:
-        threads: daemons, started.
-        close: asks them to end what they are at; they are waited for.
-        drop: called where the driver is interrupted and they end at once: what they made is void.
+        threads: started daemon threads.
+        close: asks the threads to finish.
+        drop: called if the driver is interrupted: the threads end at once, their results are void.
     """
     try:
         try:
             yield
         except Exception:
-            _end(threads, close)
+            _join(threads, close)
             raise
-        _end(threads, close)
-    except (KeyboardInterrupt, SystemExit):  # also while they are waited for
+        _join(threads, close)
+    except (KeyboardInterrupt, SystemExit):  # also while joining them
         close()
         interrupt(threads)
         drop()
         raise
 
 
-def _end(threads: Sequence[threading.Thread], close: Callable[[], None]) -> None:
+def _join(threads: Sequence[threading.Thread], close: Callable[[], None]) -> None:
     close()
     for thread in threads:
         thread.join()
 
 
 def interrupt(threads: Sequence[threading.Thread], *, patience: float = PATIENCE) -> None:
-    """Raise ``KeyboardInterrupt`` in threads, as Ctrl-C does in the main one, and wait a little.
+    """Raise ``KeyboardInterrupt`` in threads, as Ctrl-C does in the main one, and wait briefly.
 
-    It is raised between two steps of Python: a loop over tokens ends with the token, a library that
-    does not come back is left behind in its daemon thread.
+    It is raised between two bytecodes: a loop over tokens ends after the current token; a thread
+    stuck in a library call is left behind as a daemon.
 
     Args:
-        threads: those that shall end.
-        patience: most seconds to wait for all of them.
+        threads: the threads to end.
+        patience: maximum total wait in seconds.
     """
     running = [thread for thread in threads if thread.is_alive()]
-    raised = ctypes.py_object(KeyboardInterrupt)
+    exception = ctypes.py_object(KeyboardInterrupt)
     for thread in running:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
-    until = time.monotonic() + patience
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), exception)
+    deadline = time.monotonic() + patience
     for thread in running:
-        thread.join(max(0.0, until - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Weights on their way to a sampler, and what it says of them.  A lost update is never silent."""
+"""Verification of weight syncs from the learner to the rollout engine."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from kedge.types import Receipt
 
 
 class WeightUpdate(NamedTuple):
-    """The weights after an update, as every sampler must hold them."""
+    """The weights after an iteration, which every rollout engine must load."""
 
-    weights: Mapping[str, Tensor]  # empty for a sampler that uses the learner's own modules
+    weights: Mapping[str, Tensor]  # empty if the engine shares the learner's modules
     version: int
     fingerprint: str
-    step: int  # updates finished
-    moves: int  # updates so far that trained the policy
+    step: int  # iterations finished
+    moves: int  # iterations so far that trained the policy
 
 
 def verify_sync(receipt: Receipt | None, sent: WeightUpdate, *, held: str, moved: bool) -> str:
-    """The fingerprint that the sampler now holds.
+    """The fingerprint of the weights that the rollout engine now has.
 
     Args:
-        receipt: what the sampler says; None from one that holds no weights at all.
+        receipt: returned by the engine; None from an engine without weights.
         sent: what it was sent.
-        held: the fingerprint that it confirmed before.
-        moved: the policy trained in between.
+        held: the fingerprint it confirmed before.
+        moved: whether the policy was trained in between.
 
     Raises:
-        SyncError: it holds other weights, or training did not change them.
+        SyncError: the engine has other weights, or training did not change them.
     """
     if receipt is None:
         return held
     if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):
         raise SyncError(
-            f"the sampler reports weights {receipt.fingerprint} (version {receipt.version})"
-            f" after being sent {sent.fingerprint} (version {sent.version}): it would sample from"
-            " another policy than the one that trains"
+            f"weight sync failed: the rollout engine must have weights {sent.fingerprint} (version"
+            f" {sent.version}), but reports {receipt.fingerprint} (version {receipt.version}); it"
+            " would sample from another policy than the one being trained"
         )
     if moved and receipt.fingerprint == held:
         raise SyncError(
-            f"training step {sent.version} had a gradient and a learning rate above 0, but the"
-            f" policy's weights did not change (fingerprint {sent.fingerprint}): the learning rate"
-            " is too small for their precision, or the optimizer holds other weights"
+            f"iteration {sent.version} had a gradient and a learning rate above 0, but the policy's"
+            f" weights did not change (fingerprint {sent.fingerprint}): the learning rate is too"
+            " small for their precision, or the optimizer has other parameters"
         )
     return receipt.fingerprint

@@ -1,8 +1,8 @@
-"""Causal attention on a CPU for short rows and small heads, where torch's kernel is slow.
+"""Causal attention on CPU for short rows and small heads, for which torch's kernel is slow.
 
-With 8 numbers per head torch's CPU kernel takes three times as long as batched matrix products
-over blocks that stay in the cache, if the long axis of each product is the one stored in a row:
-(V^T P^T)^T and not P V.
+With head size 8, torch's CPU kernel takes three times as long as batched matrix products over
+blocks that fit in the cache, provided that the long axis of each product is contiguous:
+(V^T P^T)^T instead of P V.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _NAME = "sdpa"
-# What transformers tells every kernel; a window is in the mask where it cuts anything off.
+# Options that transformers passes to every kernel; a window that has an effect is in the mask.
 _HARMLESS = {
     *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
     *("output_attentions", "output_hidden_states", "return_dict"),
@@ -32,14 +32,14 @@ _LARGEST_WEIGHTS = 1 << 23  # elements of attention weights kept for the backwar
 _BLOCK = 1 << 19  # elements of attention weights worked on at a time: 2 MB
 _SPAN = 36  # positions
 _NEVER = -1e30
-_wanted: ContextVar[bool] = ContextVar("wanted", default=False)
+_enabled: ContextVar[bool] = ContextVar("enabled", default=False)
 
 
 class _ShortAttention(torch.autograd.Function):
     """(softmax(Q K^T + causal) V)^T for groups of g query heads that share a key head.
 
     Q is float32 [n, L g, d], already scaled; K and V are float32 [n, L, d]; out [n, d, L g].
-    Queries are taken in spans of positions: a span needs no key behind its end.
+    Queries are processed in spans of positions: a span needs no keys after its end.
     """
 
     @staticmethod
@@ -47,10 +47,10 @@ class _ShortAttention(torch.autograd.Function):
         n, wide, size = q.shape
         length, out = k.shape[1], q.new_empty(n, size, wide)
         spans = list(_spans(length, wide // length))
-        never = [_masked(span, wide // length, q) for span in spans]
-        weights = [q.new_empty(n, *mask.shape) for mask in never]
+        masks = [_causal_mask(span, wide // length, q) for span in spans]
+        weights = [q.new_empty(n, *mask.shape) for mask in masks]
         for part in _parts(n, wide * length):
-            for span, mask, kept in zip(spans, never, weights, strict=True):
+            for span, mask, kept in zip(spans, masks, weights, strict=True):
                 rows, keys = span
                 w = kept[part]
                 scores = torch.baddbmm(mask.expand_as(w), q[part, rows], k[part, keys].mT)
@@ -79,8 +79,8 @@ class _ShortAttention(torch.autograd.Function):
         return of_q.mT, of_k.mT, of_v.mT
 
 
-def _parts(n: int, each: int) -> Iterator[slice]:
-    step = max(1, _BLOCK // max(each, 1))
+def _parts(n: int, row_size: int) -> Iterator[slice]:
+    step = max(1, _BLOCK // max(row_size, 1))
     return (slice(i, i + step) for i in range(0, n, step))
 
 
@@ -91,8 +91,8 @@ def _spans(length: int, group: int) -> Iterator[tuple[slice, slice]]:
     return ((slice(low * group, high * group), slice(0, high)) for low, high in pairwise(ends))
 
 
-def _masked(span: tuple[slice, slice], group: int, like: Tensor) -> Tensor:
-    """What is added to the scores of a span: 0, and so little for later keys that none is left."""
+def _causal_mask(span: tuple[slice, slice], group: int, like: Tensor) -> Tensor:
+    """Additive causal mask of a span: 0, and a large negative number for later keys."""
     rows, keys = span
     at = torch.arange(rows.start, rows.stop, device=like.device) // group
     later = torch.arange(keys.stop, device=like.device) > at[:, None]
@@ -109,7 +109,7 @@ def short_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form that transformers calls; whatever does not fit goes to torch's kernel.
+    """Attention with transformers' interface; unsupported inputs are passed to torch's kernel.
 
     Args:
         module: the attention layer.
@@ -117,16 +117,16 @@ def short_attention(
         key: float [b, kv, L, d], with kv dividing h.
         value: float [b, kv, L, d].
         attention_mask: None: causal.
-        dropout: probability.
-        scaling: of the scores; None: 1/sqrt(d).
-        **options: for torch's kernel; any that could change what is computed goes there.
+        dropout: dropout probability.
+        scaling: scale of the scores; None: 1/sqrt(d).
+        **options: for torch's kernel, which is used if any of them could change the result.
 
     Returns:
         float [b, L, h, d], and no attention weights.
     """
     causal = bool(getattr(module, "is_causal", True))
-    plain = _plain(attention_mask, dropout, options, causal)
-    if not (plain and _takes(query, key, value)):
+    plain = _is_plain_causal(attention_mask, dropout, options, causal)
+    if not (plain and _is_supported(query, key, value)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
@@ -134,7 +134,7 @@ def short_attention(
     shared = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     group = heads // shared
-    # [b, kv, L, g, d]: the heads that share a key side by side at each position.
+    # [b, kv, L, g, d]: heads that share a key are adjacent at each position.
     q = query.view(rows, shared, group, length, size).transpose(2, 3).mul(scale)
     q = q.reshape(rows * shared, length * group, size)
     k, v = (x.reshape(rows * shared, length, size) for x in (key, value))
@@ -143,23 +143,26 @@ def short_attention(
     return out.reshape(rows, length, heads, size), None
 
 
-def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     rows, heads, length, size = query.shape
-    here = query.device.type == "cpu" and query.dtype == torch.float32
+    on_cpu = query.device.type == "cpu" and query.dtype == torch.float32
     small = size <= _LARGEST_HEAD and rows * heads * length * length <= _LARGEST_WEIGHTS
     whole = key.shape[2] == length > 1 and value.shape == key.shape
-    wanted = _wanted.get() and not torch.is_autocast_enabled("cpu")
-    return wanted and here and small and whole
+    enabled = _enabled.get() and not torch.is_autocast_enabled("cpu")
+    return enabled and on_cpu and small and whole
 
 
-def _plain(mask: Tensor | None, dropout: float, options: Mapping[str, Any], causal: bool) -> bool:
-    asked = options.get("is_causal")
+def _is_plain_causal(
+    mask: Tensor | None, dropout: float, options: Mapping[str, Any], causal: bool
+) -> bool:
+    is_causal = options.get("is_causal")
     known = all(x is None or name in _HARMLESS for name, x in options.items())
-    return mask is None and not dropout and known and (causal if asked is None else bool(asked))
+    causal = causal if is_causal is None else bool(is_causal)
+    return mask is None and not dropout and known and causal
 
 
 def may_gain(model: nn.Module) -> bool:
-    """Whether a model could have heads that ``short_attention`` takes; False is certain."""
+    """Whether ``short_attention`` could apply to a model; False is certain."""
     config: Any = getattr(model, "config", None)
     size, width, heads = (
         getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads")
@@ -171,9 +174,9 @@ def may_gain(model: nn.Module) -> bool:
 
 
 class _Switch:
-    """``short_attention`` under the name of torch's kernel while a block of any thread wants it.
+    """Registers ``short_attention`` under the name of torch's kernel while any thread uses it.
 
-    Models keep the name: families that ask for it by name go the way they always go.
+    Models keep the name of their attention implementation, which some check for.
     """
 
     def __init__(self) -> None:
@@ -181,7 +184,7 @@ class _Switch:
 
     def on(self) -> None:
         with self._lock:
-            # Another kernel under that name is somebody's wish.
+            # Another kernel under that name was registered by the user.
             if not self._blocks and ALL_ATTENTION_FUNCTIONS[_NAME] is sdpa_attention_forward:
                 AttentionInterface.register(_NAME, short_attention)
             self._blocks += 1
@@ -198,11 +201,11 @@ _SWITCH = _Switch()
 
 @contextmanager
 def attending() -> Iterator[None]:
-    """Attend with ``short_attention`` inside the block, in this thread."""
+    """Context that uses ``short_attention`` in this thread."""
     _SWITCH.on()
-    token = _wanted.set(True)
+    token = _enabled.set(True)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _enabled.reset(token)
         _SWITCH.off()

@@ -1,9 +1,9 @@
-"""Gradients of large weights, added where they lie.
+"""In-place accumulation of gradients of large weights.
 
-Autograd makes the gradient of a weight anew in every backward pass and then adds it to what is
-there.  For an embedding or an output layer of a hundred megabytes, of which a pass touches a few
-rows or which it fills tile by tile, making and adding take longer than the work itself: memory
-that comes fresh from the operating system is written at a twentieth of the usual speed.
+Autograd allocates the gradient of a weight in every backward pass and then adds it to ``grad``.
+For an embedding or output layer of a hundred megabytes, of which a pass touches a few rows or
+which it fills tile by tile, that takes longer than the work itself: writing to newly allocated
+memory is about 20 times slower.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-_LARGE = 1 << 22  # elements; smaller ones autograd handles well
+_LARGE = 1 << 22  # elements; autograd is fast enough below
 
 
 class GradBuffers:
-    """Memory for the gradients of large weights, used again in every step.
+    """Buffers for the gradients of large weights, reused in every optimizer step.
 
-    Whoever wants to keep such a ``grad`` beyond the step has to clone it.
+    To keep such a ``grad`` beyond the step, clone it.
     """
 
     def __init__(self) -> None:
-        self._room: dict[Tensor, Tensor] = {}
+        self._buffers: dict[Tensor, Tensor] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Backward passes inside the block add to ``grad`` of large weights by themselves."""
+        """Context in which backward passes add directly to ``grad`` of large weights."""
         token = _current.set(self)
         try:
             yield
@@ -40,31 +40,31 @@ class GradBuffers:
             _current.reset(token)
 
     def of(self, weight: Tensor) -> Tensor:
-        """The gradient of a weight so far; zeros if there is none."""
+        """The accumulated gradient of a weight; zeros if there is none."""
         if weight.grad is None:
-            room = self._room.get(weight)
-            if room is None or _kind(room) != _kind(weight):
-                room = self._room[weight] = torch.empty_like(weight)
-            weight.grad = room.zero_()
+            buffer = self._buffers.get(weight)
+            if buffer is None or _layout(buffer) != _layout(weight):
+                buffer = self._buffers[weight] = torch.empty_like(weight)
+            weight.grad = buffer.zero_()
         return weight.grad
 
 
-def _kind(x: Tensor) -> tuple[Any, ...]:
+def _layout(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.device
 
 
-_current: ContextVar[GradBuffers | None] = ContextVar("gathering", default=None)
+_current: ContextVar[GradBuffers | None] = ContextVar("grad_buffers", default=None)
 
 
 def gathered(weight: Tensor) -> Tensor | None:
-    """Where a backward pass shall add the gradient of ``weight``; None: give it to autograd."""
-    into = _current.get()
-    alone = type(weight) is nn.Parameter and weight.is_leaf and weight.requires_grad
-    here = weight.device.type == "cpu" and weight.numel() >= _LARGE
-    if into is None or not (alone and here):
+    """The buffer for a backward pass to add the gradient of ``weight`` to; None: use autograd."""
+    buffers = _current.get()
+    plain = type(weight) is nn.Parameter and weight.is_leaf and weight.requires_grad
+    large = weight.device.type == "cpu" and weight.numel() >= _LARGE
+    if buffers is None or not (plain and large):
         return None
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return None if hooked else into.of(weight)
+    return None if hooked else buffers.of(weight)
 
 
 class _Embedding(torch.autograd.Function):
@@ -82,13 +82,13 @@ class _Embedding(torch.autograd.Function):
         if ctx.padding is not None:
             kept = ids != ctx.padding
             g, ids = g[kept], ids[kept]
-        into = gathered(weight)
-        total = torch.zeros_like(weight) if into is None else into
+        buffer = gathered(weight)
+        total = torch.zeros_like(weight) if buffer is None else buffer
         total.index_add_(0, ids, g.to(total.dtype))
-        return (total if into is None else None), None, None
+        return (total if buffer is None else None), None, None
 
 
 def embedding(weight: Tensor, ids: Tensor, padding: int | None = None) -> Tensor:
     """Rows ``ids`` of ``weight`` float [V, H]; the row ``padding`` gets no gradient."""
-    found: Tensor = _Embedding.apply(weight, ids, padding)
-    return found
+    rows: Tensor = _Embedding.apply(weight, ids, padding)
+    return rows

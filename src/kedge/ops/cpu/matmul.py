@@ -1,8 +1,8 @@
-"""Float32 matrix products on a CPU, by the quicker of the two libraries inside torch.
+"""Float32 matrix products on CPU, with the faster of the two libraries bundled with torch.
 
-torch multiplies float32 matrices with Intel's MKL, which leaves AVX-512 unused on processors of
-other makers.  oneDNN, which torch brings too, uses it: on an AMD EPYC of the fifth generation it
-does 210 GFLOP/s per core where MKL does 95.
+torch multiplies float32 matrices with Intel MKL, which does not use AVX-512 on processors of other
+vendors.  oneDNN, also part of torch, does: 210 GFLOP/s per core on a fifth-generation AMD EPYC,
+against 95 with MKL.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-_SMALLEST = 4_000_000  # operations; below, a call of oneDNN costs what it gains
+_SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
 def _unused_by_mkl() -> bool:
-    """Whether this processor has AVX-512 and is AMD's."""
+    """Whether this is an AMD processor with AVX-512."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    named = _CPUINFO.read_text(errors="replace") if _CPUINFO.exists() else platform.processor()
-    return "AuthenticAMD" in named and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    vendor = _CPUINFO.read_text(errors="replace") if _CPUINFO.exists() else platform.processor()
+    return "AuthenticAMD" in vendor and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def by_onednn(x: Tensor) -> bool:
-    """Whether oneDNN is the quicker library for large products with ``x`` on this machine.
+    """Whether oneDNN is faster for large products with ``x`` on this machine.
 
-    ``torch.backends.mkldnn.set_flags(False)``, torch's own switch, makes it never so.
+    Always False after ``torch.backends.mkldnn.set_flags(False)``.
     """
     plain = x.dtype == torch.float32 and x.device.type == "cpu"
     return plain and _unused_by_mkl() and bool(torch._C._get_mkldnn_enabled())
@@ -48,47 +48,47 @@ def product(
         x: float [m, k], any strides.
         w: float [n, k], any strides.
         bias: float [n].
-        room: float [m, n]; memory that the result may take.
+        room: float [m, n]; buffer that the result may use.
     """
     if 2 * x.numel() * len(w) >= _SMALLEST and by_onednn(x):
         if not _dense(w):
-            w = w.contiguous()  # oneDNN refuses rows that overlap
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
-        return found
+            w = w.contiguous()  # oneDNN does not support overlapping rows
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+        return result
     if bias is None:
         return torch.mm(x, w.T, out=room)
     return torch.addmm(bias, x, w.T, out=room)
 
 
 def float32_product(x: Tensor, w: Tensor, bias: Tensor | None, *, room: Tensor) -> Tensor:
-    """The product x w^T + bias in the dtype of ``room``, which nothing narrower has rounded.
+    """The product x w^T + bias in the dtype of ``room``, without rounding to a narrower dtype.
 
-    Of bfloat16 or float16 matrices the sums are kept as the float32 that they are added up in.
+    For bfloat16 or float16 matrices the result has the float32 sums of the accumulator.
 
     Args:
         x: float [m, k].
         w: float [n, k], of the dtype of ``x``.
         bias: float [n].
-        room: float [m, n], float32 or the dtype of ``x``; memory that the result may take.
+        room: float [m, n], float32 or the dtype of ``x``; buffer that the result may use.
     """
     if x.dtype == room.dtype:
         return product(x, w, bias, room=room)
-    if x.device.type == "cuda" and _keeps_sums(x.device):
-        found: Tensor = torch.mm(x, w.T, out_dtype=room.dtype)
-        return found if bias is None else found.add_(bias)
+    if x.device.type == "cuda" and _supports_out_dtype(x.device):
+        result: Tensor = torch.mm(x, w.T, out_dtype=room.dtype)
+        return result if bias is None else result.add_(bias)
     wide = None if bias is None else bias.to(room.dtype)
     return product(x.to(room.dtype), w.to(room.dtype), wide, room=room)
 
 
 @cache
-def _keeps_sums(device: torch.device) -> bool:
-    """Whether ``torch.mm`` gives out the float32 sums of bfloat16 products here."""
+def _supports_out_dtype(device: torch.device) -> bool:
+    """Whether ``torch.mm`` can return the float32 sums of bfloat16 products on this device."""
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
-        found: Tensor = torch.mm(x, x, out_dtype=torch.float32)
+        result: Tensor = torch.mm(x, x, out_dtype=torch.float32)
     except (TypeError, RuntimeError):  # torch before 2.8, or another backend
         return False
-    return found.dtype == torch.float32
+    return result.dtype == torch.float32
 
 
 def _dense(w: Tensor) -> bool:
@@ -98,12 +98,12 @@ def _dense(w: Tensor) -> bool:
 
 def outer(g: Tensor, x: Tensor) -> Tensor:
     """g^T x float [n, k] of g [m, n] and x [m, k], without gradient."""
-    # oneDNN is quickest where the first side of its result is the shorter.
+    # oneDNN is fastest if the first axis of the result is the shorter one.
     return product(g.T, x.T) if g.shape[1] <= x.shape[1] else product(x.T, g.T).T
 
 
 def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
-    """Add x w float [m, k] of x [m, n] and w [n, k] to ``total``, in its own precision."""
+    """Add x w float [m, k] of x [m, n] and w [n, k] to ``total``, in its precision."""
     if total.dtype == x.dtype and not by_onednn(x):
         total.addmm_(x, w)
     else:
@@ -111,7 +111,7 @@ def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
 
 
 def add_outer(total: Tensor, g: Tensor, x: Tensor) -> None:
-    """Add g^T x float [n, k] of g [m, n] and x [m, k] to ``total``, in its own precision."""
+    """Add g^T x float [n, k] of g [m, n] and x [m, k] to ``total``, in its precision."""
     if total.dtype == g.dtype and not by_onednn(g):
         total.addmm_(g.T, x)
     else:
@@ -139,7 +139,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, with gradient, by the quicker library.
+    """``torch.nn.functional.linear``, with gradient, with the faster library.
 
     Args:
         x: float [..., k].
@@ -149,5 +149,5 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     large = 2 * x.numel() * len(w) >= _SMALLEST and x.dtype == w.dtype
     if not (large and by_onednn(x)) or torch.is_autocast_enabled("cpu"):
         return functional.linear(x, w, bias)
-    found: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), w, bias)
-    return found.view(*x.shape[:-1], len(w))
+    result: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), w, bias)
+    return result.view(*x.shape[:-1], len(w))

@@ -1,4 +1,4 @@
-"""Layers of models on a CPU computed by quicker code, for the length of a block."""
+"""Temporarily replaces the forward of supported CPU layers by faster kernels."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class Kernels:
-    """What some models can gain on this machine; nothing, where torch's own code is as quick.
+    """Swaps supported layers for faster CPU kernels; a no-op elsewhere.
 
     Args:
-        models: on the device where they will be used.
+        models: already on the device where they will be used.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
-        self._heads = any(may_gain(m) for m in models)
+        self._attention = any(may_gain(m) for m in models)
         self._layers = [pair for m in models for pair in _layers(m)]
-        self._gathering = GradBuffers()
+        self._grad_buffers = GradBuffers()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Compute with the quicker code inside the block, backward passes included."""
-        # A forward that a layer has of its own is somebody else's, or an outer block's.
-        mine = [(x, forward) for x, forward in self._layers if "forward" not in vars(x)]
-        heads = attending() if self._heads else nullcontext()
-        large = self._gathering.active() if self._layers else nullcontext()
+        """Context that uses the faster kernels, backward passes included."""
+        # An instance attribute `forward` was set by the user or by an outer context.
+        patched = [(x, forward) for x, forward in self._layers if "forward" not in vars(x)]
+        attention = attending() if self._attention else nullcontext()
+        buffers = self._grad_buffers.active() if self._layers else nullcontext()
         try:
-            for layer, forward in mine:
+            for layer, forward in patched:
                 layer.__dict__["forward"] = forward
-            with heads, large:
+            with attention, buffers:
                 yield
         finally:
-            for layer, forward in mine:
+            for layer, forward in patched:
                 if vars(layer).get("forward") is forward:
                     del layer.__dict__["forward"]
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
-    """The layers that are computed otherwise, and how."""
+    """The layers to patch, and their new forward."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if type(weight) is not nn.Parameter or weight.device.type != "cpu":
@@ -57,11 +57,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
             yield layer, partial(_linear, layer)
         elif type(layer) is Conv1D and by_onednn(weight):
             yield layer, partial(_conv1d, layer)
-        elif type(layer) is nn.Embedding and _plain(layer):
+        elif type(layer) is nn.Embedding and _is_plain(layer):
             yield layer, partial(_embedding, layer)
 
 
-def _plain(layer: nn.Embedding) -> bool:
+def _is_plain(layer: nn.Embedding) -> bool:
     return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
 
 
