@@ -226,10 +226,10 @@ def test_nan_is_an_error_that_names_row_and_version():
     ("options", "message"),
     [
         ({"rollout_engine": "sglang"}, "rollout_engine='sglang' must be one of 'embedded', 'vllm'"),
-        ({"vllm_sleep": True}, "vllm_sleep=True is not read with rollout_engine='embedded'"),
+        ({"vllm_sleep": True}, "vllm_sleep=True has no effect with rollout_engine='embedded'"),
         (
             {"rollout_engine": "vllm", "vllm_engine_args": {"seed": 1}},
-            "vllm_engine_args sets seed, which Kedge decides",
+            "vllm_engine_args must not set seed",
         ),
         (
             {"rollout_engine": "vllm", "vllm_engine_args": "no json"},
@@ -409,7 +409,7 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
     asked = {"output_dir": "unused", "rollout_engine": "ray", "vllm_transfer": "nccl"}
     with pytest.raises(ConfigError, match=r"vllm_transfer='nccl' sends .* there is none here"):
         check_vllm(rollout_options(PPOConfig(**asked)), Sampling(max_new_tokens=1), model=policy())
-    with pytest.raises(ConfigError, match="vllm_transfer='nccl' is not read with"):
+    with pytest.raises(ConfigError, match="vllm_transfer='nccl' has no effect with"):
         rollout_options(PPOConfig(**asked | {"rollout_engine": "vllm_server"}))
 
 
