@@ -146,8 +146,8 @@ Every field of `kedge.{config}`, which is `transformers.TrainingArguments` with 
 Each one acts, hands its value to another name, or is refused when it is set away from its default.
 A few that cannot change what is trained are accepted without effect, with a warning.  On the
 command line a field `name` is `--name VALUE`; a yes-or-no field is `--name` and `--no_name`.
-`max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count updates: one batch
-of responses each.
+`max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count iterations: one
+batch of responses each.
 
 This page is made by `python docs/generate.py`,
 here with transformers {version}.
@@ -157,11 +157,11 @@ here with transformers {version}.
 # Sections of the page in order, and how ``Honored.where`` begins for their fields.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Learning": ("algorithm", "KL controller", "value model", "learner"),
-    "Batches and length of the run": ("plan",),
+    "Batches and length of the run": ("batch sizes",),
     "Sampling": ("sampling", "rows at a time"),
     "Rewards and prompts": ("rewards", "prompts"),
     "Evaluation, logs and checkpoints": (
-        *("evaluation", "cadence", "trackers", "checkpoints", "train()", "hub", "progress bar"),
+        *("evaluation", "schedule", "trackers", "checkpoints", "train()", "hub", "progress bar"),
     ),
     "Models": ("models", "loading", "command line and scripts"),
     "Loop and rollout engine": ("engine", "loop", "rollout engine"),

@@ -232,8 +232,8 @@ MUTANTS = [
     Mutant(
         "the servers of all learners share the same GPUs",
         "backends/vllm/build.py",
-        "mine = free[before * count * each :]",
-        "mine = free",
+        "gpus = free[before * count * each :]",
+        "gpus = free",
         "tests/unit/test_vllm.py",
     ),
     Mutant(

@@ -79,13 +79,13 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
     engine = server_of()
     service = engine.service
     engine.load_weights(trained(policy()), 6)
-    other, spans, read = Remote("http://vllm", uds=str(service._socket)), [], remote._answer
+    other, spans, read = Remote("http://vllm", uds=str(service._socket)), [], remote._result
 
     def noting(choice):
         spans.append([span["version"] for span in choice["weight_versions"]])
         return read(choice)
 
-    monkeypatch.setattr(remote, "_answer", noting)
+    monkeypatch.setattr(remote, "_result", noting)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(other.generate, build_requests(prompts(copies=60), LONG, 0))
         until = time.monotonic() + 60

@@ -114,7 +114,7 @@ def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
             load(weights, version)
 
     monkeypatch.setattr(service, "load", skip_the_third)
-    with pytest.raises(SyncError, match="loading version 2 changed nothing"):
+    with pytest.raises(SyncError, match="loading version 2 had no effect"):
         made.train()
     assert made.engine.step == 2
 
@@ -169,5 +169,5 @@ def test_a_server_that_does_not_start_says_why(shared, tmp_path):
 
 
 def test_no_server_at_the_url_is_one_clear_error(shared, tmp_path):
-    with pytest.raises(ConfigError, match=r"no vLLM server answers at http://127.0.0.1:9;"):
+    with pytest.raises(ConfigError, match=r"no vLLM server responds at http://127.0.0.1:9;"):
         trainer(shared, tmp_path, rollout_engine="http://127.0.0.1:9")

@@ -209,7 +209,7 @@ def test_an_engine_that_is_slow_to_come_back_never_samples_with_its_first_weight
 
 
 def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monkeypatch):
-    monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 0)
+    monkeypatch.setattr("kedge.backends.ray.actor._MAX_RESTARTS", 0)
     engine = engine_of(1)
     actor = engine.engines[0].actor
     monkeypatch.setattr(actor, "_limits", replace(actor._limits, call=0.01))
@@ -217,7 +217,7 @@ def test_an_engine_that_dies_again_and_again_or_takes_too_long_ends_the_run(monk
     with pytest.raises(RolloutError, match=too_long):
         engine.generate(prompts(copies=50), sampling=LONG, seed=0)
     monkeypatch.undo()
-    monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 1)
+    monkeypatch.setattr("kedge.backends.ray.actor._MAX_RESTARTS", 1)
     start = actor._start
 
     def start_and_die():
@@ -238,6 +238,6 @@ def test_no_room_is_one_clear_error_in_bounded_time():
         engine_of(99, ray_wait_seconds=1.0)
     assert time.monotonic() - begin < 10
     said = str(caught.value)
-    assert "no room within 1 s (ray_wait_seconds)" in said
-    assert "CPU: 99 asked for, 8 in the cluster" in said
+    assert "could not place within 1 s (ray_wait_seconds)" in said
+    assert "CPU: 99 requested, 8 in the cluster" in said
     assert "<- missing" in said

@@ -171,7 +171,7 @@ def test_a_learner_that_is_killed_ends_the_run_and_the_run_goes_on(tmp_path):
 
 def test_a_learner_that_hangs_is_found_and_ends_the_run(tmp_path):
     job = Train(options={"output_dir": str(tmp_path)}, strike=(1, 3, "stop"))
-    with pytest.raises(LaunchError, match=r"^learner 1 of 2: .* no sign of life for 5 s"):
+    with pytest.raises(LaunchError, match=r"^learner 1 of 2: .* no response for 5 s"):
         on_two(job)
 
 
@@ -182,8 +182,8 @@ def test_learners_without_room_are_one_clear_error():
             Train(), learners=[16], engines=1, limits=LaunchLimits(room=1.0), say=lambda text: None
         )
     assert time.monotonic() - begin < 10
-    assert "CPU: 17 asked for, 8 in the cluster" in str(caught.value)
-    assert "bundle 0 fits on no node; the largest has CPU 8" in str(caught.value)
+    assert "CPU: 17 requested, 8 in the cluster" in str(caught.value)
+    assert "bundle 0 does not fit on any node; the largest has CPU 8" in str(caught.value)
 
 
 def test_a_signal_writes_a_checkpoint_and_leaves_no_process_behind(tmp_path):

@@ -67,5 +67,5 @@ def test_a_bundle_larger_than_any_node_is_said_to_be(nodes):
     with pytest.raises(ConfigError) as caught:
         place(plan_seats(learners=[3]), wait_seconds=1.0)
     assert time.monotonic() - begin < 10
-    assert "CPU: 3 asked for, 4 in the cluster, 4 free" in str(caught.value)
-    assert "bundle 0 fits on no node; the largest has CPU 2" in str(caught.value)
+    assert "CPU: 3 requested, 4 in the cluster, 4 free" in str(caught.value)
+    assert "bundle 0 does not fit on any node; the largest has CPU 2" in str(caught.value)

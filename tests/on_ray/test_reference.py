@@ -74,7 +74,7 @@ class TestOnRay:
         ({"kl_coef": 0.0}, "no KL to a reference"),
         ({"kl_estimator": "full"}, "kl_estimator='full' needs"),
         ({"peft_config": {"r": 2}}, "the policy's own base"),
-        ({"ray_ref_workers": 0, "ray_ref_gpus": 0.5}, "ray_ref_gpus=0.5 is not read without"),
+        ({"ray_ref_workers": 0, "ray_ref_gpus": 0.5}, "ray_ref_gpus=0.5 has no effect without"),
     ],
 )
 def test_workers_without_work_are_refused(changes, said, monkeypatch):

@@ -109,7 +109,7 @@ class TestOnRay:
         timer.join()
         assert torch.equal(there.engine.reward.score(rollout).scores, want.scores)
         assert there.engine.reward._source.workers[0].restarts == 2
-        monkeypatch.setattr("kedge.backends.ray.actor._IN_A_ROW", 0)
+        monkeypatch.setattr("kedge.backends.ray.actor._MAX_RESTARTS", 0)
         flag.write_text("always")
         with pytest.raises(RewardError, match="reward worker 0 was lost 1 times in a row"):
             there.train()
@@ -131,7 +131,7 @@ class TestOnRay:
             with lock:
                 return [0.0] * len(completions)
 
-        with pytest.raises(ConfigError, match="cannot be sent to ray_reward_workers"):
+        with pytest.raises(ConfigError, match="cannot be pickled for ray_reward_workers"):
             made(reward_model=None, reward_funcs=[locked])
 
 

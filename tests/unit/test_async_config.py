@@ -204,20 +204,20 @@ def test_other_names_hand_their_values_over(
     ("given", "said"),
     [
         ({"beta": 0.1, "kl_coef": 0.2}, "beta=0.1 is another name of kl_coef"),
-        ({"async_mode": False, "max_lag": 2}, "means max_lag=0, and max_lag=2 is set"),
-        ({"local_mini_batch_size": 48}, "local_mini_batch_size=48 does not divide"),
-        ({"per_device_train_batch_size": 3}, "no multiple of per_device_train_batch_size=3"),
-        ({"local_rollout_batch_size": 0}, "must be a whole number of at least 1"),
+        ({"async_mode": False, "max_lag": 2}, "means max_lag=0, but max_lag=2 is set"),
+        ({"local_mini_batch_size": 48}, "local_mini_batch_size=48 must divide"),
+        ({"per_device_train_batch_size": 3}, "must be a multiple of per_device_train_batch_size=3"),
+        ({"local_rollout_batch_size": 0}, "must be an integer of at least 1"),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 is set"),
         ({"save_freq": 0}, "at least 1, or -1 for no checkpoints"),
         ({"save_freq": 10, "save_steps": 20}, "save_steps=20 is set"),
-        ({"num_evals": 0}, "num_evals=0 must be a whole number of at least 1"),
-        ({"local_eval_freq": 3}, "num_evals says how often"),
+        ({"num_evals": 0}, "num_evals=0 must be an integer of at least 1"),
+        ({"local_eval_freq": 3}, "num_evals sets the interval"),
         ({"vllm_sync_backend": "mpi"}, "must be one of 'nccl', 'gloo'"),
         ({"dataset_local_cache_dir": "x"}, "not cached"),
-        ({"code_api_url": "http://localhost"}, "own sandbox"),
-        ({"checkpoint_output_dir": "x"}, "nothing read it there"),
-        ({"llm_judge_timeout": 5}, "no language model judges during training"),
+        ({"code_api_url": "http://localhost"}, "in Kedge's sandbox"),
+        ({"checkpoint_output_dir": "x"}, "open-instruct does not read it"),
+        ({"llm_judge_timeout": 5}, "LLM judges are not available during training"),
         ({"stop_token": "comma"}, "stop_token='comma'"),
     ],
 )
@@ -238,7 +238,7 @@ def test_options_of_vllm_reach_it_or_are_said_to_be_unread(
         "max_model_len": 99,
     }
     assert small(**given).vllm_engine_args is None
-    assert "enforce_eager, gpu_memory_utilization: not read" in caplog.text
+    assert "enforce_eager, gpu_memory_utilization: no effect" in caplog.text
 
 
 def flags_of(script: Path, tmp_path: Path) -> list[str]:

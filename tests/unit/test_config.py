@@ -203,7 +203,7 @@ def test_precision_on_a_gpu_is_bf16(config, monkeypatch):
 def test_processes_that_do_not_find_one_another_are_an_error(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("kedge.config.base.is_torch_cuda_available", lambda: True)
-    with pytest.raises(ConfigError, match="2 processes were launched, but this one is one of 1"):
+    with pytest.raises(ConfigError, match="2 processes were launched, but this one sees 1"):
         config()
 
 
@@ -226,8 +226,8 @@ BAD = [
         {"temperature": "hot"},
         "temperature='hot' must be a number",
     ),
-    ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number of at least 1"),
-    ({"num_ppo_epochs": 1.5}, "num_ppo_epochs=1.5 must be a whole number"),
+    ({"num_mini_batches": 0}, "num_mini_batches=0 must be an integer of at least 1"),
+    ({"num_ppo_epochs": 1.5}, "num_ppo_epochs=1.5 must be an integer"),
     ({"num_ppo_epochs": True}, "num_ppo_epochs=True must be"),
     ({"response_length": 0}, "response_length=0 must be"),
     ({"kl_coef": -0.05}, "kl_coef=-0.05 must be"),
@@ -243,55 +243,55 @@ BAD = [
     ({"seed": -1}, "seed=-1 must be"),
     ({"kl_estimator": "k4"}, "kl_estimator='k4' must be one of 'k1', 'k2', 'k3', 'abs', 'full'"),
     ({"stop_token": "pad"}, "stop_token='pad' must be 'eos' or None"),
-    ({"stop_token": None, "missing_eos_penalty": 1.0}, "nothing can end a response here"),
+    ({"stop_token": None, "missing_eos_penalty": 1.0}, "nothing can end a response"),
     ({"stop_token": None, "non_eos_penalty": True}, 'Set stop_token="eos", or leave non_eos_pen'),
     (
         {"stop_token_ids": [-1]},
-        "stop_token_ids=[-1] must be a list (each a whole number",
+        "stop_token_ids=[-1] must be a list (each an integer",
     ),
     ({"stop_strings": "end"}, "stop_strings='end' must be a list"),
     ({"stop_strings": [""]}, "stop_strings=[''] must be"),
-    ({"min_new_tokens": 9, "response_length": 8}, "min_new_tokens=9 is more than"),
-    ({"top_k": 5}, "top_k=5 leaves tokens out"),
+    ({"min_new_tokens": 9, "response_length": 8}, "min_new_tokens=9 must be at most"),
+    ({"top_k": 5}, "top_k=5 excludes tokens from sampling"),
     ({"top_p": 0.9}, "set keep_sampling_mask=True"),
-    ({"min_p": 0.1, "top_p": 0.5}, "top_p=0.5, min_p=0.1 leaves tokens out"),
+    ({"min_p": 0.1, "top_p": 0.5}, "top_p=0.5, min_p=0.1 excludes tokens from sampling"),
     ({"non_eos_penalty": True, "missing_eos_penalty": 1.0}, "set one of them"),
     ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be"),
     ({"on_reward_error": "score"}, "needs reward_error_score"),
-    ({"reward_error_score": 0.0}, "is read with on_reward_error='score'"),
+    ({"reward_error_score": 0.0}, "needs on_reward_error='score'"),
     ({"on_reward_error": "ignore"}, "on_reward_error='ignore' must be one of"),
     ({"reward_weights": ["a"]}, "reward_weights=['a'] must be a list (each a finite number"),
-    ({"adaptive_kl": True, "kl_coef": 0.0}, "kl_coef=0 stays 0"),
-    ({"ref_adapter_name": "a", "model_adapter_name": "a"}, "would move with the policy"),
+    ({"adaptive_kl": True, "kl_coef": 0.0}, "kl_coef=0 would stay 0"),
+    ({"ref_adapter_name": "a", "model_adapter_name": "a"}, "the reference would be the policy"),
     ({"replay_rollouts": "/nowhere"}, "replay_rollouts='/nowhere' is not a folder"),
     ({"replay_rollouts": "/tmp", "save_rollouts": "x"}, "set one of them"),
-    ({"replay_rollouts": "/tmp", "max_lag": 1}, "max_lag=1 has no meaning"),
+    ({"replay_rollouts": "/tmp", "max_lag": 1}, "max_lag=1 has no effect"),
     ({"optim": "galore_adamw"}, "optim='galore_adamw' is not supported"),
     ({"optim": "no_such"}, "no_such"),
-    ({"optim": "adafacto"}, "the nearest is 'adafactor'"),
-    ({"optim_args": "x"}, "optim_args='x' must be name=value pairs"),
-    ({"gradient_checkpointing_kwargs": {"a": 1}}, "sets 'a', which torch.utils.checkpoint does"),
-    ({"gradient_checkpointing_kwargs": '{"a": 1}'}, "sets 'a', which torch.utils.checkpoint does"),
-    ({"fsdp_config": "x"}, "the name of a JSON file or None; there is no such file"),
+    ({"optim": "adafacto"}, "Did you mean 'adafactor'?"),
+    ({"optim_args": "x"}, "optim_args='x' must be comma-separated name=value pairs"),
+    ({"gradient_checkpointing_kwargs": {"a": 1}}, "has the unknown argument 'a'"),
+    ({"gradient_checkpointing_kwargs": '{"a": 1}'}, "has the unknown argument 'a'"),
+    ({"fsdp_config": "x"}, "the name of a JSON file or None; the file does not exist"),
     ({"deepspeed": "x"}, "deepspeed='x' must be"),
     ({"torch_compile_mode": "x"}, "torch_compile_mode='x' must be one of 'default', 'lite'"),
     ({"log_level": "loud"}, "log_level='loud' must be one of 'detail', 'debug'"),
     ({"warmup_steps": math.inf}, "warmup_steps=inf must be a number of at least 0"),
-    ({"save_rollouts": "a\0b"}, r"save_rollouts='a\x00b' must be a text"),
+    ({"save_rollouts": "a\0b"}, r"save_rollouts='a\x00b' must be a non-empty string"),
     ({"save_rollouts": "a\0b"}, "without NUL characters"),
-    ({"save_rollouts": "a" * 5000}, "is too long for the name of a folder"),
-    ({"stop_strings": ["\ud800"]}, "it holds lone surrogates"),
+    ({"save_rollouts": "a" * 5000}, "is too long for a path"),
+    ({"stop_strings": ["\ud800"]}, "without lone surrogates"),
     ({"total_episodes": 10**5000}, "total_episodes=a number of about 5001 digits must be"),
     ({"eval_delay": "x"}, "eval_delay='x' must be a number of at least 0, without quotes"),
     ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not supported"),
     ({"lr_scheduler_type": "nonsense"}, "nonsense"),
     (
         {"accelerator_config": {"split_batches": True}},
-        "sets split_batches, which steer a data",
+        "sets split_batches, which configure a data",
     ),
-    ({"output_dir": __file__}, "is a file; name a folder"),
+    ({"output_dir": __file__}, "is a file; give a folder"),
     ({"load_best_model_at_end": True}, "load_best_model_at_end"),
-    ({"world_size": 7}, "world_size=7 but 1 processes are running"),
+    ({"world_size": 7}, "world_size=7, but 1 processes run"),
     ({"value_source": "magic"}, "value_source='magic' must be one of"),
     ({"score_position": "first"}, "score_position='first' must be one of"),
     ({"overlong_prompts": "keep"}, "overlong_prompts='keep' must be one of"),
@@ -318,7 +318,7 @@ def test_a_value_set_afterwards_is_checked_by_resolve(config):
 
 def test_a_single_value_cannot_be_whitened(config):
     one = {"per_device_train_batch_size": 1, "response_length": 1}
-    with pytest.raises(ConfigError, match="whiten_advantages=True, but a batch of one sample"):
+    with pytest.raises(ConfigError, match="whiten_advantages=True needs a batch of at least 2"):
         resolve(config(**one))
     assert resolve(config(**one), world_size=2).batch.world_size == 2
     assert resolve(config(**one, whiten_advantages=False)).ppo.whiten_advantages is False
@@ -346,7 +346,7 @@ def test_without_an_eos_token_a_run_says_that_nothing_ends_a_response(config, ca
 
 @pytest.mark.parametrize("options", [{"missing_eos_penalty": 1.0}, {"non_eos_penalty": True}])
 def test_options_that_need_an_end_refuse_a_run_without_one(config, options):
-    with pytest.raises(ConfigError, match=r"names an EOS token\. Set stop_token_ids or stop_str"):
+    with pytest.raises(ConfigError, match=r"has an EOS token\. Set stop_token_ids or stop_str"):
         resolve(config(**options))
     resolve(config(**options), eos_token_ids=(7,))
     resolve(config(**options, stop_token=None, stop_strings=["."]))
@@ -398,7 +398,7 @@ def test_cadence_can_be_silent(config):
     made = config(logging_strategy="no", save_strategy="no", num_sample_generations=0)
     c = build_schedule(made, updates=20, updates_per_epoch=None)
     assert [due(c, w) for w in ("logs", "saves", "evaluates", "samples")] == [[], [], [], []]
-    with pytest.raises(ConfigError, match="length of the dataset is unknown"):
+    with pytest.raises(ConfigError, match="needs a dataset with a length"):
         build_schedule(config(save_strategy="epoch"), updates=20, updates_per_epoch=None)
 
 

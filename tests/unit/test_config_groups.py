@@ -105,7 +105,12 @@ def test_both_names_of_one_thing_are_refused(older: str, newer: str, out: dict[s
 def test_mixed_spellings_are_refused_and_the_way_out_is_named(out: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         RLOOConfig(**out, rloo_k=4, beta=0.1)
-    for words in ("rloo_k=4", "beta=0.1", "num_generations for rloo_k", "kl_coef for beta"):
+    for words in (
+        "rloo_k=4",
+        "beta=0.1",
+        "replace rloo_k by num_generations",
+        "or beta by kl_coef",
+    ):
         assert words in str(error.value)
 
 
@@ -166,8 +171,11 @@ def test_sizes_of_a_generation(config: Any, given: dict[str, Any], out: dict[str
     ("given", "words"),
     [
         ({"steps_per_generation": 2, "generation_batch_size": 8}, "steps_per_generation=2 and"),
-        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "does not divide"),
-        ({"generation_batch_size": 12}, "generation_batch_size=12 is no multiple"),
+        (
+            {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+            "must be a multiple of gradient_accumulation_steps",
+        ),
+        ({"generation_batch_size": 12}, "generation_batch_size=12 must be a multiple"),
     ],
 )
 def test_sizes_that_do_not_fit(given: dict[str, Any], words: str, out: dict[str, Any]) -> None:
@@ -189,13 +197,13 @@ def test_ratios_of_responses_under_a_loss_of_tokens_are_pointed_out(out, caplog)
     GRPOConfig(**out, importance_sampling_level="sequence", loss_type="grpo")
     assert not caplog.records
     GRPOConfig(**out, importance_sampling_level="sequence")
-    assert "loss_type='dapo' sums over tokens" in caplog.text
+    assert "loss_type='dapo' gives long responses" in caplog.text
 
 
 def test_a_vllm_that_is_too_old_is_refused_at_the_start(out, monkeypatch) -> None:
     monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
     monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.31.2")
-    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer, and 0\.31\.2 is installed"):
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer, got 0\.31\.2"):
         resolve_grpo(GRPOConfig(**out, rollout_engine="vllm"))
     monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.32.0rc1")
     resolve_grpo(GRPOConfig(**out, rollout_engine="vllm"))
@@ -229,12 +237,12 @@ def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
         ({"delta": 1.1}, "delta=1.1"),
         ({"delta": 3.0, "loss_type": "cispo"}, "delta=3.0"),
         ({"overlong_buffer": 600}, "overlong_buffer=600"),
-        ({"overlong_buffer": 9, "stop_token": None}, "nothing can end a response here"),
+        ({"overlong_buffer": 9, "stop_token": None}, "nothing can end a response"),
         ({"mask_truncated_completions": True, "stop_token": None}, "nothing can end a response"),
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"beta": -1.0}, "beta=-1.0"),
         ({"disable_dropout": False}, "disable_dropout=False"),
-        ({"vllm_server_port": 1}, "vllm_server_port=1 is read with use_vllm=True alone"),
+        ({"vllm_server_port": 1}, "vllm_server_port=1 has no effect without use_vllm=True"),
         ({"response_length": 5, "max_completion_length": 6}, "another name of response_length"),
     ],
 )
@@ -255,7 +263,7 @@ def test_vllm_in_the_names_of_trl(config, tmp_path, monkeypatch):
     place = {"vllm_server_host": "box", "vllm_server_port": 7, "vllm_server_timeout": 9.0}
     there = config(output_dir=str(tmp_path), use_vllm=True, vllm_mode="server", **place)
     assert (there.rollout_engine, there.worker_start_timeout) == ("http://box:7", 9.0)
-    with pytest.raises(ConfigError, match="use_vllm=True and rollout_engine='vllm' both say"):
+    with pytest.raises(ConfigError, match="use_vllm=True and rollout_engine='vllm' are both set"):
         config(output_dir=str(tmp_path), use_vllm=True, rollout_engine="vllm")
 
 

@@ -189,7 +189,7 @@ def test_the_judgment_notices_what_is_wrong() -> None:
     [
         ({"trust_remote_code": "false"}, "trust_remote_code='false' must be True or False, with"),
         ({"use_peft": 1}, "use_peft=1 must be True or False"),
-        ({"lora_r": "16"}, "lora_r='16' must be a whole number of at least 1, without quotes"),
+        ({"lora_r": "16"}, "lora_r='16' must be an integer of at least 1, without quotes"),
     ],
 )
 def test_model_arguments_take_only_their_types(given: dict[str, Any], said: str) -> None:
@@ -228,6 +228,6 @@ def test_a_field_keeps_its_range_where_a_subclass_changes_its_default(tmp_path: 
 
 
 def test_tokens_are_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="hub_token=<list> must be a text") as error:
+    with pytest.raises(ConfigError, match="hub_token=<list> must be a non-empty string") as error:
         PPOConfig(output_dir=str(tmp_path), hub_token=["hf_secret"])
     assert "hf_secret" not in str(error.value)

@@ -88,7 +88,7 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["", "  "])
 def test_a_run_needs_a_folder_with_a_name(folder: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"output_dir=.* must be a text that is not empty|names no folder"
+        ConfigError, match=r"output_dir=.* must be a non-empty string|must be the path"
     ):
         PPOConfig(output_dir=folder, use_cpu=True)
 

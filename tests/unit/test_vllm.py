@@ -78,13 +78,13 @@ def test_another_version_is_an_error():
     model = policy()
     blueprint = PolicySpec.of(model)
     engine = VLLMEngine(Ours(blueprint, trained(model), "version"), blueprint, pad_id=0)
-    with pytest.raises(SyncError, match="says it holds version 0 after being sent 1"):
+    with pytest.raises(SyncError, match="reports version 0 after being sent 1"):
         engine.load_weights(trained(model), 1)
 
 
 @pytest.mark.parametrize("by", [1e-2, 1e-5])
 def test_a_sync_that_changed_nothing_is_an_error_however_small_the_update(by):
-    with pytest.raises(SyncError, match="changed nothing"):
+    with pytest.raises(SyncError, match="had no effect"):
         receipts("skips", by)
 
 
@@ -125,7 +125,10 @@ def test_a_tied_head_is_sent_as_a_weight_of_its_own():
         (lambda w: {}, "no weights were given"),
         (lambda w: w | {"more": torch.zeros(1)}, "'more', which the engine's model does not have"),
         (lambda w: w | {"lm_head.weight": torch.zeros(3, 3)}, r"lm_head.weight is \(3, 3\)"),
-        (lambda w: {k: v for k, v in w.items() if "norm" not in k}, "lack 'model.layers.0.inp"),
+        (
+            lambda w: {k: v for k, v in w.items() if "norm" not in k},
+            "trained weight 'model.layers.0.inp",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(change, message):
@@ -165,7 +168,9 @@ def test_requests_ask_for_the_distribution_that_trains():
 
 
 def test_temperatures_that_vllm_would_change_are_refused():
-    with pytest.raises(ConfigError, match=r"temperature=0.001; vLLM samples at 0.01 or above"):
+    with pytest.raises(
+        ConfigError, match=r"temperature=0.001 must be 0 .* or at least 0.01 with vLLM"
+    ):
         build_sampling_params(Sampling(max_new_tokens=1, temperature=0.001))
 
 
@@ -212,7 +217,7 @@ def test_a_stop_string_ends_a_response_where_it_is_complete():
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3]])
 def test_too_little_or_too_much_is_an_error(tokens):
-    with pytest.raises(RolloutError, match=f"answered {len(tokens)} to {len(tokens)} tokens"):
+    with pytest.raises(RolloutError, match=f"responses of {len(tokens)} to {len(tokens)} tokens"):
         record([answer(tokens)], Sampling(max_new_tokens=2))
 
 
@@ -226,10 +231,10 @@ def test_nan_is_an_error_that_names_row_and_version():
     ("options", "message"),
     [
         ({"rollout_engine": "sglang"}, "rollout_engine='sglang' must be one of 'embedded', 'vllm'"),
-        ({"vllm_sleep": True}, "vllm_sleep=True is not read with rollout_engine='embedded'"),
+        ({"vllm_sleep": True}, "vllm_sleep=True has no effect with rollout_engine='embedded'"),
         (
             {"rollout_engine": "vllm", "vllm_engine_args": {"seed": 1}},
-            "vllm_engine_args sets seed, which Kedge decides",
+            "vllm_engine_args must not set seed",
         ),
         (
             {"rollout_engine": "vllm", "vllm_engine_args": "no json"},
@@ -270,15 +275,15 @@ def trainer_of(tmp_path, monkeypatch, model, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "attention heads of size 8; vLLM on CPUs runs 32, 64"),
+        ({}, "attention heads of size 8, but vLLM on CPUs supports only 32, 64"),
         ({"vllm_sleep": True, "heads": 1}, "vllm_sleep=True needs a GPU"),
         (
             {"top_k": 5, "keep_sampling_mask": True, "heads": 1},
-            "top_k=5, top_p=1.0, min_p=0.0 cut the distribution, and vLLM does not say",
+            "top_k=5, top_p=1.0, min_p=0.0 exclude tokens, and vLLM does not report",
         ),
         (
             {"rollout_engine": "http://127.0.0.1:9", "min_new_tokens": 2},
-            "min_new_tokens=2 with the server at http://127.0.0.1:9",
+            "min_new_tokens=2 is not supported with the server at http://127.0.0.1:9",
         ),
     ],
 )
@@ -396,7 +401,7 @@ def test_servers_of_one_learner_are_its_own(monkeypatch):
     assert gpus_of_servers(2, 1, share=True) == ["2", "3"]
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert gpus_of_servers(1, 2, share=True) == ["4,5"]
-    with pytest.raises(ConfigError, match="need 8, and there are 6"):
+    with pytest.raises(ConfigError, match="need 8 GPUs, got 6"):
         gpus_of_servers(3, 1, share=True)
 
 
@@ -407,9 +412,9 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
     for module in ("rollout", "ray"):
         monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
     asked = {"output_dir": "unused", "rollout_engine": "ray", "vllm_transfer": "nccl"}
-    with pytest.raises(ConfigError, match=r"vllm_transfer='nccl' sends .* there is none here"):
+    with pytest.raises(ConfigError, match=r"vllm_transfer='nccl' needs a GPU"):
         check_vllm(rollout_options(PPOConfig(**asked)), Sampling(max_new_tokens=1), model=policy())
-    with pytest.raises(ConfigError, match="vllm_transfer='nccl' is not read with"):
+    with pytest.raises(ConfigError, match="vllm_transfer='nccl' has no effect with"):
         rollout_options(PPOConfig(**asked | {"rollout_engine": "vllm_server"}))
 
 
@@ -438,5 +443,5 @@ def test_more_servers_than_gpus_are_refused(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="need 3, and there are 2"):
+    with pytest.raises(ConfigError, match="need 3 GPUs, got 2"):
         gpus_of_servers(2, 1)

@@ -1,1 +1,1 @@
-"""Public options, and how they become typed parts."""
+"""Public options and how they are resolved into typed settings."""

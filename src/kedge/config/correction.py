@@ -1,4 +1,4 @@
-"""Options of the weight of learner against sampler."""
+"""Options of the importance weights of the learner against the rollout engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
 
 HIGH: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "sequence_mean": 1.01}
-# TRL's values of vllm_importance_sampling_mode.
+# Values of TRL's vllm_importance_sampling_mode.
 MODES: dict[str, tuple[Level, Kind]] = {
     "token_truncate": ("token", "truncate"),
     "token_mask": ("token", "mask"),
@@ -25,14 +25,14 @@ _TRL = "vllm_importance_sampling_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionOptions:
-    """What is asked of ``kedge.math.importance.Correction``.
+    """The requested importance-sampling correction; see ``kedge.math.importance.Correction``.
 
     Attributes:
-        kind: as there.
+        kind: what happens to weights out of bounds.
         level: None: that of the algorithm's ratio, the token or the whole response.
-        high: None: 2 for tokens, 5 for whole responses, 1.01 for the geometric mean.
-        low: as there.
-        reason: why it is on though ``sampler_correction`` does not name it; "" where it does.
+        high: upper bound. None: 2 for tokens, 5 for responses, 1.01 for the geometric mean.
+        low: lower bound.
+        reason: why ``sampler_correction="auto"`` turned it on; "" if it was set explicitly.
     """
 
     kind: Kind
@@ -43,34 +43,34 @@ class CorrectionOptions:
 
 
 def correction_options(config: Any, rollout: RolloutOptions) -> CorrectionOptions | None:
-    """The weights that a run uses; None: none.
+    """The correction that a run uses, or None.
 
-    With ``sampler_correction="auto"`` they are on from ``max_lag=2``, and where TRL's are: with
-    vLLM in GRPO, under TRL's names.
+    ``sampler_correction="auto"`` turns it on if ``max_lag >= 2``, and in GRPO with vLLM as TRL's
+    ``vllm_importance_sampling_*`` say.
 
     Raises:
-        ConfigError: bounds in the wrong order, or both spellings at once.
+        ConfigError: bounds in the wrong order, or an unknown mode of TRL.
     """
     kind = config.sampler_correction
-    own = CorrectionOptions(
+    explicit = CorrectionOptions(
         kind="truncate" if kind in ("auto", "off", None) else kind,
         level=config.sampler_correction_level,
         high=config.sampler_correction_high,
         low=config.sampler_correction_low,
     )
-    _check_order("sampler_correction_low", own.low, "sampler_correction_high", own.high)
-    trl = _of_trl(config, rollout)
+    _check_order("sampler_correction_low", explicit.low, "sampler_correction_high", explicit.high)
+    trl = _trl_correction(config, rollout)
     if kind in ("off", None):
         return None
     if kind != "auto":
-        return own
+        return explicit
     if config.max_lag >= 2:
-        return replace(own, reason=f"max_lag={config.max_lag}")
+        return replace(explicit, reason=f"max_lag={config.max_lag}")
     return trl
 
 
-def _of_trl(config: Any, rollout: RolloutOptions) -> CorrectionOptions | None:
-    """What TRL's five names ask for; read where vLLM samples."""
+def _trl_correction(config: Any, rollout: RolloutOptions) -> CorrectionOptions | None:
+    """The correction set by TRL's options, which apply if vLLM samples; None without."""
     if not hasattr(config, "vllm_importance_sampling_mode"):
         return None
     mode = config.vllm_importance_sampling_mode
@@ -81,13 +81,15 @@ def _of_trl(config: Any, rollout: RolloutOptions) -> CorrectionOptions | None:
     low = config.vllm_importance_sampling_clip_min
     for name, bound in (("clip_max", high), ("clip_min", low)):
         if bound is not None and not 0 <= bound < math.inf:
-            raise ConfigError(f"{_TRL}{name}={bound!r} must be a number from 0, or unset")
+            raise ConfigError(
+                f"{_TRL}{name}={bound!r} must be a finite number of at least 0, or unset"
+            )
     _check_order(f"{_TRL}clip_min", low, f"{_TRL}clip_max", high)
     if not (rollout.uses_vllm and config.vllm_importance_sampling_correction):
         return None
     if kind == "truncate" and high is None and low is None:
         raise ConfigError(
-            f"{_TRL}mode={mode!r} has no bound to truncate at; set {_TRL}clip_max or clip_min, or"
+            f"{_TRL}mode={mode!r} needs a bound: set {_TRL}clip_max or {_TRL}clip_min, or"
             f" {_TRL}correction=False"
         )
     return CorrectionOptions(

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _GRPO = "algorithm: kedge.algorithms.grpo"
 _ENTROPY = Refused("there is no entropy bonus", "leave it at its default")
-_SAPO = Refused("this loss is not built", "leave it at its default")
-_VLLM_WEIGHTS = Honored("engine: the weight of learner against vLLM")
+_SAPO = Refused("this loss is not implemented", "leave it at its default")
+_VLLM_WEIGHTS = Honored("engine: importance weights of the learner against vLLM")
 
 GRPO_SUPPORT: dict[str, Support] = {
     **FIELD_SUPPORT,
@@ -47,14 +47,16 @@ GRPO_SUPPORT: dict[str, Support] = {
         ),
         Honored(_GRPO),
     ),
-    "cast_lm_head_to_fp32": Ignored("logits of training are float32 in every run", also=(True,)),
+    "cast_lm_head_to_fp32": Ignored("training logits are always float32", also=(True,)),
     "multi_objective_aggregation": Refused(
-        "rewards are weighed and summed before they are normalized", "leave it at its default"
+        "rewards are weighted and summed before normalization", "leave it at its default"
     ),
-    "top_entropy_quantile": Refused("every token takes part", "leave it at its default"),
-    "max_tool_calling_iterations": Refused("tools are not called", "leave it unset"),
+    "top_entropy_quantile": Refused(
+        "the loss always covers every token", "leave it at its default"
+    ),
+    "max_tool_calling_iterations": Refused("tool calling is not supported", "leave it unset"),
     "off_policy_mask_threshold": Refused(
-        "stale responses are anchored at what sampled them", "set sampler_correction, or leave it"
+        "sampler_correction handles off-policy responses", "set sampler_correction instead"
     ),
     **dict.fromkeys(
         (
@@ -101,8 +103,8 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     """Options of ``kedge.GRPOTrainer``, with the names and defaults of TRL 1.16.
 
     ``max_completion_length``, ``num_iterations``, ``steps_per_generation`` and
-    ``generation_batch_size`` are handed over to ``response_length``, ``num_ppo_epochs`` and
-    ``num_mini_batches`` when the config is made.
+    ``generation_batch_size`` are converted to ``response_length``, ``num_ppo_epochs`` and
+    ``num_mini_batches`` on construction.
 
     Raises:
         ConfigError: a value or a combination that cannot work.
@@ -114,46 +116,47 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     learning_rate: float = option(1e-6, "Learning rate.")
     num_ppo_epochs: int = option(1, "Passes over each batch of responses.")
     num_generations: int = option(8, "Responses per prompt, at least 2.")
-    response_length: int = option(512, "Most tokens of a response.")
-    temperature: float = option(1.0, "Logits are divided by it, in sampling and in training.")
-    kl_coef: float = option(0.0, "Weight of a KL penalty (k1) in the reward, beside beta.")
+    response_length: int = option(512, "Maximum length of a response, in tokens.")
+    temperature: float = option(1.0, "Sampling temperature; divides the logits in training too.")
+    kl_coef: float = option(0.0, "Weight of a KL penalty (k1) in the reward, in addition to beta.")
 
     # GRPO.
-    epsilon: float = option(0.2, "The probability ratio is clipped at 1 - this.", gt=0, le=math.inf)
+    epsilon: float = option(
+        0.2, "Lower clip: the probability ratio is at least 1 - epsilon.", gt=0, le=math.inf
+    )
     epsilon_high: float | None = option(
         None,
-        "And at 1 + this. Unset: epsilon. With cispo the largest weight itself; unset: 5.",
+        "Upper clip: the ratio is at most 1 + this. Unset: epsilon. With cispo the largest weight; "
+        "unset: 5.",
         gt=0,
         le=math.inf,
     )
-    delta: float | None = option(None, "Largest ratio of a token with negative advantage.", gt=1)
-    beta: float = option(0.0, "Weight of the KL in the loss; above 0 there is a reference.", ge=0)
+    delta: float | None = option(None, "Largest ratio of tokens with negative advantage.", gt=1)
+    beta: float = option(0.0, "Weight of the KL in the loss; above 0 needs a reference.", ge=0)
     kl_estimator: KLEstimator = option("k3", "Estimator of the KL in the loss: k1, k2, k3, abs.")
     use_bias_correction_kl: bool = option(True, "Multiply the KL in the loss by the ratio.")
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"] = option(
-        "dapo", "How tokens are weighed, or cispo; see kedge.algorithms.grpo."
+        "dapo", "How the loss averages tokens, or cispo; see kedge.algorithms.grpo."
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group",
-        "Whose standard deviation divides the advantages.",
+        "Divide advantages by the standard deviation of the scores of the group or the batch.",
         accepts=Literal["group", "batch", "none"] | bool,
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
-        "token", "sequence is GSPO: the geometric mean of a response's ratios."
+        "token", "Ratio per token, or per sequence (GSPO): the geometric mean over the response."
     )
     mask_truncated_completions: bool = option(
-        False, "Do not train on responses that the length limit cut off."
+        False, "Exclude responses that were truncated at the length limit from the loss."
     )
-    drop_uniform_groups: bool = option(False, "Do not train on groups of equal scores.")
+    drop_uniform_groups: bool = option(False, "Exclude groups with equal scores from the loss.")
     dynamic_sampling: int = option(
-        0, "Rounds in which groups of equal scores are sampled anew for other prompts (DAPO).", ge=0
+        0, "Most rounds of replacing groups with equal scores by new prompts (DAPO).", ge=0
     )
     overlong_buffer: int = option(
-        0, "Tokens before response_length over which the score falls by up to 1 (DAPO).", ge=0
+        0, "Tokens before response_length over which the score drops by up to 1 (DAPO).", ge=0
     )
-    cast_lm_head_to_fp32: bool = option(
-        False, "Accepted: the logits of training are float32 in every run."
-    )
+    cast_lm_head_to_fp32: bool = option(False, "No effect: training logits are always float32.")
     sapo_temperature_neg: float = _refused(1.05)
     sapo_temperature_pos: float = _refused(1.0)
     vespo_k_pos: float = _refused(2.0)
@@ -171,17 +174,17 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     max_tool_calling_iterations: int | None = _refused(None)
     vllm_importance_sampling_correction: bool = option(
         True,
-        "With vLLM: weigh responses by learner against vLLM. sampler_correction, if set, is used "
-        "instead.",
+        "With vLLM: importance weights of the learner against vLLM. Overridden by "
+        "sampler_correction if set.",
     )
     vllm_importance_sampling_mode: str = option(
-        "sequence_mask", "token_ or sequence_, with truncate or mask: which weights, and the bound."
+        "sequence_mask", "{token,sequence}_{truncate,mask}: level of the weights, and the bound."
     )
     vllm_importance_sampling_clip_max: float | None = option(
-        3.0, "Weights above it are lowered or masked. Unset: no bound.", ge=0
+        3.0, "Weights above this are truncated or masked. Unset: no bound.", ge=0
     )
     vllm_importance_sampling_clip_min: float | None = option(
-        None, "Weights below it are raised or masked. Unset: no bound.", ge=0
+        None, "Weights below this are raised or masked. Unset: no bound.", ge=0
     )
     vllm_importance_sampling_cap: float | None = option(
         None, "Older name of vllm_importance_sampling_clip_max.", ge=0
@@ -199,14 +202,14 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
 
     @property
     def length_option(self) -> str:
-        """What this config's users call ``response_length``, for messages."""
+        """The name of ``response_length`` to use in messages."""
         return "max_completion_length"
 
     def _check_grpo(self) -> None:
         if self.kl_estimator == "full":
             raise ConfigError(
-                "kl_estimator='full' is not a function of the sampled tokens alone, which a loss"
-                " has to be; set k1, k2, k3 or abs"
+                "kl_estimator='full' needs the whole distribution, but the KL in the loss uses only"
+                " the sampled tokens; set k1, k2, k3 or abs"
             )
         if self.overlong_buffer > self.response_length:
             raise ConfigError(
@@ -214,25 +217,26 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
                 f" max_completion_length={self.response_length}"
             )
         if self.loss_type == "cispo" and self.delta is not None:
-            raise ConfigError(f"delta={self.delta} bounds a clipped loss, and cispo has none")
+            raise ConfigError(
+                f"delta={self.delta} has no effect with loss_type='cispo'; leave delta unset"
+            )
         if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
             logger.warning(
-                "importance_sampling_level='sequence' clips whole responses, and loss_type=%r sums"
-                " over tokens, which weighs long responses more; GSPO averages responses:"
-                " loss_type='grpo'",
+                "importance_sampling_level='sequence' with loss_type=%r gives long responses more"
+                " weight, since the loss sums over tokens; for GSPO set loss_type='grpo'",
                 self.loss_type,
             )
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.delta is not None and self.delta <= 1 + high:
             raise ConfigError(
-                f"delta={self.delta} must be above 1 + epsilon_high={1 + high:g}, or the clip at"
-                " epsilon_high never acts"
+                f"delta={self.delta} must be above 1 + epsilon_high={1 + high:g}; otherwise"
+                " the clip at epsilon_high has no effect"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOOptions:
-    """The keyword arguments of ``kedge.algorithms.grpo`` that the config knows."""
+    """Keyword arguments of ``kedge.algorithms.grpo`` that the config sets."""
 
     epsilon: float
     epsilon_high: float | None
@@ -252,20 +256,20 @@ class GRPOOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOSettings(RunSettings):
-    """Everything a GRPO run is told."""
+    """All settings of a GRPO run."""
 
     grpo: GRPOOptions
 
     @property
     def loss_kl_coef(self) -> float:
-        """Weight of the KL in the loss, on top of the one in the reward."""
+        """Weight of the KL in the loss, in addition to the one in the reward."""
         return self.grpo.beta
 
 
 def resolve_grpo(
     config: GRPOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
 ) -> GRPOSettings:
-    """Typed parts of a checked config.
+    """Resolve a config into typed settings.
 
     Args, Raises: as for ``kedge.config.resolve.resolve``.
     """

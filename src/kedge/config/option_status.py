@@ -1,4 +1,4 @@
-"""Where each field of PPOConfig acts, or why it is refused.  The docs page is made from this."""
+"""Where each field of PPOConfig acts, or why it is refused; source of the reference pages."""
 
 from __future__ import annotations
 
@@ -12,31 +12,29 @@ from kedge.config.options import Honored, Ignored, Moved, Refused, Support
 from kedge.config.rollout import ROLLOUT_SUPPORT
 from kedge.config.values import MOST, SECONDS, Range
 
-_LOADER = Ignored("prompts are tokenized once and held in memory, without a data loader")
+_LOADER = Ignored("prompts are tokenized once and kept in memory, without a data loader")
 _PREDICTIONS = Refused(
-    "evaluation generates responses and scores them with the reward; there are no predictions or "
+    "evaluation samples responses and scores them with the reward; there are no predictions or "
     "labels to gather",
     "leave it at its default",
 )
-_FULL_EVAL = Refused(
-    "evaluation uses the weights as they train", "set bf16=True or fp16=True, which cover it too"
-)
-_LIGER = Ignored("log-probabilities already come from a kernel that never holds the logits")
+_FULL_EVAL = Refused("evaluation runs at the precision of training", "set bf16=True or fp16=True")
+_LIGER = Ignored("log-probabilities already come from a kernel that never materializes the logits")
 
-_BATCH = "plan: batch sizes and run length"
+_BATCH = "batch sizes and run length"
 _LEARNER = "learner: optimizer and schedule"
 _PRECISION = "learner: autocast; weights stay float32"
-_CHECKPOINTING = "learner: activation checkpointing of the models that train"
+_CHECKPOINTING = "learner: activation checkpointing of the trained models"
 _COMPILE = "learner: torch.compile of the forward pass"
-_CADENCE = "cadence: when to log, evaluate and save; counted in updates"
+_SCHEDULE = "schedule: when to log, evaluate and save; counted in iterations"
 _CHECKPOINT = "checkpoints"
-_HUB = "hub: push of the model and its card"
+_HUB = "hub: upload of the model and its card"
 _TRACKER = "trackers"
-_DEVICE = "set-up of device and processes (TrainingArguments)"
+_DEVICE = "setup of device and processes (TrainingArguments)"
 _DDP = Ignored("gradients are summed once per optimizer step, without DistributedDataParallel")
-_BEST = "checkpoints: which one is the best, by an evaluation metric"
+_BEST = "checkpoints: choice of the best, by an evaluation metric"
 _SCRIPT = "command line and scripts"
-_PLAN_CHECK = "plan: filled in; a value given must be the one derived"
+_FILLED_IN = "batch sizes: filled in; a given value must equal the derived one"
 _PPO = "algorithm: kedge.algorithms.ppo"
 _SAMPLING = "sampling"
 _KL = "KL controller"
@@ -54,7 +52,7 @@ _STEPS = Range(ge=0, le=MOST)
 _BETA = Range(ge=0, lt=1)
 
 INHERITED: dict[str, Support] = {
-    "output_dir": Honored("checkpoints, completions, curves and logs go there"),
+    "output_dir": Honored("checkpoints, completions, plots and logs are written there"),
     "per_device_train_batch_size": Honored(_BATCH, _COUNT),
     "gradient_accumulation_steps": Honored(_BATCH, _COUNT),
     "num_train_epochs": Honored(_BATCH, Range(ge=0, le=MOST)),
@@ -78,7 +76,7 @@ INHERITED: dict[str, Support] = {
         "only GaLore and APOLLO read it, and they are not supported", "leave it unset"
     ),
     "average_tokens_across_devices": Refused(
-        "every loss is weighted over the tokens of all processes", "leave it True"
+        "every loss is normalized over the tokens of all ranks", "leave it True"
     ),
     "label_smoothing_factor": Refused("there are no labels", "leave it 0"),
     "bf16": Honored(_PRECISION),
@@ -98,25 +96,25 @@ INHERITED: dict[str, Support] = {
     ),
     "use_liger_kernel": _LIGER,
     "liger_kernel_config": _LIGER,
-    "use_cache": Ignored("training passes have nothing to reuse, and sampling has its cache"),
+    "use_cache": Ignored("sampling always has a KV cache, and training passes need none"),
     "neftune_noise_alpha": Refused(
-        "noise in the embeddings would make the ratio of new to old probabilities meaningless",
+        "noise in the embeddings would make the probability ratio meaningless",
         "leave it unset",
     ),
     "torch_empty_cache_steps": Honored(
-        "loop: frees cached device memory every so many updates", _COUNT
+        "loop: iterations between releases of cached device memory", _COUNT
     ),
     "auto_find_batch_size": Refused(
-        "the batch would change within a run; `kedge plan ppo` estimates memory beforehand",
+        "the batch size cannot change during a run; `kedge plan ppo` estimates memory beforehand",
         "lower per_device_train_batch_size and raise gradient_accumulation_steps",
     ),
-    "logging_strategy": Honored(_CADENCE),
-    "logging_steps": Honored(_CADENCE, _STEPS),
-    "logging_first_step": Honored(_CADENCE),
-    "logging_nan_inf_filter": Ignored("a value that is not finite is logged as it is"),
-    "log_on_each_node": Honored("process: which processes use log_level"),
-    "log_level": Honored("process: verbosity of the processes that log"),
-    "log_level_replica": Honored("process: verbosity of the other processes"),
+    "logging_strategy": Honored(_SCHEDULE),
+    "logging_steps": Honored(_SCHEDULE, _STEPS),
+    "logging_first_step": Honored(_SCHEDULE),
+    "logging_nan_inf_filter": Ignored("non-finite values are logged as they are"),
+    "log_on_each_node": Honored("process: which ranks use log_level"),
+    "log_level": Honored("process: verbosity of the ranks that log"),
+    "log_level_replica": Honored("process: verbosity of the other ranks"),
     "include_num_input_tokens_seen": Honored(
         "trackers: num_input_tokens_seen is logged",
         accepts=Literal["all", "non_padding", "no"] | bool,
@@ -128,11 +126,11 @@ INHERITED: dict[str, Support] = {
     "trackio_space_id": Honored(_TRACKER),
     "trackio_bucket_id": Honored(_TRACKER),
     "trackio_static_space_id": Honored(_TRACKER),
-    "eval_strategy": Honored(_CADENCE),
-    "eval_steps": Honored(_CADENCE, _STEPS),
-    "eval_delay": Honored(_CADENCE, _STEPS),
-    "eval_on_start": Honored(_CADENCE),
-    "per_device_eval_batch_size": Honored("evaluation: prompts of one process at a time", _COUNT),
+    "eval_strategy": Honored(_SCHEDULE),
+    "eval_steps": Honored(_SCHEDULE, _STEPS),
+    "eval_delay": Honored(_SCHEDULE, _STEPS),
+    "eval_on_start": Honored(_SCHEDULE),
+    "per_device_eval_batch_size": Honored("evaluation: prompts per rank at a time", _COUNT),
     "prediction_loss_only": _PREDICTIONS,
     "eval_do_concat_batches": _PREDICTIONS,
     "eval_use_gather_object": _PREDICTIONS,
@@ -140,15 +138,15 @@ INHERITED: dict[str, Support] = {
     "include_for_metrics": _PREDICTIONS,
     "batch_eval_metrics": _PREDICTIONS,
     "label_names": _PREDICTIONS,
-    "save_only_model": Honored("checkpoints: without optimizer, cannot be resumed"),
-    "save_strategy": Honored(_CADENCE),
-    "save_steps": Honored(_CADENCE, _STEPS),
+    "save_only_model": Honored("checkpoints: without optimizer state, cannot be resumed"),
+    "save_strategy": Honored(_SCHEDULE),
+    "save_steps": Honored(_SCHEDULE, _STEPS),
     "save_total_limit": Honored(_CHECKPOINT, _COUNT),
     "save_on_each_node": Refused(
-        "process 0 writes each checkpoint once", "put output_dir on a disk that all nodes share"
+        "rank 0 writes each checkpoint once", "put output_dir on a file system shared by all nodes"
     ),
     "enable_jit_checkpoint": Refused(
-        "a kill at any moment leaves the last checkpoint whole", "lower save_steps instead"
+        "a killed run always leaves its last checkpoint complete", "lower save_steps instead"
     ),
     "push_to_hub": Honored(_HUB),
     "hub_token": Honored(_HUB),
@@ -156,14 +154,16 @@ INHERITED: dict[str, Support] = {
     "hub_model_id": Honored(_HUB),
     "hub_strategy": Honored(_HUB),
     "hub_revision": Honored(_HUB),
-    "hub_always_push": Ignored("training waits for every push, so none is skipped"),
+    "hub_always_push": Ignored("training waits for every upload, so none is skipped"),
     "load_best_model_at_end": Honored(_BEST),
     "metric_for_best_model": Honored(_BEST),
     "greater_is_better": Honored(_BEST),
-    "ignore_data_skip": Ignored("prompts follow from the iteration, so a resume skips none"),
+    "ignore_data_skip": Ignored(
+        "the order of prompts depends only on seed and iteration, so resuming is exact"
+    ),
     "restore_callback_states_from_checkpoint": Honored(_CHECKPOINT),
     "full_determinism": Honored("process: deterministic kernels"),
-    "seed": Honored("every random draw", Range(ge=0, le=2**32 - 1)),
+    "seed": Honored("every random number generator", Range(ge=0, le=2**32 - 1)),
     "data_seed": Honored("prompts: their order; the default is seed", Range(ge=0, le=2**62)),
     "use_cpu": Honored(_DEVICE),
     "accelerator_config": Honored(
@@ -171,7 +171,7 @@ INHERITED: dict[str, Support] = {
         accepts=dict[str, Any] | str | AcceleratorConfig | None,
     ),
     "parallelism_config": Refused(
-        "tensor and context parallel training are not built", "use FSDP2 or DeepSpeed ZeRO"
+        "tensor and context parallel training are not supported", "use FSDP2 or DeepSpeed ZeRO"
     ),
     "dataloader_drop_last": _LOADER,
     "dataloader_num_workers": _LOADER,
@@ -184,7 +184,7 @@ INHERITED: dict[str, Support] = {
         "prompts: True drops dataset columns that no reward function takes; False keeps all"
     ),
     "train_sampling_strategy": Refused(
-        "the order of prompts is shuffle_dataset's", "set shuffle_dataset"
+        "shuffle_dataset sets the order of prompts", "set shuffle_dataset"
     ),
     "length_column_name": Refused("prompts are not grouped by length", "leave it unset"),
     "ddp_find_unused_parameters": _DDP,
@@ -197,15 +197,15 @@ INHERITED: dict[str, Support] = {
     "fsdp_config": Honored(_DEVICE),
     "deepspeed": Honored(_DEVICE),
     "debug": Refused("its hooks are for transformers.Trainer", "leave it unset", also=([], None)),
-    "skip_memory_metrics": Honored("trackers: False logs the peak memory of each update"),
+    "skip_memory_metrics": Honored("trackers: False logs the peak memory of each iteration"),
     "do_train": Honored(_SCRIPT + ": do_eval without do_train only evaluates"),
     "do_eval": Honored(_SCRIPT + ": evaluate at the end"),
-    "do_predict": Refused("there is nothing to predict", "set do_eval=True"),
+    "do_predict": Refused("there is no prediction loop", "set do_eval=True"),
     "resume_from_checkpoint": Honored(
-        "train(): used when it is called without the argument", accepts=str | bool | None
+        "train(): default of its argument", accepts=str | bool | None
     ),
     "local_rank": Honored(
-        "launchers pass it; the environment they set is what counts", Range(ge=-1)
+        "accepted from launchers; their environment variables decide", Range(ge=-1)
     ),
 }
 
@@ -217,17 +217,17 @@ OWN: dict[str, Support] = {
     "num_ppo_epochs": Honored(_BATCH),
     "num_generations": Honored(_BATCH),
     "local_rollout_forward_batch_size": Honored(
-        "rows at a time while generating, annotating and scoring"
+        "rows at a time when sampling, scoring and computing log-probabilities"
     ),
-    "num_sample_generations": Honored("cadence: tables of sample completions in the run"),
+    "num_sample_generations": Honored("schedule: tables of sample completions over the run"),
     "log_completions_hub_repo": Honored("trackers: a dataset repository of completions"),
     "log_token_rows": Honored("trackers: responses token by token, for kedge report"),
     "sft_model_path": Honored(_SCRIPT),
     "reward_model_path": Honored(_SCRIPT),
-    "model_adapter_name": Honored("models: the adapter that trains"),
-    "ref_adapter_name": Honored("models: the adapter that is the reference"),
+    "model_adapter_name": Honored("models: the trained adapter"),
+    "ref_adapter_name": Honored("models: the adapter used as reference"),
     "ds3_gather_for_generation": Refused(
-        "responses are always sampled with whole weights", "leave it True"
+        "responses are always sampled with full weights", "leave it True"
     ),
     **dict.fromkeys(
         (
@@ -239,7 +239,7 @@ OWN: dict[str, Support] = {
             "local_mini_batch_size",
             "mini_batch_size",
         ),
-        Honored(_PLAN_CHECK),
+        Honored(_FILLED_IN),
     ),
     **dict.fromkeys(
         (
@@ -296,7 +296,7 @@ OWN: dict[str, Support] = {
     "allow_low_precision_weights": Honored("models: trainable bf16 and fp16 weights"),
     "num_generations_eval": Honored("evaluation: completions of each prompt"),
     "eval_success_score": Honored("evaluation: accuracy and pass@k"),
-    "eval_against_start": Honored("evaluation: win rate against the starting policy"),
+    "eval_against_start": Honored("evaluation: win rate against the initial policy"),
     "save_rollouts": Honored(_ENGINE),
     "replay_rollouts": Honored(_ENGINE),
     "preflight": Honored(_ENGINE),
@@ -313,8 +313,8 @@ OWN: dict[str, Support] = {
         Honored(_ENGINE),
     ),
     # PPOv2Config
-    "sanity_check": Honored(_SCRIPT + ": the first 100 rows of the dataset only"),
-    "base_model": Honored(_SCRIPT + ": the tokenizer's folder or name"),
+    "sanity_check": Honored(_SCRIPT + ": only the first 100 rows of the dataset"),
+    "base_model": Honored(_SCRIPT + ": folder or Hub name of the tokenizer"),
 }
 
 FIELD_SUPPORT: dict[str, Support] = {**INHERITED, **REMOVED, **ROLLOUT_SUPPORT, **OWN}

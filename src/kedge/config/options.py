@@ -1,7 +1,7 @@
-"""What becomes of a field: it acts, it acts under another name, or it is refused.
+"""Status of each field: it acts, it is another name of a field, it is refused, or it is ignored.
 
-A field is a promise.  One that would silently do nothing is refused when it is set away from its
-default, with the reason and the way out.
+A field that would silently do nothing is refused if it is set to another value than its default,
+with the reason and what to do instead.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Honored:
-    """The field does what it says.
+    """The field acts.
 
     Args:
-        where: the part that reads it.
-        limits: bounds of a number, for a field of transformers.
-        accepts: type of the values that Python code may give, where the annotation says less.
+        where: component that reads it.
+        limits: bounds of the number, for a field of transformers.
+        accepts: type of the values that Python code may give, if wider than the annotation.
     """
 
     where: str
@@ -42,7 +42,7 @@ class Honored:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An older name: its value is handed to the field ``to``."""
+    """Another name: the value is passed on to the field ``to``."""
 
     to: str
     convert: Callable[[Any], Any] = _same
@@ -50,13 +50,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing would read the field.
+    """The field is not supported.
 
     Args:
-        reason: why nothing reads it.
+        reason: why it is not supported.
         way_out: what to do instead.
-        also: values that mean the default.
-        typed: it is read and reset while the config is made, so its type is checked first.
+        also: values that are equivalent to the default.
+        typed: the constructor reads and resets it, so its type is checked first.
     """
 
     reason: str
@@ -67,85 +67,85 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Nothing reads the field, and nothing that is trained depends on it: one warning.
+    """The field has no effect and cannot change what is trained: accepted with a warning.
 
-    ``also`` lists values that need no warning.
+    ``also`` lists values without a warning.
     """
 
     reason: str
     also: tuple[Any, ...] = ()
 
 
-_ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
+_REMOTE: ContextVar[bool] = ContextVar("remote", default=False)
 
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """Inside, options are of a run on another machine: any package may be installed there."""
-    token = _ELSEWHERE.set(True)
+    """Context for options of a run on another machine: assume that every package is installed."""
+    token = _REMOTE.set(True)
     try:
         yield
     finally:
-        _ELSEWHERE.reset(token)
+        _REMOTE.reset(token)
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
-    return _ELSEWHERE.get() or importlib.util.find_spec(package) is not None
+    """Whether a package can be imported; does not import it."""
+    return _REMOTE.get() or importlib.util.find_spec(package) is not None
 
 
 Support = Honored | Moved | Refused | Ignored
 
-UNKNOWN = Refused("this version of Kedge does not know what it asks for", "leave it at its default")
+UNKNOWN = Refused("this version of Kedge does not know this option", "leave it at its default")
 
 
 def refuse_unread(config: Any, readers: Collection[str], rule: str) -> None:
-    """Refuse options of a trainer's own algorithm beside another rule, which has its own.
+    """Refuse options of the trainer's built-in algorithm if a custom algorithm replaces it.
 
     Args:
         config: a dataclass instance with its ``SUPPORT`` table, and ``SETTLED``: the values that
-            unset fields got when it was made.
-        readers: beginnings of ``Honored.where`` that mean: the trainer's own rule reads it.
-        rule: name of the rule that is used instead.
+            unset fields got on construction.
+        readers: prefixes of ``Honored.where`` of the options that only the built-in reads.
+        rule: name of the custom algorithm.
 
     Raises:
-        ConfigError: such an option is away from its default.
+        ConfigError: such an option differs from its default.
     """
     for f in fields(config):
         support, value = config.SUPPORT.get(f.name, UNKNOWN), getattr(config, f.name)
-        usual = default_of(f)
+        default = default_of(f)
         reads = isinstance(support, Honored) and support.where.startswith(tuple(readers))
-        if reads and value not in (usual, config.SETTLED.get(f.name, usual)):
+        if reads and value not in (default, config.SETTLED.get(f.name, default)):
             raise ConfigError(
-                f"{f.name}={value!r} is an option of this trainer's own algorithm, and"
-                f" algorithm={rule} has options of its own; give it what it knows where it is made"
-                f" (on the command line: --algorithm_kwargs), and leave {f.name} out"
+                f"{f.name}={value!r} is an option of the trainer's built-in algorithm and has no"
+                f" effect with algorithm={rule}; leave it out, and pass options to {rule} itself"
+                " (on the command line: --algorithm_kwargs)"
             )
 
 
 def apply_support(config: Any, table: Mapping[str, Support]) -> None:
-    """Refuse what would do nothing and hand over the values of older names.
+    """Refuse unsupported fields, warn of ignored ones, and pass on values of other names.
 
     Args:
-        config: a dataclass instance; older names are reset to their defaults.
-        table: field name -> Support; a field that is missing from it is refused when changed.
+        config: a dataclass instance; other names are reset to their defaults.
+        table: field name -> Support; a field that is missing from it is refused.
 
     Raises:
-        ConfigError: a refused field is away from its default, or both names of a value are set.
+        ConfigError: a refused field is set, or two names of an option with different values.
     """
     defaults = {f.name: default_of(f) for f in fields(config)}
     for name, default in defaults.items():
         value, support = getattr(config, name), table.get(name, UNKNOWN)
         if _equal(value, default):
             continue
-        if isinstance(support, Refused) and not any(_equal(value, each) for each in support.also):
+        if isinstance(support, Refused) and not any(_equal(value, x) for x in support.also):
             raise ConfigError(
                 f"{name}={shown(value)} is not supported: {support.reason}; {support.way_out}"
             )
         if isinstance(support, Ignored) and not any(_equal(value, x) for x in support.also):
             _warn_once(config, name, f"{name}={shown(value)} has no effect: {support.reason}")
         if isinstance(support, Moved):
-            _hand_over(config, name, support, default, defaults[support.to])
+            _move(config, name, support, default, defaults[support.to])
 
 
 def _warn_once(config: Any, name: str, text: str) -> None:
@@ -156,7 +156,7 @@ def _warn_once(config: Any, name: str, text: str) -> None:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Equality in which True is not 1, and which no odd value can make raise."""
+    """Equality that tells True from 1 and never raises."""
     if value is other:
         return True
     if isinstance(value, bool) != isinstance(other, bool):
@@ -167,12 +167,12 @@ def _equal(value: Any, other: Any) -> bool:
         return False
 
 
-def _hand_over(config: Any, name: str, move: Moved, default: Any, target_default: Any) -> None:
+def _move(config: Any, name: str, move: Moved, default: Any, target_default: Any) -> None:
     value, target = getattr(config, name), getattr(config, move.to)
     if target not in (target_default, move.convert(value)):
         raise ConfigError(
             f"{name}={shown(value)} is another name of {move.to}, which is set to {shown(target)}; "
-            f"set {move.to} alone"
+            f"set only {move.to}"
         )
     setattr(config, move.to, move.convert(value))
     setattr(config, name, default)

@@ -1,4 +1,4 @@
-"""Options of engines and workers on Ray."""
+"""Options of rollout engines and workers on Ray."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from kedge.errors import ConfigError
 
 @dataclass
 class RayArguments:
-    """Fields of every config about Ray."""
+    """Ray options of every config."""
 
     ray_engine: Literal["vllm", "embedded"] = option(
-        "vllm", "What samples in an actor, with rollout_engine=ray: vllm or embedded."
+        "vllm", "Rollout engine in each actor, with rollout_engine=ray: vllm or embedded."
     )
     ray_address: str | None = option(
-        None, "A Ray cluster that runs. Unset: RAY_ADDRESS, or one of its own on this machine."
+        None, "Address of a running Ray cluster. Unset: RAY_ADDRESS, or a new local cluster."
     )
     ray_reward_workers: int = option(
-        0, "Actors that score responses, for each learner; 0 scores in the learner's process.", ge=0
+        0, "Actors per learner that score responses; 0 scores in the learner's process.", ge=0
     )
     ray_reward_gpus: float = option(
-        0.0, "GPUs of each of them, for reward models; may be a fraction.", ge=0
+        0.0, "GPUs per reward worker, for reward models; may be a fraction.", ge=0
     )
     ray_ref_workers: int = option(
         0,
-        "Actors that compute the reference's log-probabilities, for each learner; 0 computes them"
-        " in the learner's process.",
+        "Actors per learner that compute the reference's log-probabilities; 0 computes them in the"
+        " learner's process.",
         ge=0,
     )
-    ray_ref_gpus: float = option(0.0, "GPUs of each of them; may be a fraction.", ge=0)
+    ray_ref_gpus: float = option(0.0, "GPUs per reference worker; may be a fraction.", ge=0)
     ray_wait_seconds: float = option(
         300.0,
-        "Most seconds to wait until the Ray cluster has room for all actors.",
+        "Seconds to wait until the Ray cluster can place all actors.",
         gt=0,
         le=SECONDS,
     )
@@ -44,7 +44,7 @@ class RayArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """Where actors run, and how long to wait for them."""
+    """Actors on Ray, their resources and how long to wait for them."""
 
     engine: str
     address: str | None
@@ -56,27 +56,27 @@ class RayOptions:
 
 
 def ray_options(config: Any) -> RayOptions:
-    """The part of a config about Ray.
+    """The Ray options of a config, checked.
 
     Raises:
-        ConfigError: an unknown engine, options that nothing reads, or Ray is missing.
+        ConfigError: options without effect, or Ray is not installed.
     """
     on_ray = config.rollout_engine == "ray"
     rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
-    asked = on_ray or rewards or references
-    anything = "rollout_engine='ray', ray_reward_workers or ray_ref_workers"
-    needed = {
+    uses_ray = on_ray or rewards or references
+    any_of = "rollout_engine='ray', ray_reward_workers or ray_ref_workers"
+    readers = {
         "ray_engine": (on_ray, "rollout_engine='ray'"),
         "ray_reward_gpus": (rewards, "ray_reward_workers"),
         "ray_ref_gpus": (references, "ray_ref_workers"),
-        "ray_address": (asked, anything),
-        "ray_wait_seconds": (asked, anything),
+        "ray_address": (uses_ray, any_of),
+        "ray_wait_seconds": (uses_ray, any_of),
     }
-    for name, (read, reader) in needed.items():
+    for name, (read, reader) in readers.items():
         value = getattr(config, name)
         if not read and value != RayArguments.__dataclass_fields__[name].default:
-            raise ConfigError(f"{name}={shown(value)} is not read without {reader}; leave it out")
-    if asked and not installed("ray"):
+            raise ConfigError(f"{name}={shown(value)} has no effect without {reader}; leave it out")
+    if uses_ray and not installed("ray"):
         raise ConfigError(
             f"rollout_engine={config.rollout_engine!r} with"
             f" ray_reward_workers={config.ray_reward_workers} and"

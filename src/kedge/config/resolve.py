@@ -1,4 +1,4 @@
-"""From one flat config to typed parts.  Nothing below the trainers sees the config."""
+"""Resolves a flat config into typed settings; code below the trainers never sees the config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kedge.types import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """The keyword arguments of ``engine.batch_sizes.compute_batch_sizes`` that the config knows."""
+    """Keyword arguments of ``engine.batch_sizes.compute_batch_sizes`` that the config sets."""
 
     per_device: int
     accumulation: int
@@ -33,7 +33,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOOptions:
-    """The keyword arguments of ``kedge.algorithms.ppo`` that the config knows."""
+    """Keyword arguments of ``kedge.algorithms.ppo`` that the config sets."""
 
     gamma: float
     lam: float
@@ -52,7 +52,7 @@ class PPOOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLOptions:
-    """The coefficient of the KL penalty: fixed, or steered toward ``target`` nats a response."""
+    """Coefficient of the KL penalty: fixed, or adapted toward ``target`` nats per response."""
 
     coef: float
     adaptive: bool
@@ -62,12 +62,12 @@ class KLOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOptions:
-    """How scores are mixed, and what happens to failures and to responses without stop token.
+    """How scores are combined, and handling of failures and of responses without stop token.
 
     Args:
         weights: one per reward source, or None for 1 each.
         on_error: "raise", "score" or "drop".
-        error_score: the score of a failed row under "score".
+        error_score: score of a failed row under "score".
         missing_stop: "keep" the score of a response without stop token, "subtract" ``penalty``
             from it, or "replace" it by ``penalty``.
         penalty: see ``missing_stop``.
@@ -84,7 +84,7 @@ class RewardOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """How the dataset becomes prompts."""
+    """How prompts are made from the dataset."""
 
     max_prompt_length: int | None
     overlong: Literal["drop", "truncate"]
@@ -97,16 +97,16 @@ class DataOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOptions:
-    """Where the value model starts and how it trains."""
+    """Initialization and training of the value model."""
 
     source: Literal["auto", "reward", "policy"]
     learning_rate: float
-    warmup_steps: int  # updates that train the value alone
+    warmup_steps: int  # first iterations, which train only the value model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerOptions:
-    """How the models that train are trained.
+    """How the policy and the value model are trained.
 
     The optimizer itself comes from the config's ``optim``, ``optim_args``, ``adam_*`` and
     ``weight_decay`` through ``transformers.Trainer.get_optimizer_cls_and_kwargs``.
@@ -124,17 +124,17 @@ class LearnerOptions:
     compile_backend: str | None
     compile_mode: str | None
     allow_low_precision_weights: bool
-    chunk: int  # rows at a time without gradient
+    chunk: int  # rows per forward pass without gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """How evaluation prompts are answered and what is said of the scores.
+    """Completions of evaluation prompts and metrics of their scores.
 
     Args:
-        completions: of each prompt; 1 is nearly greedy, more are sampled as in training.
-        success: a score at least this solves a prompt; None says nothing of it.
-        against_start: whether the starting policy's completions are scored, too.
+        completions: per prompt; 1 is nearly greedy, more are sampled as in training.
+        success: lowest score that solves a prompt; None: accuracy is not logged.
+        against_start: whether the initial policy's completions are also scored.
     """
 
     completions: int
@@ -144,7 +144,7 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Everything a run is told whatever its algorithm, in typed parts."""
+    """Settings of a run that every algorithm has."""
 
     batch: BatchOptions
     sampling: Sampling
@@ -166,13 +166,13 @@ class RunSettings:
 
     @property
     def loss_kl_coef(self) -> float:
-        """Weight of the KL in the loss, on top of the one in the reward."""
+        """Weight of the KL in the loss, in addition to the one in the reward."""
         return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOSettings(RunSettings):
-    """Everything a PPO run is told."""
+    """All settings of a PPO run."""
 
     ppo: PPOOptions
 
@@ -180,15 +180,15 @@ class PPOSettings(RunSettings):
 def resolve(
     config: PPOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
 ) -> PPOSettings:
-    """Typed parts of a checked config.
+    """Resolve a config into typed settings.
 
     Args:
         config: checked again, since fields may have been set after construction.
-        world_size: processes; the default is the number that runs.
-        eos_token_ids: end a response, with ``stop_token="eos"``.
+        world_size: number of ranks; None: that of this run.
+        eos_token_ids: tokens that end a response, with ``stop_token="eos"``.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: a value or a combination that cannot work.
     """
     parts = shared_parts(config, world_size=world_size, eos_token_ids=eos_token_ids)
     _check_whitening(config, parts["batch"])
@@ -224,7 +224,7 @@ def resolve(
 def shared_parts(
     config: OnPolicyConfig, *, world_size: int | None, eos_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The keyword arguments of ``RunSettings``, for a rule without a value model.
+    """Keyword arguments of ``RunSettings``, for an algorithm without a value model.
 
     Args, Raises: as for ``resolve``.
     """
@@ -274,13 +274,13 @@ def _check_whitening(config: PPOConfig, batch: BatchOptions) -> None:
     for name in ("whiten_advantages", "whiten_rewards"):
         if getattr(config, name) and rows * config.response_length < 2:
             raise ConfigError(
-                f"{name}=True, but a batch of one sample with response_length=1 has a single value "
-                "and no variance: nothing would be learned; enlarge the batch"
+                f"{name}=True needs a batch of at least 2 tokens, got one sample with "
+                f"response_length=1, which has no variance; enlarge the batch or set {name}=False"
             )
 
 
 def batch_options(config: OnPolicyConfig, world_size: int | None = None) -> BatchOptions:
-    """The part of the config that ``plan_batches`` reads."""
+    """The options that ``compute_batch_sizes`` reads."""
     return BatchOptions(
         per_device=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,
@@ -312,7 +312,7 @@ def _reward(config: OnPolicyConfig, chunk: int) -> RewardOptions:
 
 
 def _learner(config: OnPolicyConfig, chunk: int) -> LearnerOptions:
-    kwargs = config.gradient_checkpointing_kwargs
+    checkpointing = config.gradient_checkpointing_kwargs
     schedule = config.lr_scheduler_kwargs
     return LearnerOptions(
         learning_rate=config.learning_rate,
@@ -322,7 +322,9 @@ def _learner(config: OnPolicyConfig, chunk: int) -> LearnerOptions:
         scheduler_kwargs=dict(schedule) if isinstance(schedule, dict) else {},
         precision="bf16" if config.bf16 else "fp16" if config.fp16 else "no",
         gradient_checkpointing=bool(config.gradient_checkpointing),
-        gradient_checkpointing_kwargs=dict(kwargs) if isinstance(kwargs, dict) else {},
+        gradient_checkpointing_kwargs=dict(checkpointing)
+        if isinstance(checkpointing, dict)
+        else {},
         compile=config.torch_compile,
         compile_backend=config.torch_compile_backend,
         compile_mode=config.torch_compile_mode,

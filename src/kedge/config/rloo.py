@@ -1,4 +1,4 @@
-"""Options of RLOOTrainer, in two spellings: TRL up to 0.21, and 0.22 and later."""
+"""Options of RLOOTrainer, in the names of TRL up to 0.21 and of TRL 0.22 and later."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
@@ -28,7 +28,7 @@ RLOO_SUPPORT: dict[str, Support] = {
     "epsilon": Moved("cliprange"),
     "epsilon_high": Moved("cliprange_high"),
     "normalize_advantages": Moved("normalize_advantage"),
-    "whiten_rewards": Refused("a response has one reward", "set normalize_reward=True"),
+    "whiten_rewards": Refused("RLOO has one reward per response", "set normalize_reward=True"),
     **dict.fromkeys(
         (
             "cliprange",
@@ -44,7 +44,7 @@ RLOO_SUPPORT: dict[str, Support] = {
     ),
 }
 
-# Older name, newer name: of the same thing.
+# Older and newer name of the same option.
 PAIRS = (
     ("rloo_k", "num_generations"),
     ("kl_coef", "beta"),
@@ -55,7 +55,7 @@ PAIRS = (
     ("response_length", "max_completion_length"),
     ("normalize_advantage", "normalize_advantages"),
 )
-# What is unset gets the default of the spelling that the rest is in: older, newer.
+# Defaults of unset options: with the older names, with the newer names.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
     "num_generations": (2, 2),
     "kl_coef": (0.05, 0.05),
@@ -74,9 +74,9 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 class RLOOConfig(NewerArguments, OnPolicyConfig):
     """Options of ``kedge.RLOOTrainer``, in the names of TRL up to 0.21 or of 0.22 and later.
 
-    Newer names are handed over to the older ones once, when the config is made; names of both
-    spellings in one config are refused.  What is unset gets the default of the spelling used, the
-    older one if neither is.
+    Newer names are converted to the older ones on construction; older and newer names in one config
+    are refused.  Unset options get the defaults that belong to the names used, those of the older
+    names if neither are.
 
     Raises:
         ConfigError: a value or a combination that cannot work.
@@ -87,7 +87,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
     exp_name: str = option("rloo_config", "Name of the experiment.")
 
-    # Unset until the spelling is known.
+    # Unset until it is known which names are used.
     learning_rate: float | None = option(  # type: ignore[assignment]
         None, "Learning rate. Unset: 5e-5, with newer names 1e-6."
     )
@@ -95,53 +95,53 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         None, "Passes over each batch of responses. Unset: 4, with newer names 1."
     )
     num_mini_batches: int | None = option(  # type: ignore[assignment]
-        None, "Optimizer steps that each pass is cut into. Unset: 1."
+        None, "Optimizer steps per pass over the batch. Unset: 1."
     )
     num_generations: int | None = option(  # type: ignore[assignment]
         None, "Responses per prompt, at least 2. Unset: 2."
     )
     response_length: int | None = option(  # type: ignore[assignment]
-        None, "Most tokens of a response. Unset: 53, with newer names 512."
+        None, "Maximum length of a response, in tokens. Unset: 53, with newer names 512."
     )
     temperature: float | None = option(  # type: ignore[assignment]
-        None, "Logits are divided by it. Unset: 0.7, with newer names 1."
+        None, "Sampling temperature; divides the logits in training too. Unset: 0.7, newer names 1."
     )
     kl_coef: float | None = option(  # type: ignore[assignment]
         None, "Weight of the KL penalty in the reward. Unset: 0.05."
     )
     cliprange: float | None = option(
         None,
-        "The probability ratio is clipped to 1 - this .. 1 + this. Unset: 0.2.",
+        "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange. Unset: 0.2.",
         gt=0,
         le=math.inf,
     )
     normalize_advantage: bool | None = option(
-        None, "Advantages to mean 0 and deviation 1 over the batch of all processes. Unset: no."
+        None, "Scale advantages to mean 0 and unit variance over the whole batch. Unset: False."
     )
 
     # RLOO.
     rloo_k: int | None = option(None, "Older name of num_generations.", ge=1)
     cliprange_high: float | None = option(
-        None, "Clip above 1, if it is another. Unset: cliprange.", gt=0, le=math.inf
+        None, "Upper clip range, up to 1 + this. Unset: cliprange.", gt=0, le=math.inf
     )
     ratio_level: Literal["sequence", "token"] | None = option(
         None,
-        "Clip the ratio of whole responses or of tokens. Unset: sequence, token with "
+        "Clip the ratio of whole responses or of tokens. Unset: sequence, or token with "
         "token_level_kl.",
     )
     token_level_kl: bool = option(
-        False, "A token pays for its own and later KL instead of the whole response's."
+        False, "Penalize each token by its KL and that of later tokens, not of the whole response."
     )
     normalize_reward: bool = option(
-        False, "Scores to mean 0 and deviation 1 over the batch of all processes, then clipped."
+        False, "Scale scores to mean 0 and unit variance over the whole batch, then clip them."
     )
     reward_clip_range: list[float] | None = option(
         None,
-        "Clip scores to low, high, or one number c for -c, c; without normalize_reward too.",
+        "Clip scores to low, high, or to -c, c for one number c; also without normalize_reward.",
         accepts=list[float] | float | None,
     )
     mask_truncated_completions: bool = option(
-        False, "Do not train on responses that the length limit cut off."
+        False, "Exclude responses that were truncated at the length limit from the loss."
     )
     whiten_rewards: bool = option(False, "Not supported; see normalize_reward.")
 
@@ -153,12 +153,12 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
 
     @property
     def length_option(self) -> str:
-        """What this config's users call ``response_length``, for messages."""
+        """The name of ``response_length`` to use in messages."""
         return "max_completion_length" if self._newer else "response_length"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._newer = newer = self._spelling()
+        self._newer = newer = self._uses_newer_names()
         settle_newer(self)
         apply_support(self, self.SUPPORT)
         for name, defaults in DEFAULTS.items():
@@ -167,42 +167,42 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         super().__post_init__()
         self._check_rloo()
 
-    def _spelling(self) -> bool:
+    def _uses_newer_names(self) -> bool:
         """Whether newer names are used.
 
         Raises:
-            ConfigError: names of both spellings.
+            ConfigError: older and newer names are mixed.
         """
         older = [a for a, _ in PAIRS if getattr(self, a) is not None]
         newer = [b for _, b in PAIRS if getattr(self, b) is not None]
         for a, b in PAIRS:
             if a in older and b in newer:
                 raise ConfigError(
-                    f"{a}={getattr(self, a)!r} and {b}={getattr(self, b)!r} are the older and the"
-                    " newer name of the same thing; set one of them"
+                    f"{a}={getattr(self, a)!r} and {b}={getattr(self, b)!r} are the older and newer"
+                    " name of one option; set one of them"
                 )
-        # num_generations is also the name that a settled config has.
+        # num_generations is set in both cases once a config is constructed.
         mixed = [b for b in newer if b != "num_generations"]
         if older and mixed:
             a, b = older[0], mixed[0]
             raise ConfigError(
-                f"{a}={getattr(self, a)!r} is a name of TRL up to 0.21 and {b}={getattr(self, b)!r}"
-                f" one of 0.22 and later, whose defaults differ; write"
-                f" {dict(PAIRS)[a]} for {a}, or {_older(b)} for {b}"
+                f"{a}={getattr(self, a)!r} is a name of TRL up to 0.21, {b}={getattr(self, b)!r}"
+                f" one of TRL 0.22 and later, which have different defaults; replace"
+                f" {a} by {dict(PAIRS)[a]}, or {b} by {_older(b)}"
             )
         return bool(newer) and not older
 
     def _check_rloo(self) -> None:
         if self.token_level_kl and self.ratio_level == "sequence":
             raise ConfigError(
-                "token_level_kl=True gives each token its own advantage, and"
-                " ratio_level='sequence' has one per response; set ratio_level='token'"
+                "token_level_kl=True gives one advantage per token, but ratio_level='sequence'"
+                " needs one per response; set ratio_level='token'"
             )
         bounds = reward_bounds(self.reward_clip_range)
         if bounds is not None and not bounds[0] < bounds[1]:
             raise ConfigError(
-                f"reward_clip_range={self.reward_clip_range!r} must be low, high with low below"
-                " high, or one number above 0"
+                f"reward_clip_range={self.reward_clip_range!r} must be low, high with low < high,"
+                " or one number above 0"
             )
 
 
@@ -210,27 +210,27 @@ def _older(newer: str) -> str:
     return next(a for a, b in PAIRS if b == newer)
 
 
-def reward_bounds(given: Any) -> tuple[float, float] | None:
+def reward_bounds(value: Any) -> tuple[float, float] | None:
     """``(low, high)`` of c, [c] or (low, high).
 
     Raises:
-        ConfigError: something else.
+        ConfigError: ``value`` is none of these.
     """
-    if given is None:
+    if value is None:
         return None
-    numbers = list(given) if isinstance(given, list | tuple) else [given]
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
     if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):
-        raise ConfigError(f"reward_clip_range={given!r} must be one number or low, high")
+        raise ConfigError(f"reward_clip_range={value!r} must be one number or low, high")
     if len(numbers) == 1:
         return -float(numbers[0]), float(numbers[0])
     if len(numbers) != 2:
-        raise ConfigError(f"reward_clip_range={given!r} must be one number or low, high")
+        raise ConfigError(f"reward_clip_range={value!r} must be one number or low, high")
     return float(numbers[0]), float(numbers[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLOOOptions:
-    """The keyword arguments of ``kedge.algorithms.rloo`` that the config knows."""
+    """Keyword arguments of ``kedge.algorithms.rloo`` that the config sets."""
 
     cliprange: float
     cliprange_high: float | None
@@ -245,7 +245,7 @@ class RLOOOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLOOSettings(RunSettings):
-    """Everything an RLOO run is told."""
+    """All settings of an RLOO run."""
 
     rloo: RLOOOptions
 
@@ -253,12 +253,12 @@ class RLOOSettings(RunSettings):
 def resolve_rloo(
     config: RLOOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
 ) -> RLOOSettings:
-    """Typed parts of a checked config.
+    """Resolve a config into typed settings.
 
     Args, Raises: as for ``kedge.config.resolve.resolve``.
     """
     parts = shared_parts(config, world_size=world_size, eos_token_ids=eos_token_ids)
-    assert config.cliprange is not None  # settled when the config was made
+    assert config.cliprange is not None  # set in __post_init__
     return RLOOSettings(
         **parts,
         rloo=RLOOOptions(

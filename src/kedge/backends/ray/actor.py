@@ -1,4 +1,4 @@
-"""An actor that is watched, and made again when it dies or hangs."""
+"""An actor that is monitored, and restarted if it dies or hangs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, KedgeError, RolloutError
 
 logger = logging.getLogger(__name__)
-_IN_A_ROW = 3  # deaths without an answer in between
-_PULSE = "pulse"  # a thread of its own inside the actor
+_MAX_RESTARTS = 3  # in a row, without a finished call in between
+_HEALTH = "health"  # concurrency group: a separate thread inside the actor
 
 
 class LostActorError(RolloutError):
@@ -24,16 +24,16 @@ class LostActorError(RolloutError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLimits:
-    """How long to wait for an actor, in seconds."""
+    """Timeouts of an actor, in seconds."""
 
-    start: float = 300.0  # until its process answers, and until its object is built
-    heartbeat: float = 5.0  # between two signs of life
-    patience: float = 60.0  # without one; then it counts as hung
-    call: float = 3600.0  # for one call, however lively it is
+    start: float = 300.0  # until its process responds, and until its object is built
+    heartbeat: float = 5.0  # between health checks
+    patience: float = 60.0  # without a response; then it counts as hung
+    call: float = 3600.0  # for one call, even if health checks succeed
 
 
 def actor_limits(options: RolloutOptions) -> ActorLimits:
-    """How long to wait for an actor."""
+    """The timeouts set by the options."""
     return ActorLimits(
         start=options.start_timeout,
         heartbeat=options.heartbeat,
@@ -43,21 +43,21 @@ def actor_limits(options: RolloutOptions) -> ActorLimits:
 
 
 class Actor:
-    """An object in a process of Ray's, through any death of that process.
+    """An object in a Ray actor that is restarted if its process is lost.
 
-    If the process dies, gives no sign of life for ``limits.patience`` or takes longer than
-    ``limits.call``, it is killed and made again, ``revive`` brings the new object to where the old
-    one was, and the call is made once more.
+    If the process dies, does not respond for ``limits.patience`` or takes longer than
+    ``limits.call``, it is killed and restarted, ``revive`` restores the state of the object, and
+    the call is repeated.
 
     Args:
         name: for messages, e.g. "engine 0".
-        build: called with the actor's handle; starts the building of the object.
-        options: of the actor: resources, and where it may run.
-        limits: how long to wait.
-        revive: brings a new object up to date; called with this actor.
+        build: called with the actor's handle; starts to build the object.
+        options: of the actor: resources and placement.
+        limits: timeouts.
+        revive: restores the state of a new object; called with this actor.
 
     Raises:
-        ConfigError: it cannot be started, in time or at all.
+        ConfigError: the actor does not start in time.
     """
 
     def __init__(
@@ -73,54 +73,54 @@ class Actor:
         self._build, self._options, self._limits = build, dict(options), limits
         self._revive = revive
         self._handle: Any = None
-        self.up = False  # it runs, and holds what it shall
+        self.up = False  # it runs, and its state is restored
         self._start()
         self.up = True
 
     def call(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
-        """``method`` of the object; called again where the process was lost.
+        """Call ``method`` of the object; repeated if the process is lost.
 
         Args:
             method: of the object.
-            args: a ``ray.ObjectRef`` among them becomes what it refers to.
-            within: most seconds; unset: ``limits.call``.
+            args: of the method; a ``ray.ObjectRef`` is replaced by its value.
+            within: timeout in seconds; None: ``limits.call``.
             named: keyword arguments of the method.
 
         Raises:
-            RolloutError: it died again and again.
-            KedgeError: what the method raised.
+            RolloutError: the process was lost several times in a row.
+            KedgeError: raised by the method.
         """
         tries = 0
         while True:
             try:
                 return self.once(method, *args, within=within, **named)
             except LostActorError as error:  # noqa: PERF203
-                tries = self._again(error, tries)
+                tries = self._restart(error, tries)
 
     def once(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
-        """``method`` of the object, as it is now.
+        """Call ``method`` of the object once.
 
         Raises:
             LostActorError: the process was lost.
-            KedgeError: what the method raised.
+            KedgeError: raised by the method.
         """
         if self._handle is None:
             raise LostActorError(f"{self.name} is not running")
         limit = self._limits.call if within is None else within
-        return self._answer(self._handle.call.remote(method, *args, **named), limit)
+        return self._wait(self._handle.call.remote(method, *args, **named), limit)
 
     def close(self) -> None:
-        """End the process; calling it again does nothing."""
+        """Kill the process; may be called again."""
         self._kill()
 
     # -- below ----------------------------------------------------------------------------------
 
-    def _again(self, error: LostActorError, tries: int) -> int:
-        if tries >= _IN_A_ROW:
+    def _restart(self, error: LostActorError, tries: int) -> int:
+        if tries >= _MAX_RESTARTS:
             raise RolloutError(
                 f"{self.name} was lost {tries + 1} times in a row: {error}"
             ) from error
-        logger.warning("%s; making it again", error)
+        logger.warning("%s; restarting it", error)
         self.restarts += 1
         self._kill()
         try:
@@ -129,7 +129,7 @@ class Actor:
                 self._revive(self)
         except LostActorError as lost:
             logger.warning("%s", lost)
-            self._kill()  # it may be alive, and must not be asked without what it shall hold
+            self._kill()  # it may be alive, but must not be called without its state
         else:
             self.up = True
         return tries + 1
@@ -137,19 +137,19 @@ class Actor:
     def _start(self) -> None:
         import ray
 
-        groups = {_PULSE: 1}
+        groups = {_HEALTH: 1}
         actor = ray.remote(concurrency_groups=groups)(ActorHost)
         self._handle = actor.options(**self._options).remote()
-        pulse = self._pulse()
-        if not self._ready([pulse], self._limits.start):
+        ping = self._ping()
+        if not self._ready([ping], self._limits.start):
             self._kill()
             raise ConfigError(
                 f"{self.name} did not start within {self._limits.start:g} s"
-                f" (worker_start_timeout); it asked for {self._options_text()}"
+                f" (worker_start_timeout); it needs {self._options_text()}"
             )
-        self.pid = self._get(pulse)
+        self.pid = self._get(ping)
         built = self._build(self._handle)
-        # Without asking for signs of life: while it imports, a healthy process may give none.
+        # Without health checks: a healthy process may not respond while it imports.
         if not self._ready([built], self._limits.start):
             raise LostActorError(
                 f"{self.name} was not ready within {self._limits.start:g} s (worker_start_timeout)"
@@ -159,23 +159,21 @@ class Actor:
     def _options_text(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))
 
-    def _pulse(self) -> Any:
-        return self._handle.ping.options(concurrency_group=_PULSE).remote()
+    def _ping(self) -> Any:
+        return self._handle.ping.options(concurrency_group=_HEALTH).remote()
 
-    def _answer(self, asked: Any, limit: float) -> Any:
-        """The answer to a call, with a sign of life now and then while it is computed."""
-        until = time.monotonic() + limit
-        while not self._ready([asked], min(self._limits.heartbeat, until - time.monotonic())):
-            if time.monotonic() >= until:
+    def _wait(self, call: Any, limit: float) -> Any:
+        """The result of a call, with health checks while it is computed."""
+        deadline = time.monotonic() + limit
+        while not self._ready([call], min(self._limits.heartbeat, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
                 raise LostActorError(f"{self.name} took longer than {limit:g} s")
-            pulse = self._pulse()
-            if not self._ready([asked, pulse], self._limits.patience):
-                raise LostActorError(
-                    f"{self.name} gave no sign of life for {self._limits.patience:g} s"
-                )
-            if not self._ready([asked], 0):
-                self._get(pulse)
-        return self._get(asked)
+            ping = self._ping()
+            if not self._ready([call, ping], self._limits.patience):
+                raise LostActorError(f"{self.name} did not respond for {self._limits.patience:g} s")
+            if not self._ready([call], 0):
+                self._get(ping)
+        return self._get(call)
 
     def _ready(self, refs: list[Any], seconds: float) -> bool:
         import ray
@@ -184,7 +182,7 @@ class Actor:
         return bool(done)
 
     def _get(self, ref: Any) -> Any:
-        """What a finished call returned."""
+        """The result of a finished call."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -207,19 +205,19 @@ class Actor:
 
 
 class ActorHost:
-    """Holds one object and calls its methods; becomes an actor by ``ray.remote``."""
+    """The process side of ``Actor``: holds one object and calls its methods."""
 
     def __init__(self) -> None:
-        self._held: Any = None
+        self._object: Any = None
 
     def ping(self) -> int:
-        """The process id."""
+        """Process id."""
         return os.getpid()
 
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Make the object, here rather than in the constructor so that errors keep their type."""
-        self._held = factory(*args, **kwargs)
+        """Build the object; not in the constructor, so that errors keep their type."""
+        self._object = factory(*args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """``method`` of the object."""
-        return getattr(self._held, method)(*args, **kwargs)
+        """Call ``method`` of the object."""
+        return getattr(self._object, method)(*args, **kwargs)

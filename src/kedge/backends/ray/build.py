@@ -1,4 +1,4 @@
-"""From options to engines in actors."""
+"""Builds rollout engines in Ray actors from their options."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def ray_engines(
     chunk_rows: int = 64,
     share: int | None = None,
 ) -> RolloutEngine:
-    """Engines in actors that share the rows of each batch.
+    """Rollout engines in actors that share the rows of each batch.
 
     Args:
-        policy: a transformers causal language model, as it is now.
-        options: which engine, and its arguments.
-        pad_id: fills ``Rollout.ids`` after the end of a response.
-        tokenizer: needed for stop strings only.
-        dtype: what the learner computes in; None is float32.
+        policy: a transformers causal language model with its current weights.
+        options: of the rollout engine.
+        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
+        tokenizer: only needed for stop strings.
+        dtype: precision of the learner; None is float32.
         extra_slot: leave one slot after the longest response.
-        chunk_rows: rows that an embedded engine has in flight together.
-        share: the rank whose engines these are; None: they are of all ranks.
+        chunk_rows: rows that an embedded engine samples at a time.
+        share: rank that these engines belong to; None: all ranks share them.
 
     Raises:
-        ConfigError: the cluster has no room, or an engine does not start.
+        ConfigError: the cluster lacks resources, or an engine does not start.
     """
-    room = _room(options, share)
+    resources = _resources(options, share)
     if options.ray.engine == "embedded":
         settings = {"pad_id": pad_id, "extra_slot": extra_slot, "tokenizer": tokenizer}
         settings |= {"chunk_rows": chunk_rows, "autocast": dtype}
-        return _embedded(policy, settings, options, room)
+        return _embedded(policy, settings, options, resources)
     from kedge.backends.vllm.build import vllm_engine
 
     return vllm_engine(
@@ -65,27 +65,26 @@ def ray_engines(
         tokenizer=tokenizer,
         dtype=dtype,
         extra_slot=extra_slot,
-        starts=partial(_vllm_starts, options=options, room=room),
-        on_close=room.release,
+        starts=partial(_vllm_starts, options=options, resources=resources),
+        on_close=resources.release,
     )
 
 
-def _room(options: RolloutOptions, share: int | None) -> ActorResources:
-    """Room for engines: all of them, or those of one rank."""
+def _resources(options: RolloutOptions, share: int | None) -> ActorResources:
+    """Resources for all engines, or for those of one rank."""
     count, option = options.num_engines, "vllm_num_engines"
-    found = from_launch("engine", count=count, option=option, each=share is not None)
-    if found is not None:
-        return found
+    reserved = from_launch("engine", count=count, option=option, each=share is not None)
+    if reserved is not None:
+        return reserved
     if share is not None and address(options) is None:
         raise ConfigError(
-            'rollout_schedule="as_completed" gives each learner its own engines, which have to be'
-            " in one cluster: name it in ray_address, or start the learners with"
-            " kedge.backends.ray.launch"
+            'rollout_schedule="as_completed" gives each learner its own engines, which must be in'
+            " one cluster; set ray_address, or start the learners with kedge.backends.ray.launch"
         )
 
     def plan(gpus: bool) -> PlacementPlan:
-        each = int(options.engine_args.get("tensor_parallel_size", 1))
-        return plan_seats(engines=count, gpus=gpus, gpus_per_engine=each)
+        gpus_per_engine = int(options.engine_args.get("tensor_parallel_size", 1))
+        return plan_seats(engines=count, gpus=gpus, gpus_per_engine=gpus_per_engine)
 
     return allocate("engine", options, plan)
 
@@ -94,30 +93,30 @@ def _embedded(
     policy: nn.Module,
     settings: Mapping[str, Any],
     options: RolloutOptions,
-    room: ActorResources,
+    resources: ActorResources,
 ) -> ShardedEngine:
     import ray
 
     model = ray.put(copy.deepcopy(policy).requires_grad_(False).cpu())
-    shelf = SharedWeights(len(room.seats))
+    shared_weights = SharedWeights(len(resources.seats))
     makers = [
         partial(
             RayEngine,
             f"engine {seat.index}",
             model,
             settings,
-            options=room.placement.options(seat),
+            options=resources.placement.options(seat),
             limits=actor_limits(options),
-            shelf=shelf,
+            shelf=shared_weights,
         )
-        for seat in room.seats
+        for seat in resources.seats
     ]
     config: Any = policy.config
     return ShardedEngine(
-        start_all(makers, undo=room.release),
+        start_all(makers, undo=resources.release),
         pad_id=int(settings["pad_id"]),
         check=partial(check_prompts, config=config),
-        on_close=room.release,
+        on_close=resources.release,
     )
 
 
@@ -127,49 +126,53 @@ def _vllm_starts(
     arguments: Mapping[str, Any],
     *,
     options: RolloutOptions,
-    room: ActorResources,
+    resources: ActorResources,
 ) -> list[Callable[[], Any]]:
     import ray
 
     from kedge.backends.ray.service import RayService
 
-    wire = _wire(weights, options, room, adapter=blueprint.adapter is not None)
-    arguments = dict(arguments) | ({"weight_transfer_config": NCCL} if wire else {})
-    drawn, shelf = ray.put(blueprint), SharedWeights(len(room.seats))
-    first = ray.put({name: x.detach().cpu() for name, x in weights.items()})
+    connect = _nccl_connection(weights, options, resources, adapter=blueprint.adapter is not None)
+    arguments = dict(arguments) | ({"weight_transfer_config": NCCL} if connect else {})
+    spec, shared_weights = ray.put(blueprint), SharedWeights(len(resources.seats))
+    initial_weights = ray.put({name: x.detach().cpu() for name, x in weights.items()})
     return [
         partial(
             RayService,
             f"engine {seat.index}",
-            drawn,
-            first,
+            spec,
+            initial_weights,
             arguments,
-            options=room.placement.options(seat),
+            options=resources.placement.options(seat),
             limits=actor_limits(options),
-            shelf=shelf,
-            wire=wire,
+            shelf=shared_weights,
+            wire=connect,
         )
-        for seat in room.seats
+        for seat in resources.seats
     ]
 
 
-def _wire(
-    weights: Mapping[str, Tensor], options: RolloutOptions, room: ActorResources, *, adapter: bool
+def _nccl_connection(
+    weights: Mapping[str, Tensor],
+    options: RolloutOptions,
+    resources: ActorResources,
+    *,
+    adapter: bool,
 ) -> Callable[[Control], NcclTransfer] | None:
-    """How weights get to each vLLM from GPU to GPU, where that can be.
+    """Connects to a vLLM for transfer from GPU to GPU; None to send weights through the host.
 
     Raises:
-        ConfigError: it was asked for, and cannot be.
+        ConfigError: vllm_transfer='nccl' is set but not possible.
     """
-    gpus = min(seat.gpus for seat in room.seats)
+    gpus = min(seat.gpus for seat in resources.seats)
     if options.transfer == "host" or adapter or not reaches(weights, gpus=gpus):
         if options.transfer != "nccl":
             return None
-        where = next(iter(weights.values())).device.type
+        device = next(iter(weights.values())).device.type
         raise ConfigError(
-            f"vllm_transfer='nccl' sends weights from GPU to GPU, and the learner's are on {where}"
-            f" and each engine has {gpus:g} GPUs"
-            f"{', and an adapter is sent as a file' if adapter else ''}; set it to 'auto'"
+            f"vllm_transfer='nccl' needs GPUs for learner and engines, but the learner's weights"
+            f" are on {device} and each engine has {gpus:g} GPUs"
+            f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
         )
     import ray
 

@@ -1,4 +1,4 @@
-"""The Ray cluster: one that runs, or one on this machine."""
+"""Connection to a Ray cluster: a running one, or a new local one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 
 
 def connect(address: str | None = None, *, cpus: float = 0) -> bool:
-    """Join a cluster unless this process has; whether this call did.
+    """Connect to a cluster unless this process is connected; whether this call did.
 
     Args:
-        address: of a running cluster, e.g. ``auto`` or ``ray://host:10001``.  None: the one in the
-            environment (``RAY_ADDRESS``), or one of its own on this machine.
-        cpus: places that a cluster of its own shall have, though the machine have fewer cores.
+        address: of a running cluster, e.g. ``auto`` or ``ray://host:10001``.  None: that of
+            ``RAY_ADDRESS``, or a new local cluster.
+        cpus: minimum CPU slots of a new local cluster, even if the machine has fewer cores.
 
     Raises:
-        ConfigError: Ray is missing, or no cluster answers.
+        ConfigError: Ray is not installed, or no cluster responds.
     """
     try:
         import ray
@@ -30,16 +30,20 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
         raise ConfigError(f"Ray is not installed: pip install 'kedge[ray]' ({error})") from error
     if ray.is_initialized():
         return False
-    where = address or os.environ.get("RAY_ADDRESS") or "local"  # else Ray joins any it finds here
-    own: dict[str, Any] = {}
-    if where == "local":
-        own = {"num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "include_dashboard": False}
+    # "local": otherwise Ray joins any cluster that it finds on this machine.
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    resources: dict[str, Any] = {}
+    if address == "local":
+        resources = {
+            "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)),
+            "include_dashboard": False,
+        }
     try:
-        ray.init(address=where, configure_logging=False, log_to_driver=False, **own)
+        ray.init(address=address, configure_logging=False, log_to_driver=False, **resources)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at {where!r}: {error}; start one with 'ray start --head', or"
-            " leave the address out"
+            f"no Ray cluster responds at {address!r}: {error}; start one with 'ray start --head',"
+            " or leave the address out"
         ) from error
     return True
 
@@ -52,14 +56,14 @@ def has_gpus() -> bool:
 
 
 def leave() -> None:
-    """Leave the cluster; one of this process's own ends."""
+    """Disconnect from the cluster; a local one of this process is stopped."""
     import ray
 
     ray.shutdown()
 
 
 def cause(error: Exception) -> str:
-    """Why Ray lost an actor, without its general advice."""
+    """Why Ray lost an actor, without the generic part of its message."""
     text = " ".join(str(error).split())
-    found = re.search(r"([Tt]he actor is dead because .*?)(?: Some common|$)", text)
-    return found[1].rstrip(" .") if found else text
+    match = re.search(r"([Tt]he actor is dead because .*?)(?: Some common|$)", text)
+    return match[1].rstrip(" .") if match else text

@@ -1,4 +1,4 @@
-"""Where this process sits, if it is a rank that ``launch`` started."""
+"""Context of a rank that was started by ``launch``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CONTEXT: list[RankContext] = []
 
 
 class DriverMailbox:
-    """An actor that takes news to the driver and its wish to stop to the ranks."""
+    """Mailbox actor: ranks post metrics to the driver; the driver signals stop."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -28,29 +28,29 @@ class DriverMailbox:
         self._notes.append(text)
 
     def take(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """The rows and the warnings since the last call."""
-        found = self._rows, self._notes
+        """Rows and warnings since the last call."""
+        rows, notes = self._rows, self._notes
         self._rows, self._notes = [], []
-        return found
+        return rows, notes
 
     def stop(self) -> None:
-        """Ask the ranks to write a checkpoint and end."""
+        """Ask the ranks to write a checkpoint and exit."""
         self._stop = True
 
     def stopping(self) -> bool:
-        """Whether they shall."""
+        """Whether ``stop`` was called."""
         return self._stop
 
 
 @dataclass(slots=True, kw_only=True)
 class RankContext:
-    """What a rank knows of its launch."""
+    """A rank's view of the launch."""
 
     rank: int
     world_size: int
-    placement: Placement  # of everyone
-    mailbox: Any  # handle of the actor
-    _asked: Any = field(default=None, init=False)
+    placement: Placement  # of all actors
+    mailbox: Any  # handle of the DriverMailbox actor
+    _stop_query: Any = field(default=None, init=False)
 
     def post(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to the driver."""
@@ -61,23 +61,23 @@ class RankContext:
         self.mailbox.note.remote(f"learner {self.rank}: {text}")
 
     def stopping(self) -> bool:
-        """Whether the driver wished to stop, as far as the answer is there; never waits."""
+        """Whether the driver asked to stop, as far as is known; never blocks."""
         import ray
 
-        if self._asked is None:
-            self._asked = self.mailbox.stopping.remote()
-        done, _ = ray.wait([self._asked], timeout=0)
+        if self._stop_query is None:
+            self._stop_query = self.mailbox.stopping.remote()
+        done, _ = ray.wait([self._stop_query], timeout=0)
         if not done:
             return False
-        asked, self._asked = self._asked, None
-        return bool(ray.get(asked))
+        query, self._stop_query = self._stop_query, None
+        return bool(ray.get(query))
 
 
 def get_context() -> RankContext | None:
-    """The place of this process in a launch; None outside one."""
+    """The context of this process; None outside a launch."""
     return _CONTEXT[0] if _CONTEXT else None
 
 
-def set_context(place: RankContext) -> None:
-    """This process is that rank from now on."""
-    _CONTEXT[:] = [place]
+def set_context(context: RankContext) -> None:
+    """Set the context of this process."""
+    _CONTEXT[:] = [context]

@@ -1,4 +1,4 @@
-"""An embedded engine in an actor."""
+"""An embedded rollout engine in a Ray actor."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 class RayEngine:
     """A rollout engine over an embedded engine in an actor.
 
-    If the actor is lost in the middle of a batch, it is made again with the weights it had, and
-    gets its rows once more: they come out as they would have.
+    If the actor is lost while it samples, it is restarted with the same weights and samples its
+    rows again, with the same results.
 
     Args:
         name: for messages.
         policy: ``ray.ObjectRef`` of the policy, on the CPU.
         settings: keyword arguments of ``EmbeddedEngine``.
         options: of the actor.
-        limits: how long to wait for it.
-        shelf: hands the weights to all engines.
+        limits: timeouts of the actor.
+        shelf: weights shared by all engines.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class RayEngine:
         limits: ActorLimits,
         shelf: SharedWeights,
     ) -> None:
-        self._shelf = shelf
-        self._held: tuple[Any, int, Receipt] | None = None
+        self._shared_weights = shelf
+        self._loaded: tuple[Any, int, Receipt] | None = None
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(embedded, policy, dict(settings)),
@@ -58,48 +58,48 @@ class RayEngine:
 
     @property
     def logprobs(self) -> Literal["sampled"]:
-        """Recorded of the very distribution that tokens are drawn from."""
+        """They come from the distribution that tokens are sampled from."""
         return "sampled"
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 
         Raises:
-            SyncError: it was sampled with other weights than were loaded.
+            SyncError: the actor sampled with other weights than were loaded.
         """
-        found = self.actor.call("generate", bare(prompts), sampling=sampling, seed=seed)
-        version = self._held[1] if self._held is not None else 0
-        if not bool((found.version == version).all()):
+        rollout = self.actor.call("generate", bare(prompts), sampling=sampling, seed=seed)
+        version = self._loaded[1] if self._loaded is not None else 0
+        if not bool((rollout.version == version).all()):
             raise SyncError(
-                f"{self.actor.name} sampled with version {int(found.version.min())}, and was given"
-                f" version {version}"
+                f"{self.actor.name} sampled with version {int(rollout.version.min())} instead of"
+                f" {version}"
             )
-        return answering(found, prompts)
+        return answering(rollout, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Sample from ``weights`` from now on; the receipt is of what the actor holds."""
-        ref = self._shelf.ref(weights)
+        """Load ``weights``; the receipt describes the weights in the actor."""
+        ref = self._shared_weights.ref(weights)
         receipt: Receipt = self.actor.call("load_weights", ref, version)
-        self._held = ref, version, receipt
+        self._loaded = ref, version, receipt
         return receipt
 
     def close(self) -> None:
-        """End the actor."""
+        """Kill the actor."""
         self.actor.close()
 
     def _revive(self, actor: Actor) -> None:
-        if self._held is None:
+        if self._loaded is None:
             return
-        ref, version, before = self._held
+        ref, version, before = self._loaded
         receipt = actor.once("load_weights", ref, version)
         if receipt != before:
             raise SyncError(
-                f"{actor.name} was made again with version {version} and reports {receipt} instead"
+                f"{actor.name} was restarted with version {version} and reports {receipt} instead"
                 f" of {before}"
             )
 
 
 def embedded(policy: nn.Module, settings: Mapping[str, Any]) -> EmbeddedEngine:
-    """The engine, on the GPU that Ray gave to this process if it gave one."""
+    """The engine, on the GPU that Ray assigned to this process, if any."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return EmbeddedEngine(policy, shares_weights=False, device=device, **settings)

@@ -1,4 +1,4 @@
-"""Learners on Ray: one actor per rank, with the ordinary trainer inside."""
+"""Launches learners on Ray: one actor per rank, which runs the ordinary trainer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kedge.errors import ConfigError, KedgeError, LaunchError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_PULSE = "pulse"  # a thread of its own inside an actor
-_LOOK = 0.2  # seconds between two looks at the ranks
-_ECHO = 3.0  # seconds in which other ranks tell what they know of a failure
+_HEALTH = "health"  # concurrency group: a separate thread inside an actor
+_POLL = 0.2  # seconds between checks of the ranks
+_DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchLimits:
-    """How long to wait, in seconds."""
+    """Timeouts of a launch, in seconds."""
 
-    room: float = 300.0  # until the cluster has room for everyone
-    start: float = 300.0  # until all ranks answer
-    heartbeat: float = 5.0  # between two signs of life of a rank
-    patience: float = 60.0  # without one; then it counts as hung
-    stop: float = 300.0  # for the ranks to write a checkpoint and end, once asked to
+    room: float = 300.0  # until the cluster can place all actors
+    start: float = 300.0  # until all ranks respond
+    heartbeat: float = 5.0  # between health checks of a rank
+    patience: float = 60.0  # without a response; then it counts as hung
+    stop: float = 300.0  # for the ranks to write a checkpoint and exit after a stop request
 
 
 def launch(  # noqa: PLR0913
@@ -52,45 +52,45 @@ def launch(  # noqa: PLR0913
     on_row: Callable[[dict[str, Any]], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> T:
-    """Run a job on every rank, and return what the first one returns.
+    """Run a job on every rank, and return the result of rank 0.
 
-    The job is what ``accelerate launch`` would run: it builds a trainer and trains.  Trainers in it
-    take their engines and workers from the plan, send what they log to ``on_row``, and
-    write a checkpoint and end when this process gets SIGINT (Ctrl-C) or SIGTERM.
+    The job is what ``accelerate launch`` would run: it builds a trainer and trains.  Its trainers
+    use the engines and workers of this launch, send metrics to ``on_row``, and write a checkpoint
+    and exit when this process gets SIGINT (Ctrl-C) or SIGTERM.
 
     Args:
-        job: can be pickled; called without arguments.
-        learners: ranks on each node; each has a GPU of its own where there are GPUs.
+        job: called without arguments; must be picklable.
+        learners: ranks on each node; each has one GPU if there are GPUs.
         engines: rollout engines; ``vllm_num_engines`` of the trainer's config.
         gpus_per_engine: ``vllm_tensor_parallel_size`` of the trainer's config.
-        rewards: reward workers of each learner; ``ray_reward_workers`` of the trainer's config.
+        rewards: reward workers per learner; ``ray_reward_workers`` of the trainer's config.
         gpus_per_reward: ``ray_reward_gpus`` of the trainer's config.
-        references: workers with each learner's reference; ``ray_ref_workers`` of the config.
+        references: reference workers per learner; ``ray_ref_workers`` of the trainer's config.
         gpus_per_reference: ``ray_ref_gpus`` of the trainer's config.
         single_gpu_mode: the learner and all engines share one GPU.
-        address: of a Ray cluster that runs; None: ``RAY_ADDRESS``, or one of its own here.
-        environment: variables of the ranks, e.g. accelerate's: ``ACCELERATE_USE_FSDP``.
-        limits: how long to wait.
-        on_row: gets every row of metrics that the first rank logs; warnings of all ranks are logged
-            here in any case.
-        say: gets the plan as text; None: standard output.
+        address: of a running Ray cluster; None: ``RAY_ADDRESS``, or a new local cluster.
+        environment: variables of the ranks, e.g. ``ACCELERATE_USE_FSDP``.
+        limits: timeouts.
+        on_row: called with every row of metrics that rank 0 logs; warnings of all ranks are always
+            logged in this process.
+        say: called with the placement as text; None: print it.
 
     Raises:
-        ConfigError: the cluster has no room; with what is missing.
-        KedgeError: what a rank raised first.
-        LaunchError: a rank failed otherwise, died or hung; the root cause comes first.
-        KeyboardInterrupt: after Ctrl-C, once the ranks have ended.
-        SystemExit: after SIGTERM, once the ranks have ended.
+        ConfigError: the cluster lacks resources; with what is missing.
+        KedgeError: the first one raised by a rank.
+        LaunchError: a rank raised another error, died or hung; root cause first.
+        KeyboardInterrupt: after Ctrl-C, once the ranks have exited.
+        SystemExit: after SIGTERM, once the ranks have exited.
     """
     limits = limits or LaunchLimits()
-    seats = sum(learners)
-    ours = cluster.connect(address, cpus=seats * (1 + rewards + references) + engines)
+    ranks = sum(learners)
+    connected = cluster.connect(address, cpus=ranks * (1 + rewards + references) + engines)
     try:
         plan = plan_seats(
             learners=learners,
             engines=engines,
-            rewards=rewards * seats,
-            references=references * seats,
+            rewards=rewards * ranks,
+            references=references * ranks,
             gpus=cluster.has_gpus(),
             gpus_per_engine=gpus_per_engine,
             gpus_per_reward=gpus_per_reward,
@@ -99,15 +99,15 @@ def launch(  # noqa: PLR0913
         )
         placement = place(plan, wait_seconds=limits.room)
         (say or _print)(f"on Ray:\n{placement.text()}")
-        crew = _LearnerGroup(placement, limits, on_row)
+        group = _LearnerGroup(placement, limits, on_row)
         try:
-            crew.start()
-            return crew.run(job, environment or {})
+            group.start()
+            return group.run(job, environment or {})
         finally:
-            crew.end()
+            group.end()
             placement.release()
     finally:
-        if ours:
+        if connected:
             cluster.leave()
 
 
@@ -118,80 +118,80 @@ def _print(text: str) -> None:
 
 @dataclass(slots=True)
 class _LearnerGroup:
-    """All ranks, and the board between them and the driver."""
+    """All ranks, and their mailbox to the driver."""
 
     placement: Placement
     limits: LaunchLimits
     on_row: Callable[[dict[str, Any]], None] | None
-    board: Any = None
+    mailbox: Any = None
     ranks: list[Any] = field(default_factory=list)
-    where: list[tuple[int, str]] = field(default_factory=list)  # process id and node
-    pulses: dict[int, tuple[Any, float]] = field(default_factory=dict)  # asked, and when
+    processes: list[tuple[int, str]] = field(default_factory=list)  # process id and node
+    pings: dict[int, tuple[Any, float]] = field(default_factory=dict)  # running, and start time
     hung: set[int] = field(default_factory=set)
 
     def start(self) -> None:
         import ray
 
-        self.board = ray.remote(DriverMailbox).options(num_cpus=0).remote()
-        actor = ray.remote(concurrency_groups={_PULSE: 1})(RankWorker)
+        self.mailbox = ray.remote(DriverMailbox).options(num_cpus=0).remote()
+        actor = ray.remote(concurrency_groups={_HEALTH: 1})(RankWorker)
         seats = self.placement.plan.of("learner")
         self.ranks = [actor.options(**self.placement.options(seat)).remote() for seat in seats]
-        asked = [self._ping(i) for i in range(len(self.ranks))]
+        pings = [self._ping(i) for i in range(len(self.ranks))]
         _, missing = ray.wait(
-            asked, num_returns=len(asked), timeout=self.limits.start, fetch_local=False
+            pings, num_returns=len(pings), timeout=self.limits.start, fetch_local=False
         )
         if missing:
             raise LaunchError(
-                f"{len(missing)} of {len(asked)} learners did not start within"
-                f" {self.limits.start:g} s"
+                f"{len(missing)} of {len(pings)} learners did not start within"
+                f" {self.limits.start:g} s (limits.start)"
             )
         try:
-            self.where = ray.get(asked)
+            self.processes = ray.get(pings)
         except ray.exceptions.RayError as error:
             raise LaunchError(f"a learner did not start: {error}") from error
 
     def run(self, job: Callable[[], T], environment: Mapping[str, str]) -> T:
-        """Watch the job until all ranks are done, or one is not."""
+        """Run the job until all ranks have finished, or one has failed."""
         import ray
 
-        wishes = GracefulShutdown()
-        with wishes.install():
+        shutdown = GracefulShutdown()
+        with shutdown.install():
             running = self._begin(job, environment)
             failures: list[Failure] = []
             result: Any = None
-            until = float("inf")
-            while running and time.monotonic() < until:
-                done, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK)
-                self._pass_on()
+            deadline = float("inf")
+            while running and time.monotonic() < deadline:
+                done, _ = ray.wait(list(running), num_returns=1, timeout=_POLL)
+                self._forward()
                 for ref in done:
-                    found, failed = self._outcome(ref, running.pop(ref))
-                    result = found if found is not None else result
-                    failures += [failed] if failed else []
+                    returned, failure = self._outcome(ref, running.pop(ref))
+                    result = returned if returned is not None else result
+                    failures += [failure] if failure else []
                 failures += self._hung(running)
                 if failures:
-                    until = min(until, time.monotonic() + _ECHO)
-                elif wishes.newly_requested():
-                    self.board.stop.remote()
-                    until = time.monotonic() + self.limits.stop
-            self._pass_on()
+                    deadline = min(deadline, time.monotonic() + _DRAIN)
+                elif shutdown.newly_requested():
+                    self.mailbox.stop.remote()
+                    deadline = time.monotonic() + self.limits.stop
+            self._forward()
         if failures:
-            raise self._root(failures)
+            raise self._root_cause(failures)
         if running:
             raise LaunchError(
-                f"learners {sorted(running.values())} did not end within {self.limits.stop:g} s of"
-                " being asked to; they were killed"
+                f"learners {sorted(running.values())} did not exit within {self.limits.stop:g} s"
+                " of the stop request (limits.stop) and were killed"
             )
-        wishes.reraise()
+        shutdown.reraise()
         return result
 
     def end(self) -> None:
         import ray
 
-        for actor in [*self.ranks, self.board]:
+        for actor in [*self.ranks, self.mailbox]:
             if actor is not None and ray.is_initialized():
                 ray.kill(actor)
 
-    # -- below ----------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------
 
     def _begin(self, job: Callable[[], Any], environment: Mapping[str, str]) -> dict[Any, int]:
         import ray
@@ -200,38 +200,40 @@ class _LearnerGroup:
         seats = self.placement.plan.of("learner")
         running = {}
         for rank, actor in enumerate(self.ranks):
-            before = [seat for seat in seats[:rank] if seat.bundle == seats[rank].bundle]
-            # Ray shows a process its own GPU alone, so that every one is the first.
-            local = 0 if seats[rank].gpus else len(before)
-            own: dict[str, object] = {
+            same_node = [seat for seat in seats[:rank] if seat.bundle == seats[rank].bundle]
+            # Ray shows each process only its GPU, which therefore has index 0.
+            local_rank = 0 if seats[rank].gpus else len(same_node)
+            launch_env: dict[str, object] = {
                 "RANK": rank,
                 "WORLD_SIZE": len(self.ranks),
-                "LOCAL_RANK": local,
+                "LOCAL_RANK": local_rank,
             }
-            own |= {"MASTER_ADDR": self.where[0][1], "MASTER_PORT": port}
-            place = RankContext(
-                rank=rank, world_size=len(self.ranks), placement=self.placement, mailbox=self.board
+            launch_env |= {"MASTER_ADDR": self.processes[0][1], "MASTER_PORT": port}
+            context = RankContext(
+                rank=rank,
+                world_size=len(self.ranks),
+                placement=self.placement,
+                mailbox=self.mailbox,
             )
-            variables = {name: str(value) for name, value in own.items()} | dict(environment)
+            variables = {name: str(value) for name, value in launch_env.items()} | dict(environment)
             try:
-                running[actor.run.remote(job, variables, place)] = rank
+                running[actor.run.remote(job, variables, context)] = rank
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 raise ConfigError(
-                    f"the job cannot be sent to the learners: {error}; build models and data"
-                    " inside it"
+                    f"the job cannot be pickled: {error}; build models and data inside it"
                 ) from error
         return running
 
     def _ping(self, rank: int) -> Any:
-        return self.ranks[rank].ping.options(concurrency_group=_PULSE).remote()
+        return self.ranks[rank].ping.options(concurrency_group=_HEALTH).remote()
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         import ray
 
         try:
-            rows, notes = ray.get(self.board.take.remote(), timeout=self.limits.patience)
+            rows, notes = ray.get(self.mailbox.take.remote(), timeout=self.limits.patience)
         except ray.exceptions.RayError:
-            return  # a board that died is no reason to end a run
+            return  # the run continues without the mailbox
         if self.on_row is not None:
             for row in rows:
                 self.on_row(row)
@@ -242,44 +244,42 @@ class _LearnerGroup:
         import ray
 
         try:
-            found: tuple[Any, Failure | None] = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:  # the job or its result cannot be sent
+            outcome: tuple[Any, Failure | None] = ray.get(ref)
+        except ray.exceptions.RayTaskError as error:  # the job or its result cannot be pickled
             text = f"{type(error.cause).__name__}: {error.cause}"
             return None, Failure(rank=rank, when=time.time(), text=text, trace=str(error))
         except ray.exceptions.RayError as error:
             return None, self._death(rank, cluster.cause(error))
-        return found
+        return outcome
 
-    def _death(self, rank: int, why: str) -> Failure:
-        pid, node = self.where[rank]
-        text = f"process {pid} on {node} is gone: {why}"
+    def _death(self, rank: int, reason: str) -> Failure:
+        pid, node = self.processes[rank]
+        text = f"process {pid} on {node} is gone: {reason}"
         return Failure(rank=rank, when=time.time(), text=text, died=True)
 
     def _hung(self, running: Mapping[Any, int]) -> list[Failure]:
         import ray
 
-        now, found = time.monotonic(), []
+        now, failures = time.monotonic(), []
         for rank in set(running.values()) - self.hung:
-            ref, asked = self.pulses.setdefault(rank, (self._ping(rank), now))
-            if ray.wait([ref], timeout=0)[0]:
-                if now - asked > self.limits.heartbeat:
-                    self.pulses.pop(rank)
-            elif now - asked > self.limits.patience:
+            ping, started = self.pings.setdefault(rank, (self._ping(rank), now))
+            if ray.wait([ping], timeout=0)[0]:
+                if now - started > self.limits.heartbeat:
+                    self.pings.pop(rank)
+            elif now - started > self.limits.patience:
                 self.hung.add(rank)
-                found.append(self._death(rank, f"no sign of life for {self.limits.patience:g} s"))
-        return found
+                failures.append(self._death(rank, f"no response for {self.limits.patience:g} s"))
+        return failures
 
-    def _root(self, failures: Sequence[Failure]) -> KedgeError:
-        root, *others = sorted(failures, key=lambda each: each.order)
+    def _root_cause(self, failures: Sequence[Failure]) -> KedgeError:
+        root, *others = sorted(failures, key=lambda failure: failure.order)
         if isinstance(root.error, KedgeError):
             return root.error
         lines = [f"learner {root.rank} of {len(self.ranks)}: {root.text}", root.trace.rstrip()]
         lines += [
-            f"what followed on learner {each.rank}: {each.text.splitlines()[0]}" for each in others
+            f"then on learner {failure.rank}: {failure.text.splitlines()[0]}" for failure in others
         ]
-        lines.append(
-            "a run with checkpoints goes on from the newest with resume_from_checkpoint=True"
-        )
-        made = LaunchError("\n".join(line for line in lines if line))
-        made.__cause__ = root.error
-        return made
+        lines.append("resume from the latest checkpoint, if any, with resume_from_checkpoint=True")
+        error = LaunchError("\n".join(line for line in lines if line))
+        error.__cause__ = root.error
+        return error

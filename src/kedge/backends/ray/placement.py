@@ -1,4 +1,4 @@
-"""Who runs where: a plan of seats, and the placement group that holds room for it."""
+"""Placement of actors on the cluster: a plan of bundles, and a placement group for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Seat:
     """One actor's share of a bundle."""
 
     role: Role
-    index: int  # among those of its role
+    index: int  # among the seats of its role
     bundle: int
     cpus: float
     gpus: float
@@ -27,7 +27,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """Bundles of resources, each on one node, and who sits in which."""
+    """Bundles of resources, each on one node, and the actors in each."""
 
     bundles: tuple[Mapping[str, float], ...]
     seats: tuple[Seat, ...]
@@ -39,26 +39,26 @@ class PlacementPlan:
 
     @property
     def total(self) -> dict[str, float]:
-        """What all bundles ask for together."""
+        """Total resources of all bundles."""
         names = sorted({name for bundle in self.bundles for name in bundle})
         return {name: sum(bundle.get(name, 0) for bundle in self.bundles) for name in names}
 
     def text(self, nodes: Sequence[str] = ()) -> str:
-        """One line per bundle: what it holds, for whom, and on which node if that is known."""
+        """One line per bundle: resources, actors, and the node if it is known."""
         lines = []
         for i, bundle in enumerate(self.bundles):
-            held = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
-            place = f"  on {nodes[i]}" if nodes else ""
-            lines.append(f"  bundle {i}: {held}  {_who(self.seats, i)}{place}")
+            resources = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+            node = f"  on {nodes[i]}" if nodes else ""
+            lines.append(f"  bundle {i}: {resources}  {_actors(self.seats, i)}{node}")
         return "\n".join(lines)
 
 
-def _who(seats: Sequence[Seat], bundle: int) -> str:
-    found: dict[str, list[int]] = {}
+def _actors(seats: Sequence[Seat], bundle: int) -> str:
+    indices: dict[str, list[int]] = {}
     for seat in seats:
         if seat.bundle == bundle:
-            found.setdefault(seat.role, []).append(seat.index)
-    return "; ".join(f"{role} {', '.join(map(str, held))}" for role, held in found.items())
+            indices.setdefault(seat.role, []).append(seat.index)
+    return "; ".join(f"{role} {', '.join(map(str, i))}" for role, i in indices.items())
 
 
 def plan_seats(
@@ -76,51 +76,51 @@ def plan_seats(
     """Bundles: one per node of learners, one per engine, one per worker.
 
     Args:
-        learners: ranks on each node; each has a GPU of its own where there are GPUs.
+        learners: ranks on each node; each has one GPU if there are GPUs.
         engines: rollout engines.
         rewards: reward workers.
-        references: workers that hold the reference.
-        gpus: whether the cluster has any.
-        gpus_per_engine: of one engine.
-        gpus_per_reward: of one reward worker; may be a fraction.
-        gpus_per_reference: of one worker with the reference; may be a fraction.
+        references: reference workers.
+        gpus: whether the cluster has GPUs.
+        gpus_per_engine: GPUs per engine.
+        gpus_per_reward: GPUs per reward worker; may be a fraction.
+        gpus_per_reference: GPUs per reference worker; may be a fraction.
         single_gpu_mode: learner and engines share one GPU.
 
     Raises:
-        ConfigError: shares of one GPU that do not go together.
+        ConfigError: single_gpu_mode with several learners or several GPUs per engine.
     """
     if single_gpu_mode and (sum(learners) > 1 or gpus_per_engine > 1):
         raise ConfigError(
-            f"single_gpu_mode shares one GPU between one learner and its engines; found"
-            f" {sum(learners)} learners and {gpus_per_engine} GPUs per engine"
+            f"single_gpu_mode needs one learner and one GPU per engine, got {sum(learners)}"
+            f" learners and {gpus_per_engine} GPUs per engine"
         )
     seats: list[Seat] = []
     bundles: list[dict[str, float]] = []
 
-    def add(role: Role, count: int, share: float, *, fresh: bool = True) -> None:
-        if fresh:
+    def add(role: Role, count: int, gpus_each: float, *, new_bundle: bool = True) -> None:
+        if new_bundle:
             bundles.append({})
         bundle = bundles[-1]
         bundle["CPU"] = bundle.get("CPU", 0) + count
-        if share * count:
-            bundle["GPU"] = bundle.get("GPU", 0) + share * count
+        if gpus_each * count:
+            bundle["GPU"] = bundle.get("GPU", 0) + gpus_each * count
         first = sum(seat.role == role for seat in seats)
         last = len(bundles) - 1
         seats.extend(
-            Seat(role=role, index=index, bundle=last, cpus=1, gpus=share)
+            Seat(role=role, index=index, bundle=last, cpus=1, gpus=gpus_each)
             for index in range(first, first + count)
         )
 
-    both = 2 if learners and engines else 1
-    whole = 1.0 if gpus else 0.0
+    sharing = 2 if learners and engines else 1
+    gpu = 1.0 if gpus else 0.0
     for ranks in learners:
-        add("learner", ranks, whole / both if single_gpu_mode else whole)
+        add("learner", ranks, gpu / sharing if single_gpu_mode else gpu)
     for i in range(engines):
         if single_gpu_mode:
-            share = math.floor(whole / both / engines * 1e4) / 1e4  # Ray counts in ten-thousandths
-            add("engine", 1, share, fresh=i == 0 and not learners)
+            share = math.floor(gpu / sharing / engines * 1e4) / 1e4  # Ray counts in ten-thousandths
+            add("engine", 1, share, new_bundle=i == 0 and not learners)
         else:
-            add("engine", 1, whole * gpus_per_engine)
+            add("engine", 1, gpu * gpus_per_engine)
     for _ in range(rewards):
         add("reward", 1, gpus_per_reward)
     for _ in range(references):
@@ -131,32 +131,32 @@ def plan_seats(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A plan for which the cluster holds room.  It can be sent to actors."""
+    """A plan with reserved resources on the cluster; can be sent to actors."""
 
     plan: PlacementPlan
     group: Any  # ray.util.placement_group.PlacementGroup
 
     def options(self, seat: Seat) -> dict[str, Any]:
-        """The options of the actor that takes the seat."""
+        """Ray options of the actor in a seat."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        where = PlacementGroupSchedulingStrategy(
+        strategy = PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=seat.bundle
         )
-        return {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": where}
+        return {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
 
     def text(self) -> str:
-        """The plan, with the nodes it got."""
+        """The plan with the nodes of its bundles."""
         import ray
         from ray.util import placement_group_table
 
-        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         table = placement_group_table(self.group)["bundles_to_node_id"]
-        nodes = [address.get(table[i], "?") for i in range(len(self.plan.bundles))]
+        nodes = [addresses.get(table[i], "?") for i in range(len(self.plan.bundles))]
         return self.plan.text(nodes)
 
     def release(self) -> None:
-        """Give the room back; actors in it end."""
+        """Release the resources; actors on them are killed."""
         import ray
         from ray.util import remove_placement_group
 
@@ -165,14 +165,14 @@ class Placement:
 
 
 def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
-    """Ask the cluster for room, and wait until it has it.
+    """Reserve the resources of a plan on the cluster.
 
     Args:
-        plan: what is needed.
-        wait_seconds: most seconds to wait.
+        plan: bundles to reserve.
+        wait_seconds: timeout in seconds.
 
     Raises:
-        ConfigError: there was not enough room in time; with what is missing.
+        ConfigError: the cluster lacks resources; with what is missing.
     """
     from ray.util import placement_group, remove_placement_group
 
@@ -181,21 +181,21 @@ def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
         text = _missing(plan)
         remove_placement_group(group)
         raise ConfigError(
-            f"the Ray cluster had no room within {wait_seconds:g} s (ray_wait_seconds) for\n"
-            f"{plan.text()}\n{text}\nask for less, add nodes, or wait longer"
+            f"the Ray cluster could not place within {wait_seconds:g} s (ray_wait_seconds)\n"
+            f"{plan.text()}\n{text}\nrequest less, add nodes, or wait longer"
         )
     return Placement(plan, group)
 
 
 def _missing(plan: PlacementPlan) -> str:
-    """What was asked for, what there is and what is free, resource by resource."""
+    """Requested, total and free amount of each resource."""
     import ray
 
-    whole, free = ray.cluster_resources(), ray.available_resources()
+    total, free = ray.cluster_resources(), ray.available_resources()
     lines = [
-        f"  {name}: {asked:g} asked for, {whole.get(name, 0):g} in the cluster,"
-        f" {free.get(name, 0):g} free{'' if asked <= free.get(name, 0) else '  <- missing'}"
-        for name, asked in plan.total.items()
+        f"  {name}: {needed:g} requested, {total.get(name, 0):g} in the cluster,"
+        f" {free.get(name, 0):g} free{'' if needed <= free.get(name, 0) else '  <- missing'}"
+        for name, needed in plan.total.items()
     ]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for i, bundle in enumerate(plan.bundles):
@@ -203,6 +203,6 @@ def _missing(plan: PlacementPlan) -> str:
             sizes = ", ".join(
                 f"{name} {max((n.get(name, 0) for n in nodes), default=0):g}" for name in bundle
             )
-            lines.append(f"  bundle {i} fits on no node; the largest has {sizes}")
+            lines.append(f"  bundle {i} does not fit on any node; the largest has {sizes}")
             break
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The reference in actors: its log-probabilities, while the learner computes its own."""
+"""The reference in Ray actors, computing in parallel with the learner."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from kedge.types import Rollout
 
 
 class ReferenceActor:
-    """A reference inside an actor.
+    """The reference inside an actor.
 
     Args:
-        model: the reference, or where it is loaded from.
-        settings: how the learner computes.
-        autocast: the type of mixed precision; None is float32.
-        quick: layers may be computed by quicker code, as the learner's are.
-        trust: whether code that comes with the model may run.
+        model: the reference, or the folder or Hub name to load it from.
+        settings: of the learner's forward pass.
+        autocast: dtype of mixed precision; None is float32.
+        quick: whether to use the learner's CPU kernels.
+        trust: whether custom code of the model may run.
     """
 
     def __init__(
@@ -47,18 +47,19 @@ class ReferenceActor:
         trust: bool,
     ) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = load_policy(model, trust_remote_code=trust)
-        self._reference = FrozenModel(loaded).to(self._device)
+        policy = load_policy(model, trust_remote_code=trust)
+        self._reference = FrozenModel(policy).to(self._device)
         self._settings, self._autocast = settings, autocast
-        self._kernels = Kernels([loaded] if quick else [])
+        self._kernels = Kernels([policy] if quick else [])
 
     @torch.no_grad()
     def logprobs(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Per group of rows its log-probabilities float32 [rows, R], on the CPU."""
+        """Log-probabilities (nats) of each group of rows: float32 [rows, R], on the CPU."""
         rollout = to_device(rollout, self._device)
-        kind, low = self._device.type, self._autocast
-        with self._kernels.active(), torch.autocast(kind, low, enabled=low is not None):
-            found = [
+        device_type, dtype = self._device.type, self._autocast
+        enabled = dtype is not None
+        with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):
+            logprobs = [
                 reference_logprobs(
                     self._reference,
                     rollout,
@@ -67,20 +68,20 @@ class ReferenceActor:
                 )
                 for rows in groups
             ]
-        return [x.cpu() for x in found]
+        return [x.cpu() for x in logprobs]
 
 
 class RayReference:
-    """A reference whose work is done in actors.
+    """A reference that computes in actors.
 
-    The passes of a batch are shared by the workers; each computes the rows that the learner would
-    have computed together, so the numbers are those of a reference in the learner's process.  A
-    worker that dies or hangs is made again and computes its share once more.
+    The workers share the passes of a batch; each pass has the rows that the learner would compute
+    together, so the results equal those of a reference in the learner's process.  A worker that
+    dies or hangs is restarted and repeats its share.
 
     Args:
-        build: starts the building of a worker's ``ReferenceActor``, given the actor's handle.
-        room: where they run; one seat per worker.
-        limits: how long to wait for one.
+        build: called with an actor's handle; starts to build its ``ReferenceActor``.
+        room: resources, with one seat per worker.
+        limits: timeouts of a worker.
 
     Raises:
         ConfigError: a worker does not start, or the model cannot be loaded.
@@ -104,38 +105,38 @@ class RayReference:
         self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix="reference")
 
     def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
-        """Start on the log-probabilities float32 [B, R] of the sampled tokens.
+        """Start to compute the log-probabilities float32 [B, R], nats, of the sampled tokens.
 
         Args:
             rollout: of B rows.
-            groups: rows that are computed together; every row is in one.
+            groups: rows that share a forward pass; each row is in one.
 
         Returns:
-            Waits for them.  It raises RolloutError where a worker died again and again.
+            A function that waits for them; raises RolloutError if a worker was lost several times.
         """
         import ray
 
-        needed = replace(rollout, prompts=bare(rollout.prompts), behavior_logprobs=None)
-        sent = ray.put(needed.to("cpu"))
+        inputs = replace(rollout, prompts=bare(rollout.prompts), behavior_logprobs=None)
+        rollout_ref = ray.put(inputs.to("cpu"))
         count = len(self.workers)
-        mine = [list(groups[k::count]) for k in range(count)]
+        shares = [list(groups[k::count]) for k in range(count)]
         running = [
-            (share, self._threads.submit(worker.call, "logprobs", sent, share))
-            for worker, share in zip(self.workers, mine, strict=True)
+            (share, self._threads.submit(worker.call, "logprobs", rollout_ref, share))
+            for worker, share in zip(self.workers, shares, strict=True)
             if share
         ]
 
         def wait() -> Tensor:
-            out = torch.zeros(rollout.ids.shape)
+            logprobs = torch.zeros(rollout.ids.shape)
             for share, future in running:
-                for rows, found in zip(share, future.result(), strict=True):
-                    out[torch.tensor(rows)] = found
-            return out
+                for rows, values in zip(share, future.result(), strict=True):
+                    logprobs[torch.tensor(rows)] = values
+            return logprobs
 
         return wait
 
     def close(self) -> None:
-        """End the workers."""
+        """Kill the workers and release their resources."""
         for worker in self.workers:
             worker.close()
         self._threads.shutdown(wait=True)
@@ -151,33 +152,35 @@ def ray_reference(
     quick: bool,
     trust: bool,
 ) -> RayReference:
-    """Workers in the room that a launch holds for this rank, or in room of their own.
+    """Build the reference workers, on resources of the launch or newly allocated ones.
 
     Args:
-        model: the reference, or where it is loaded from.
-        settings: how the learner computes.
-        options: how many workers, and how long to wait.
-        autocast: the type of mixed precision; None is float32.
-        quick: layers may be computed by quicker code, as the learner's are.
-        trust: whether code that comes with the model may run.
+        model: the reference, or the folder or Hub name to load it from.
+        settings: of the learner's forward pass.
+        options: number of workers and timeouts.
+        autocast: dtype of mixed precision; None is float32.
+        quick: whether to use the learner's CPU kernels.
+        trust: whether custom code of the model may run.
 
     Raises:
-        ConfigError: the cluster has no room, or a worker does not start.
+        ConfigError: the cluster lacks resources, or a worker does not start.
     """
     import ray
 
-    asked = options.ray
-    room = from_launch("reference", count=asked.ref_workers, option="ray_ref_workers")
-    if room is None:
+    ray_options = options.ray
+    resources = from_launch("reference", count=ray_options.ref_workers, option="ray_ref_workers")
+    if resources is None:
 
         def plan(_: bool) -> PlacementPlan:
-            return plan_seats(references=asked.ref_workers, gpus_per_reference=asked.ref_gpus)
+            return plan_seats(
+                references=ray_options.ref_workers, gpus_per_reference=ray_options.ref_gpus
+            )
 
-        room = allocate("reference", options, plan)
-    sent = ray.put(model)
-    about = {"autocast": autocast, "quick": quick, "trust": trust}
+        resources = allocate("reference", options, plan)
+    model_ref = ray.put(model)
+    arguments = {"autocast": autocast, "quick": quick, "trust": trust}
     return RayReference(
-        lambda handle: handle.build.remote(ReferenceActor, sent, settings, **about),
-        room,
+        lambda handle: handle.build.remote(ReferenceActor, model_ref, settings, **arguments),
+        resources,
         limits=actor_limits(options),
     )

@@ -1,4 +1,4 @@
-"""Room for the actors of one process: its seats in a launch, or a placement group of its own."""
+"""Ray resources for the actors of a rank: reserved by ``launch``, or newly allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kedge.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ActorResources:
-    """Seats of one role, and how to give their room back."""
+    """Seats of one role, and the function that releases them."""
 
     placement: Placement
     seats: Sequence[Seat]
@@ -23,53 +23,52 @@ class ActorResources:
 
 
 def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> ActorResources | None:
-    """The seats that a launch holds; None outside a launch, or where it holds none.
+    """Seats reserved by ``launch``; None outside a launch, or if it reserved none.
 
     Args:
         role: of the seats.
-        count: how many there shall be.
-        option: of the trainer's config, that says so.
-        each: every rank has so many of its own; else all ranks together.
+        count: number of seats.
+        option: of the trainer's config that sets ``count``, for messages.
+        each: whether ``count`` is per rank rather than for all ranks together.
 
     Raises:
-        ConfigError: the launch holds another number.
+        ConfigError: the launch reserved another number.
     """
     at = get_context()
     if at is None or not (seats := at.placement.plan.of(role)):
         return None
-    wanted = count * at.world_size if each else count
-    if len(seats) != wanted:
+    needed = count * at.world_size if each else count
+    if len(seats) != needed:
         raise ConfigError(
-            f"the launch has {len(seats)} places for {role}s, and its {at.world_size} learners"
-            f" ask for"
-            f" {wanted}; give launch(...) the number that {option} has"
+            f"{option}={count} needs {needed} {role} actors for {at.world_size} learners, but"
+            f" launch(...) reserved {len(seats)}; set both to the same number"
         )
     first = at.rank * count if each else 0
-    return ActorResources(at.placement, seats[first : first + count], _nothing)
+    return ActorResources(at.placement, seats[first : first + count], _keep)
 
 
 def allocate(
     role: Role, options: RolloutOptions, plan: Callable[[bool], PlacementPlan]
 ) -> ActorResources:
-    """Room in the cluster that is named, or in one that starts here.
+    """Reserve resources on the configured cluster, or on a new local one.
 
     Args:
         role: of the seats.
-        options: where, and how long to wait.
-        plan: from whether the cluster has GPUs to what is needed.
+        options: address of the cluster and timeout.
+        plan: returns the plan, given whether the cluster has GPUs.
 
     Raises:
-        ConfigError: no cluster, or no room in it.
+        ConfigError: no cluster, or it lacks resources.
     """
     cluster.connect(options.ray.address, cpus=options.actors)
-    made = place(plan(cluster.has_gpus()), wait_seconds=options.ray.wait_seconds)
-    return ActorResources(made, made.plan.of(role), made.release)
+    placement = place(plan(cluster.has_gpus()), wait_seconds=options.ray.wait_seconds)
+    return ActorResources(placement, placement.plan.of(role), placement.release)
 
 
 def address(options: RolloutOptions) -> str | None:
-    """The cluster that is named, if one is."""
+    """Address of the configured cluster, if any."""
     return options.ray.address or os.environ.get("RAY_ADDRESS")
 
 
-def _nothing() -> None:
-    """What ``launch`` holds, it gives back itself."""
+def _keep() -> None:
+    """``launch`` itself releases what it reserved."""

@@ -1,4 +1,4 @@
-"""Reward functions and reward models in actors."""
+"""Reward functions and reward models in Ray actors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kedge.types import Metrics, RewardOutput, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What ``reward_source`` takes, without what belongs to the learner's process."""
+    """Picklable arguments of ``reward_source``."""
 
     reward_model: Any
     reward_funcs: Any
     models: Mapping[str, Any]  # keyword arguments of ModelOptions
     functions: Mapping[str, Any]  # keyword arguments of FunctionOptions
-    mixture: Mapping[str, Any]  # the others of reward_source
+    mixture: Mapping[str, Any]  # other arguments of reward_source
 
 
 class RewardActor:
@@ -51,34 +51,33 @@ class RewardActor:
         )
 
     def columns(self) -> frozenset[str] | None:
-        """Dataset columns that are read; None if that cannot be said."""
-        found: frozenset[str] | None = getattr(self._source, "columns", None)
-        return found
+        """Dataset columns that are read; None if unknown."""
+        columns: frozenset[str] | None = getattr(self._source, "columns", None)
+        return columns
 
     def score(self, rollout: Rollout, state: Any) -> RewardOutput:
-        """The reward output, with what functions reported beside it."""
+        """The reward output, with metrics and columns that functions logged."""
         self._state = state
-        found = self._source.score(rollout)
+        output = self._source.score(rollout)
         metrics, extras = self._log.drain()
-        return replace(found, metrics=metrics.totals, columns=extras)
+        return replace(output, metrics=metrics.totals, columns=extras)
 
 
 class RayRewards:
-    """A reward source whose work is done in actors.
+    """A reward source that scores in actors.
 
-    The rows of a batch are cut between prompts, so that responses to one prompt stay together, and
-    every worker scores a share.  A worker that dies or hangs is made again and scores its share
-    once more.
+    Each worker scores a share of the batch; responses to one prompt stay together.  A worker that
+    dies or hangs is restarted and repeats its share.
 
     Args:
-        recipe: what each worker builds.
-        room: where they run; one seat per worker.
-        limits: how long to wait for one.
-        log: gets what functions report.
-        trainer_state: called for what functions see as ``trainer_state``.
+        recipe: of the reward source that each worker builds.
+        room: resources, with one seat per worker.
+        limits: timeouts of a worker.
+        log: receives metrics and columns that functions log.
+        trainer_state: returns the ``trainer_state`` to pass to functions.
 
     Raises:
-        ConfigError: a worker does not start, or the recipe cannot work.
+        ConfigError: a worker does not start, or the reward source cannot be built.
     """
 
     def __init__(
@@ -94,18 +93,18 @@ class RayRewards:
 
         self._log, self._state, self._on_close = log, trainer_state, room.release
         try:
-            sent = ray.put(recipe)
+            recipe_ref = ray.put(recipe)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             room.release()
             raise ConfigError(
-                f"a reward function or model cannot be sent to ray_reward_workers: {error}; define"
-                " it in a module, or set ray_reward_workers=0"
+                f"a reward function or model cannot be pickled for ray_reward_workers: {error};"
+                " define it in a module, or set ray_reward_workers=0"
             ) from error
         makers = [
             partial(
                 Actor,
                 f"reward worker {seat.index}",
-                lambda handle: handle.build.remote(RewardActor, sent),
+                lambda handle: handle.build.remote(RewardActor, recipe_ref),
                 options=room.placement.options(seat),
                 limits=limits,
             )
@@ -119,7 +118,7 @@ class RayRewards:
         """One reward output for all rows.
 
         Raises:
-            RewardError: a function or model failed, or its worker died again and again.
+            RewardError: a function or model failed, or its worker was lost several times.
         """
         shares = between_groups(rollout.prompts.group, len(self.workers))
         state = self._state()
@@ -129,17 +128,17 @@ class RayRewards:
         ]
         wait(running)
         try:
-            found = [each.result() for each in running]
+            outputs = [future.result() for future in running]
         except RolloutError as error:
             raise RewardError(str(error)) from error
-        reward_output = RewardOutput.cat(found).to(rollout.ids.device)
+        reward_output = RewardOutput.cat(outputs).to(rollout.ids.device)
         self._log.merge(Metrics(reward_output.metrics))
         for column, values in reward_output.columns.items():
             self._log.extra(column, values)
         return reward_output
 
     def close(self) -> None:
-        """End the workers."""
+        """Kill the workers and release their resources."""
         for worker in self.workers:
             worker.close()
         self._threads.shutdown(wait=True)
@@ -153,46 +152,48 @@ def ray_rewards(
     log: RewardLog,
     trainer_state: Callable[[], object],
 ) -> RayRewards:
-    """Reward workers in the room that a launch holds for this rank, or in room of their own.
+    """Build the reward workers, on resources of the launch or newly allocated ones.
 
     Args:
-        recipe: what each worker builds.
-        options: how many, and how long to wait.
-        log: gets what functions report.
-        trainer_state: called for what functions see as ``trainer_state``.
+        recipe: of the reward source that each worker builds.
+        options: number of workers and timeouts.
+        log: receives metrics and columns that functions log.
+        trainer_state: returns the ``trainer_state`` to pass to functions.
 
     Raises:
-        ConfigError: the cluster has no room, or a worker does not start.
+        ConfigError: the cluster lacks resources, or a worker does not start.
     """
-    asked = options.ray
-    room = from_launch("reward", count=asked.reward_workers, option="ray_reward_workers")
-    if room is None:
+    ray_options = options.ray
+    resources = from_launch("reward", count=ray_options.reward_workers, option="ray_reward_workers")
+    if resources is None:
 
         def plan(_: bool) -> PlacementPlan:
-            return plan_seats(rewards=asked.reward_workers, gpus_per_reward=asked.reward_gpus)
+            return plan_seats(
+                rewards=ray_options.reward_workers, gpus_per_reward=ray_options.reward_gpus
+            )
 
-        room = allocate("reward", options, plan)
+        resources = allocate("reward", options, plan)
     return RayRewards(
-        recipe, room, limits=actor_limits(options), log=log, trainer_state=trainer_state
+        recipe, resources, limits=actor_limits(options), log=log, trainer_state=trainer_state
     )
 
 
 def between_groups(group: Tensor, parts: int) -> list[slice]:
-    """Consecutive rows, as even as they go without parting rows of one group.
+    """Split rows into consecutive shares of similar size without splitting a group.
 
     Args:
-        group: int64 [B]; where rows of a group are not neighbors, nothing is parted.
-        parts: most shares.
+        group: int64 [B]; if rows of a group are not adjacent, all rows are one share.
+        parts: maximum number of shares.
     """
     rows = len(group)
     starts = [0, *(int(i) + 1 for i in (group[1:] != group[:-1]).nonzero()[:, 0])]
     if len(starts) > len(group.unique()):
         return [slice(0, rows)]
-    wanted = [rows * i // parts for i in range(parts)]
-    begins = sorted({min(starts, key=lambda start: abs(start - ideal)) for ideal in wanted})
+    ideals = [rows * i // parts for i in range(parts)]
+    begins = sorted({min(starts, key=lambda start: abs(start - ideal)) for ideal in ideals})
     return [slice(a, b) for a, b in zip(begins, [*begins[1:], rows], strict=True)]
 
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
-    """Some of the rows, on the CPU, as wide as all, with what a reward may read of them."""
+    """The given rows on the CPU, at unchanged width, without fields that rewards do not read."""
     return replace(rollout, allowed_tokens=None).rows(rows).to("cpu")

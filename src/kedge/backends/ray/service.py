@@ -1,4 +1,4 @@
-"""A vLLM in an actor."""
+"""A vLLM in a Ray actor."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kedge.errors import RolloutError
 
 
 class RayService:
-    """A vLLM in an actor, as ``kedge.backends.vllm.VLLMEngine`` needs it.
+    """A vLLM in an actor, as a service of ``kedge.backends.vllm.VLLMEngine``.
 
-    If the actor is lost while it generates, it is made again with the weights it had, and gets its
-    rows once more: every row is answered once, by the same version.
+    If the actor is lost while it generates, it is restarted with the same weights and gets its rows
+    again: every row is sampled by the same version.
 
-    Where there is a ``wire``, weights go over it from GPU to GPU, else through Ray's object store.
+    With ``wire``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
 
     Args:
         name: for messages.
-        blueprint: ``ray.ObjectRef`` of the policy's blueprint.
-        weights: ``ray.ObjectRef`` of the first weights; they count as version 0.
+        blueprint: ``ray.ObjectRef`` of the ``PolicySpec``.
+        weights: ``ray.ObjectRef`` of the initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
         options: of the actor.
-        limits: how long to wait for it.
-        shelf: hands the weights to all engines.
-        wire: makes the way from GPU to GPU, given the vLLM's ``Control``; None: there is none.
+        limits: timeouts of the actor.
+        shelf: weights shared by all engines.
+        wire: creates the NCCL transfer, given the vLLM's ``Control``; None: object store.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class RayService:
         shelf: SharedWeights,
         wire: Callable[[Control], NcclTransfer] | None = None,
     ) -> None:
-        self._shelf, self._limits, self._connect = shelf, limits, wire
-        self._held: tuple[Any, int] | None = None  # where they are, and their version
-        self._wire: NcclTransfer | None = None
+        self._shared_weights, self._limits, self._connect = shelf, limits, wire
+        self._loaded: tuple[Any, int] | None = None  # payload or its ref, and version
+        self._transfer: NcclTransfer | None = None
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(InProcess, blueprint, weights, dict(engine_args)),
@@ -55,50 +55,50 @@ class RayService:
             revive=self._revive,
         )
 
-    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The answers, in the order of the asks, through any death of the actor."""
-        found: list[GenerationResult] = self.actor.call("generate", list(asks))
-        return found
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One result per request, in order; restarts the actor if it is lost."""
+        results: list[GenerationResult] = self.actor.call("generate", list(requests))
+        return results
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability of each token of each row but its first."""
-        found: list[list[float]] = self.actor.call("score", list(rows))
-        return found
+        """Log-probability (nats) of each token of each row but its first."""
+        logprobs: list[list[float]] = self.actor.call("score", list(rows))
+        return logprobs
 
-    def load(self, parcel: WeightPayload, version: int) -> None:
-        """Exchange the weights, or the adapter, and drop the cache of prefixes."""
-        adapter = parcel.adapter
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights or the adapter, and reset the prefix cache."""
+        adapter = payload.adapter
         if self._connect is not None and adapter is None:
-            self.actor.call("version")  # made again first, should it have died meanwhile
+            self.actor.call("version")  # restarts the actor first if it is lost
             try:
-                self._send(parcel, version)
+                self._send(payload, version)
             except LostActorError as error:
                 raise RolloutError(
-                    f"{error} while weights were on their way to it over NCCL, which cannot be"
-                    " interrupted; the run goes on from its newest checkpoint"
+                    f"{error} while weights were sent to it over NCCL, which cannot be interrupted;"
+                    " resume the run from its latest checkpoint"
                 ) from error
-            self._held = parcel, version
+            self._loaded = payload, version
             return
-        ref = self._shelf.ref(
-            dict(parcel.named), lambda w: WeightPayload(tuple(w.items()), adapter)
+        ref = self._shared_weights.ref(
+            dict(payload.named), lambda w: WeightPayload(tuple(w.items()), adapter)
         )
         self.actor.call("load", ref, version, within=self._limits.start)
-        self._held = ref, version
+        self._loaded = ref, version
 
-    def _send(self, parcel: WeightPayload, version: int) -> None:
+    def _send(self, payload: WeightPayload, version: int) -> None:
         assert self._connect is not None
-        if self._wire is None:
-            self._wire = self._connect(ActorControl(self.actor, self._limits.start))
-        self._wire.send(parcel.named)
+        if self._transfer is None:
+            self._transfer = self._connect(ActorControl(self.actor, self._limits.start))
+        self._transfer.send(payload.named)
         self.actor.once("settle", version)
 
     def version(self) -> int:
-        """The version of the weights, as vLLM says."""
-        found: int = self.actor.call("version")
-        return found
+        """Version of the weights that vLLM reports."""
+        version: int = self.actor.call("version")
+        return version
 
     def sleep(self) -> None:
-        """Free the cache."""
+        """Free the KV cache and move the weights to host memory."""
         self.actor.call("sleep")
 
     def wake(self) -> None:
@@ -106,46 +106,46 @@ class RayService:
         self.actor.call("wake")
 
     def close(self) -> None:
-        """End the actor."""
+        """Kill the actor."""
         self.actor.close()
 
     def _revive(self, actor: Actor) -> None:
-        self._wire = None  # it led to the process that was lost
-        if self._held is None:
+        self._transfer = None  # its process is gone
+        if self._loaded is None:
             return
-        held, version = self._held
-        if isinstance(held, WeightPayload):
-            self._send(held, version)
+        payload, version = self._loaded
+        if isinstance(payload, WeightPayload):
+            self._send(payload, version)
         else:
-            actor.once("load", held, version, within=self._limits.start)
+            actor.once("load", payload, version, within=self._limits.start)
 
 
 class ActorControl:
-    """How a vLLM in an actor is told what to do with weights.
+    """Control of a vLLM in an actor during weight transfer.
 
     Args:
         actor: holds an ``InProcess``.
-        limit: most seconds that one call may take.
+        limit: timeout of a call, in seconds.
     """
 
     def __init__(self, actor: Actor, limit: float) -> None:
         self._actor, self._limit = actor, limit
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the group of processes that ``init_info`` names."""
+        """Join the process group of ``init_info``."""
         self._call("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
-        """New weights are about to come."""
+        """Prepare to receive weights."""
         self._call("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive the weights that ``update_info`` names."""
+        """Receive the weights of ``update_info``."""
         self._call("update_weights", update_info=update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """All have come; ``settle`` names the version."""
+        """Finish after all weights were received; ``settle`` sets the version."""
         self._call("finish_weight_update")
 
-    def _call(self, method: str, **about: Any) -> None:
-        self._actor.once("transfer", method, within=self._limit, **about)
+    def _call(self, method: str, **kwargs: Any) -> None:
+        self._actor.once("transfer", method, within=self._limit, **kwargs)

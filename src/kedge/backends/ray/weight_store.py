@@ -1,4 +1,4 @@
-"""Weights in Ray's object store, put there once for all engines."""
+"""Weights in Ray's object store, stored once for all engines."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from torch import Tensor
 
 
 class SharedWeights:
-    """Copies weights into the object store when the first reader asks, and drops its own hold on
-    them when the last has.
+    """Puts weights into the object store for the first reader; drops them after the last.
 
     Args:
-        readers: engines that ask for each set of weights.
+        readers: number of engines that load each set of weights.
     """
 
     def __init__(self, readers: int) -> None:
         self._readers = readers
         self._lock = threading.Lock()
         self._key: tuple[tuple[str, int, int], ...] = ()
-        self._named: tuple[Tensor, ...] = ()  # held so that their memory is not used again
+        self._named: tuple[Tensor, ...] = ()  # kept so that their memory is not reused
         self._ref: Any = None
         self._left = 0
 
     def ref(
         self, weights: Mapping[str, Tensor], wrap: Callable[[dict[str, Tensor]], Any] = dict
     ) -> Any:
-        """A ``ray.ObjectRef`` of ``wrap(weights on the CPU)``: one for the same tensors."""
+        """``ray.ObjectRef`` of ``wrap(weights on the CPU)``; the same for the same tensors."""
         import ray
 
         with self._lock:
@@ -38,7 +37,7 @@ class SharedWeights:
                 self._key, self._named = key, tuple(weights.values())
                 self._left = self._readers
             self._left -= 1
-            found = self._ref
+            ref = self._ref
             if self._left == 0:
                 self._key, self._named, self._ref = (), (), None
-            return found
+            return ref

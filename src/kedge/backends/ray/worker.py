@@ -1,4 +1,4 @@
-"""One rank of the learners: a process of Ray's in which the ordinary trainer runs."""
+"""Actor of one learner rank, in which the ordinary trainer runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from kedge.backends.ray.context import RankContext, set_context
 
-# What a rank says when another one is gone.
-_ECHOES = (
+# Parts of errors that a rank raises because another one is gone.
+_CONSEQUENCES = (
     *("closed by peer", "reset by peer", "gloo", "NCCL", "Broken pipe", "Socket Timeout"),
     *("recvBytes", "DistBackendError", "DistNetworkError", "Timed out waiting"),
 )
@@ -29,28 +29,28 @@ class Failure:
     rank: int
     when: float  # seconds since the epoch
     text: str  # type and message
-    trace: str = ""  # of Python; empty where the process died
-    error: BaseException | None = None  # where it can be sent
+    trace: str = ""  # Python traceback; empty if the process died
+    error: BaseException | None = None  # if it can be pickled
     died: bool = False
 
     @property
     def order(self) -> tuple[int, float]:
-        """Root causes first: errors, then deaths, then what follows from another rank's end."""
-        echo = any(word in self.text for word in _ECHOES)
-        return (2 if echo else 1 if self.died else 0), self.when
+        """Sort key, root causes first: errors, deaths, then consequences of another rank's end."""
+        follows = any(word in self.text for word in _CONSEQUENCES)
+        return (2 if follows else 1 if self.died else 0), self.when
 
 
 class RankWorker:
-    """Runs a job as one rank; becomes an actor by ``ray.remote``."""
+    """Runs a job as one rank; made an actor by ``ray.remote``."""
 
     def ping(self) -> tuple[int, str]:
-        """The process id and the address of the node."""
+        """Process id and address of the node."""
         import ray
 
         return os.getpid(), ray.util.get_node_ip_address()
 
     def free_port(self) -> int:
-        """A port of this node that nobody listens on."""
+        """A free TCP port of this node."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port: int = probe.getsockname()[1]
@@ -59,20 +59,20 @@ class RankWorker:
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext
     ) -> tuple[Any, Failure | None]:
-        """What the job returns on the first rank, or why it failed on this one."""
+        """The job's result on rank 0, or its failure on this rank."""
         os.environ.update(environment)
         set_context(place)
-        logging.getLogger("kedge").addHandler(_Notes(place))
+        logging.getLogger("kedge").addHandler(_DriverHandler(place))
         try:
             result = job()
-            _leave()
+            _destroy_process_group()
             return (result if place.rank == 0 else None), None
         except (Exception, SystemExit) as error:
             return None, failure(place.rank, error)
 
 
-class _Notes(logging.Handler):
-    """Takes Kedge's warnings to the driver, which has the screen."""
+class _DriverHandler(logging.Handler):
+    """Sends Kedge's warnings to the driver, which prints them."""
 
     def __init__(self, place: RankContext) -> None:
         super().__init__(logging.WARNING)
@@ -83,24 +83,24 @@ class _Notes(logging.Handler):
 
 
 def failure(rank: int, error: BaseException) -> Failure:
-    """The error in a form that can be sent, whatever it holds."""
+    """The error in a form that can be pickled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    sent: BaseException | None = error.with_traceback(None)
+    picklable: BaseException | None = error.with_traceback(None)
     try:
-        pickle.loads(pickle.dumps(sent))
-    except Exception:  # a type that cannot be made again from its arguments
-        sent = None
+        pickle.loads(pickle.dumps(picklable))
+    except Exception:  # its constructor does not accept its args
+        picklable = None
     return Failure(
         rank=rank,
         when=time.time(),
         text=f"{type(error).__name__}: {error}",
         trace=trace,
-        error=sent,
+        error=picklable,
     )
 
 
-def _leave() -> None:
-    """Leave the process group while all ranks still answer."""
+def _destroy_process_group() -> None:
+    """Destroy the process group while all ranks still respond."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

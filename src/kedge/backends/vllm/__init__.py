@@ -1,8 +1,8 @@
-"""vLLM as a rollout engine: in this process, as a server of our own, or as one that runs already.
+"""vLLM as a rollout engine: in this process, as a server started by Kedge, or a running server.
 
-PolicySpec   what an engine has to know of a policy; can be pickled
-Service     one vLLM: InProcess, Server (a process of ours) or Remote (one that runs already)
-VLLMEngine  the rollout engine over a service: records in and out, and the receipts
+PolicySpec  the policy without its trained weights; can be pickled
+Service     one vLLM: InProcess, Server (started by Kedge) or Remote (already running)
+VLLMEngine  the rollout engine over a service: records in and out, and verified weight syncs
 """
 
 from kedge.backends.vllm.engine import VLLMEngine

@@ -1,4 +1,4 @@
-"""From options to an engine."""
+"""Builds the vLLM rollout engine from its options."""
 
 from __future__ import annotations
 
@@ -23,56 +23,55 @@ from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
 from kedge.types import Sampling
 
-# Of vLLM 0.32's attention on CPUs; other sizes end the engine at its first token.
+# Supported by vLLM 0.32's attention on CPUs; other sizes crash the engine at its first token.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_vllm(options: RolloutOptions, sampling: Sampling, *, model: Any) -> None:
-    """Refuse what cannot work, before any weight is loaded.
+    """Check options and sampling before any weights are loaded.
 
     Args:
-        options: the engine.
-        sampling: the distribution that it shall sample from.
-        model: the policy, or the folder or name that it will be loaded from.
+        options: of the rollout engine.
+        sampling: the sampling distribution.
+        model: the policy, or the folder or Hub name to load it from.
 
     Raises:
-        ConfigError: naming the option, its value and the way out.
+        ConfigError: naming the option, its value and what to set.
     """
     if sampling.truncates:
         raise ConfigError(
-            f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the"
-            " distribution, and vLLM does not say which tokens were left; sample from all of them,"
-            " or use rollout_engine='embedded'"
+            f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} exclude"
+            " tokens, and vLLM does not report which; turn them off, or use"
+            " rollout_engine='embedded'"
         )
     if options.kind == "url" and sampling.min_new_tokens:
         raise ConfigError(
-            f"min_new_tokens={sampling.min_new_tokens} with the server at {options.url}: vLLM bans"
-            " its model's own end-of-text token then, even where it is no stop token; set it to 0,"
-            " or use rollout_engine='vllm_server'"
+            f"min_new_tokens={sampling.min_new_tokens} is not supported with the server at"
+            f" {options.url}: vLLM would ban its model's EOS token even if it is not a stop token;"
+            " set it to 0, or use rollout_engine='vllm_server'"
         )
     if options.kind != "url" and not torch.cuda.is_available():
         check_head_size(model.config if isinstance(model, nn.Module) else _config_of(model))
     if options.transfer == "nccl" and not torch.cuda.is_available():
         raise ConfigError(
-            "vllm_transfer='nccl' sends weights from GPU to GPU, and there is none here; set it to"
-            " 'auto'"
+            "vllm_transfer='nccl' needs a GPU, and this machine has none; set it to 'auto'"
         )
     if options.sleep and not torch.cuda.is_available():
         raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
 
 
 def check_head_size(config: Any) -> None:
-    """Refuse a model that vLLM cannot run on a CPU.
+    """Check that vLLM can run the model on a CPU.
 
     Raises:
-        ConfigError: with its head size.
+        ConfigError: unsupported size of attention heads.
     """
     text = config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if size not in CPU_HEAD_SIZES:
         raise ConfigError(
-            f"the policy has attention heads of size {size}; vLLM on CPUs runs"
-            f" {', '.join(map(str, CPU_HEAD_SIZES))}: use rollout_engine='embedded'"
+            f"the policy has attention heads of size {size}, but vLLM on CPUs supports only"
+            f" {', '.join(map(str, CPU_HEAD_SIZES))}; use rollout_engine='embedded'"
         )
 
 
@@ -101,27 +100,26 @@ def vllm_engine(
     starts: Starts | None = None,
     on_close: Callable[[], None] | None = None,
 ) -> VLLMEngine | ShardedEngine:
-    """An engine that samples from a copy of the policy, or several that share the rows.
+    """One vLLM engine with a copy of the policy, or several that share the rows of a batch.
 
     Args:
-        policy: a transformers causal language model, as it is now.
-        options: which engine, and its arguments.
-        pad_id: fills ``Rollout.ids`` after the end of a response.
-        tokenizer: needed for stop strings only.
-        dtype: what the learner computes in; None is float32.
+        policy: a transformers causal language model with its current weights.
+        options: of the rollout engine.
+        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
+        tokenizer: only needed for stop strings.
+        dtype: precision of the learner; None is float32.
         extra_slot: leave one slot after the longest response.
-        share: these are the engines of this process; others have theirs.
-        starts: from (blueprint, weights, engine arguments) to what starts each vLLM; None: as the
-            options say.
-        on_close: called after several engines were closed.
+        share: every rank has its engines, rather than all ranks together.
+        starts: maps (policy spec, weights, engine arguments) to one function per vLLM that starts
+            it; None: as set in ``options``.
+        on_close: called after all engines are closed.
 
     Raises:
-        ConfigError: vLLM refuses the model or the arguments.
+        ConfigError: vLLM rejects the model or the arguments.
     """
     blueprint = PolicySpec.of(policy, tokenizer)
-    name = str(dtype or torch.float32).removeprefix("torch.")
     arguments: dict[str, Any] = {
-        "dtype": name,
+        "dtype": str(dtype or torch.float32).removeprefix("torch."),
         **({"enable_sleep_mode": True} if options.sleep else {}),
     }
     arguments |= options.engine_args
@@ -140,20 +138,20 @@ def vllm_engine(
         )
 
     if starts is None:
-        each = int(arguments.get("tensor_parallel_size", 1))
+        per_server = int(arguments.get("tensor_parallel_size", 1))
         gpus = (
-            gpus_of_servers(options.num_engines, each, share=share)
+            gpus_of_servers(options.num_engines, per_server, share=share)
             if options.kind == "vllm_server"
             else [None]
         )
-        found: Sequence[Start] = [
+        service_starts: Sequence[Start] = [
             partial(_service, blueprint, weights, options, arguments, devices) for devices in gpus
         ]
-        if len(found) == 1:
-            return make(found[0])
+        if len(service_starts) == 1:
+            return make(service_starts[0])
     else:
-        found = starts(blueprint, weights, arguments)
-    engines = start_all([partial(make, start) for start in found], undo=on_close)
+        service_starts = starts(blueprint, weights, arguments)
+    engines = start_all([partial(make, start) for start in service_starts], undo=on_close)
     config: Any = policy.config
     return ShardedEngine(
         engines,
@@ -205,14 +203,14 @@ def _service(
 
 
 def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str | None]:
-    """The GPUs of every server, as in ``CUDA_VISIBLE_DEVICES``: those that no learner has.
+    """The GPUs of each server, as in ``CUDA_VISIBLE_DEVICES``, apart from those of the learners.
 
-    None where there are no GPUs, or one server has to share the learners' own.
+    None if there are no GPUs, or a single server has to share the learners' GPUs.
 
     Args:
-        count: servers.
-        each: GPUs of one.
-        share: every learner on this machine has as many.
+        count: number of servers.
+        each: GPUs per server.
+        share: every learner on this machine has ``count`` servers.
 
     Raises:
         ConfigError: several servers, and too few GPUs besides those of the learners.
@@ -222,14 +220,14 @@ def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str |
     names = visible.split(",")[:number] if visible else [str(i) for i in range(number)]
     learners = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     before = int(os.environ.get("LOCAL_RANK", "0")) if share else 0
-    asked = count * each * (learners if share else 1)
-    if len(free := names[learners:]) >= asked:
-        mine = free[before * count * each :]
-        return [",".join(mine[i * each : (i + 1) * each]) for i in range(count)]
+    needed = count * each * (learners if share else 1)
+    if len(free := names[learners:]) >= needed:
+        gpus = free[before * count * each :]
+        return [",".join(gpus[i * each : (i + 1) * each]) for i in range(count)]
     if names and (count > 1 or share):
         raise ConfigError(
-            f"{asked // each} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
-            f" need {asked + learners}, and there are {len(names)}; ask for fewer, or use"
+            f"{needed // each} servers of {each} GPUs (vllm_num_engines) and {learners} learners"
+            f" need {needed + learners} GPUs, got {len(names)}; use fewer servers, or"
             " rollout_engine='ray' with more machines"
         )
     return [None] * count

@@ -1,4 +1,4 @@
-"""The rollout engine over one vLLM, and the receipts of its weights."""
+"""The rollout engine over one vLLM, with verified weight syncs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # accepted mean gaps, nats per token
 
 
 class VLLMEngine:
-    """Samples from a vLLM.
+    """A rollout engine that samples with vLLM.
 
-    A row's seed is made of (seed, row) alone.  vLLM computes rows in batches of changing sizes, so
-    a draw can differ in the rare case that rounding decides it.
+    The seed of a row depends only on (seed, row).  vLLM computes rows in batches of varying sizes,
+    so rounding can, rarely, change a sampled token.
 
     Args:
         service: the vLLM.
-        blueprint: what is known of the policy.
-        pad_id: fills ``Rollout.ids`` after the end of a response.
-        tolerance: largest accepted mean difference between what vLLM and the learner's code compute
-            for the probe after a sync, nats per token.
+        blueprint: the policy without its trained weights.
+        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
+        tolerance: largest accepted mean difference of log-probabilities between vLLM and the
+            learner's code on the probe after a weight sync, nats per token.
         extra_slot: leave one slot after the longest response if max_new_tokens allows.
-        sleeps: free vLLM's memory between one ``generate`` and the next.
+        sleeps: free vLLM's GPU memory between calls of ``generate``.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class VLLMEngine:
     ) -> None:
         self.service = service
         self.blueprint = blueprint
-        self.sync_gap = 0.0  # mean difference found by the last receipt, nats per token
+        self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
         self._tolerance = tolerance
         self._extra_slot = extra_slot
         self._sleeps = sleeps
         self._last: _Sync | None = None
-        self._sent: int | None = None  # the version
+        self._sent: int | None = None  # version
 
     @property
     def shares_weights(self) -> Literal[False]:
@@ -64,31 +64,31 @@ class VLLMEngine:
 
     @property
     def logprobs(self) -> Literal["sampled"]:
-        """They are of the very distribution that tokens are drawn from."""
+        """They come from the distribution that tokens are sampled from."""
         return "sampled"
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
 
         Raises:
-            ConfigError: the sampling cannot work for this model.
+            ConfigError: the sampling does not fit this model.
             RolloutError: the prompts break the contract, or vLLM failed.
-            SyncError: it sampled with other weights than were loaded.
+            SyncError: vLLM sampled with other weights than were loaded.
         """
         config: Any = self.blueprint.skeleton.config
         check(sampling, config.get_text_config().vocab_size)
         check_prompts(prompts, sampling, config)
-        asks = build_requests(prompts, sampling, seed)
+        requests = build_requests(prompts, sampling, seed)
         if self._sleeps:
             self.service.wake()
-        answers = self.service.generate(asks)
+        results = self.service.generate(requests)
         if self._sleeps:
             self.service.sleep()
-        if len(answers) != len(asks):
-            raise RolloutError(f"vLLM answered {len(answers)} of {len(asks)} rows")
-        self._check_versions({answer.version for answer in answers})
+        if len(results) != len(requests):
+            raise RolloutError(f"vLLM returned {len(results)} of {len(requests)} rows")
+        self._check_versions({result.version for result in results})
         return build_rollout(
-            answers,
+            results,
             prompts,
             sampling,
             pad_id=self._pad_id,
@@ -96,34 +96,34 @@ class VLLMEngine:
             extra_slot=self._extra_slot,
         )
 
-    def _check_versions(self, said: set[int]) -> None:
-        if self._sent is not None and (wrong := said - {self._sent, -1}):  # -1: unknown
+    def _check_versions(self, versions: set[int]) -> None:
+        if self._sent is not None and (wrong := versions - {self._sent, -1}):  # -1: unknown
             raise SyncError(
-                f"vLLM sampled with version {min(wrong)} after it was sent version {self._sent}: it"
-                " lost its weights, or somebody else exchanges them"
+                f"vLLM sampled with version {min(wrong)} instead of {self._sent}: it lost its"
+                " weights, or another client changes them"
             )
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
-        """Sample from ``weights`` from now on.
+        """Send ``weights`` to vLLM and verify that it computes with them.
 
-        The receipt is read back: vLLM's own word for the version, and the fingerprint of the
-        weights only once vLLM computes with them what the learner's code does.
+        The receipt has the version that vLLM reports, and the fingerprint of the weights after vLLM
+        and the learner's code agreed on the probe.
 
         Raises:
-            SyncError: they do not fit the policy, or vLLM computes something else.
+            SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
-        parcel = self.blueprint.parcel(weights)
+        payload = self.blueprint.parcel(weights)
         self._sent = version
         sent = _Sync(version, fingerprint(weights), self.blueprint.logprobs(weights))
         if self._sleeps:
             self.service.wake()
-        self.service.load(parcel, version)
-        heard = torch.tensor(self.service.score(self.blueprint.probe().tolist()))
-        said = self.service.version()
-        self.sync_gap = _confirm(sent, self._last, heard, said, self._tolerance)
-        sent.heard, sent.noise = heard, self.sync_gap
+        self.service.load(payload, version)
+        measured = torch.tensor(self.service.score(self.blueprint.probe().tolist()))
+        reported = self.service.version()
+        self.sync_gap = _verify(sent, self._last, measured, reported, self._tolerance)
+        sent.measured, sent.noise = measured, self.sync_gap
         self._last = sent
-        return Receipt(version=said, fingerprint=sent.fingerprint)
+        return Receipt(version=reported, fingerprint=sent.fingerprint)
 
     def close(self) -> None:
         """Release the vLLM."""
@@ -132,42 +132,42 @@ class VLLMEngine:
 
 @dataclass(slots=True)
 class _Sync:
-    """Weights that were sent, and what became of them."""
+    """Weights that were sent, and log-probabilities of the probe with them."""
 
     version: int
     fingerprint: str
-    expected: Tensor  # float32 [rows, tokens]; of the probe, by the learner's code
-    heard: Tensor | None = None  # the same, by vLLM
+    expected: Tensor  # float32 [rows, tokens], nats; by the learner's code
+    measured: Tensor | None = None  # the same, by vLLM
     noise: float = 0.0  # mean difference of the two
 
 
-def _confirm(
-    sent: _Sync, before: _Sync | None, heard: Tensor, said: int, tolerance: float
+def _verify(
+    sent: _Sync, before: _Sync | None, measured: Tensor, reported: int, tolerance: float
 ) -> float:
-    """The mean gap between vLLM and the learner's code, if vLLM holds what was sent."""
-    if said != sent.version:
-        raise SyncError(f"vLLM says it holds version {said} after being sent {sent.version}")
-    gap = _distance(heard, sent.expected)
-    if before is not None and before.heard is not None:
+    """Mean gap between vLLM and the learner's code; raises unless vLLM has the sent weights."""
+    if reported != sent.version:
+        raise SyncError(f"vLLM reports version {reported} after being sent {sent.version}")
+    gap = _distance(measured, sent.expected)
+    if before is not None and before.measured is not None:
         moved = _distance(sent.expected, before.expected)
         visible = moved > 4 * before.noise + 1e-7
-        if visible and torch.equal(heard, before.heard):
+        if visible and torch.equal(measured, before.measured):
             raise SyncError(
-                f"loading version {sent.version} changed nothing: vLLM computes the very numbers of"
-                f" version {before.version}, while the policy moved by {moved:.3g} nats per token"
+                f"loading version {sent.version} had no effect: vLLM computes the numbers"
+                f" of version {before.version}, but the policy moved by {moved:.3g} nats per token"
             )
-        if visible and _distance(heard, before.expected) < gap:
+        if visible and _distance(measured, before.expected) < gap:
             raise SyncError(
                 f"after loading version {sent.version}, vLLM is closer to version {before.version}"
-                f" ({_distance(heard, before.expected):.3g} nats per token) than to what was sent"
-                f" ({gap:.3g}): old weights or a stale cache are in use"
+                f" ({_distance(measured, before.expected):.3g} nats per token) than to the sent one"
+                f" ({gap:.3g}): it uses old weights or a stale cache"
             )
     if not gap <= tolerance:
         raise SyncError(
             f"after loading version {sent.version}, vLLM and the learner differ by {gap:.3g} nats"
-            f" per token on the probe (limit {tolerance:g}). Likely causes: a weight that vLLM did"
-            " not take over (a tied head), another precision (vllm_engine_args dtype), or a model"
-            " that vLLM implements differently"
+            f" per token on the probe (vllm_tolerance={tolerance:g}). Likely causes: a weight that"
+            " vLLM did not load (a tied head), another precision (dtype in vllm_engine_args), or a"
+            " model that vLLM implements differently"
         )
     return gap
 

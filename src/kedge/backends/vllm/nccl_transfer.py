@@ -1,7 +1,7 @@
-"""Weights to a vLLM on other GPUs: over NCCL, by vLLM's own weight transfer.
+"""Sends weights to a vLLM on other GPUs over NCCL, with vLLM's weight transfer.
 
 vLLM does the work on both sides (``vllm.distributed.weight_transfer``): packing, broadcast, loading
-layer by layer.  Here is when it is asked to, with what, and for how long.
+layer by layer.  This module decides when, what and how long to wait.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ T = TypeVar("T")
 
 
 class Control(Protocol):
-    """How a vLLM is told what to do with weights; see vLLM's ``VLLMWeightSyncClient``."""
+    """Control of a vLLM during weight transfer; see vLLM's ``VLLMWeightSyncClient``."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the group of processes that ``init_info`` names."""
+        """Join the process group of ``init_info``."""
         ...
 
     def start_weight_update(self) -> None:
-        """New weights are about to come."""
+        """Prepare to receive weights."""
         ...
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive the weights that ``update_info`` names; returns once they are loaded."""
+        """Receive the weights of ``update_info``; returns once they are loaded."""
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """All have come."""
+        """Finish after all weights were received."""
         ...
 
 
 class NcclTransfer:
-    """A group of the learner and the processes of one vLLM, over which weights are sent.
+    """Process group of the learner and the workers of one vLLM for sending weights.
 
     Args:
-        control: the vLLM's.
-        info: how the group is made: vLLM's ``TrainerInitInfo`` of some backend; see ``nccl``.
-        limit: most seconds that making the group, or sending all weights, may take.
+        control: of the vLLM.
+        info: of the group: vLLM's ``TrainerInitInfo`` of some backend; see ``nccl``.
+        limit: seconds that creating the group, or sending all weights, may take.
 
     Raises:
-        RolloutError: the group was not made in time.
+        RolloutError: the group was not created in time.
     """
 
     def __init__(self, control: Control, info: Any, *, limit: float) -> None:
@@ -60,14 +60,14 @@ class NcclTransfer:
             lambda: WeightTransferTrainerFactory.trainer_init(
                 info, client=control, source=self._source
             ),
-            "joining a vLLM to send it weights",
+            "connecting to a vLLM for weight transfer",
         )
 
     def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Every weight under the name that a checkpoint has for it.
+        """Send all weights, under their names in a checkpoint.
 
         Raises:
-            RolloutError: it took too long; the group is of no use any more.
+            RolloutError: it took too long; the group cannot be used any more.
         """
         device = named[0][1].device
 
@@ -76,7 +76,7 @@ class NcclTransfer:
                 self._engine.send_weights()
                 return
             with torch.cuda.device(device):
-                torch.cuda.current_stream().synchronize()  # what made the weights is over
+                torch.cuda.current_stream().synchronize()  # wait until the weights are computed
                 self._engine.send_weights()
 
         self._source.named = named
@@ -91,12 +91,12 @@ class NcclTransfer:
 
 
 class Source:
-    """Weights as vLLM asks for them: what will come, and then each of it in that order."""
+    """Weights as vLLM reads them: first metadata of all, then the tensors in that order."""
 
     named: Sequence[tuple[str, Tensor]] = ()
 
     def metadata(self) -> list[Any]:
-        """Name, type and shape of every weight."""
+        """Name, dtype and shape of every weight."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in self.named]
@@ -106,10 +106,10 @@ class Source:
 
 
 def nccl(*, address: str, workers: int) -> Any:
-    """A group of this process, on the GPU it computes on, and the GPUs of one vLLM.
+    """Group of this process, on its current GPU, and the GPUs of one vLLM.
 
     Args:
-        address: of this machine, as the vLLM's sees it.
+        address: of this machine, as seen from the vLLM.
         workers: GPUs of the vLLM.
     """
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -120,7 +120,7 @@ def nccl(*, address: str, workers: int) -> Any:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -128,9 +128,9 @@ def free_port() -> int:
 
 
 def reaches(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
-    """Whether NCCL can take weights from where they are to a vLLM.
+    """Whether NCCL can send weights to a vLLM: both have GPUs, and not the same one.
 
-    It needs GPUs on both sides, and not the same one: a share of a GPU may be the learner's own.
+    A vLLM with a fraction of a GPU may share the learner's.
 
     Args:
         weights: the learner's.
@@ -140,28 +140,28 @@ def reaches(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
 
 
 def within(seconds: float, work: Callable[[], T], what: str) -> T:
-    """``work()`` in a thread that is left behind if it takes too long: NCCL itself never gives up.
+    """``work()`` in a thread that is abandoned after ``seconds``, since NCCL has no timeout.
 
     Raises:
         RolloutError: it took longer.
     """
-    found: list[T] = []
-    failed: list[BaseException] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except BaseException as error:  # raised again below
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run, name="weights", daemon=True)
     thread.start()
     thread.join(seconds)
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
     if thread.is_alive():
         raise RolloutError(
-            f"{what} took longer than {seconds:g} s (worker_start_timeout): it died or hangs. NCCL"
-            " cannot be interrupted, so the run has to end; it goes on from its newest checkpoint"
+            f"{what} took longer than {seconds:g} s (worker_start_timeout): vLLM died or hangs."
+            " NCCL cannot be interrupted, so the run must end; resume it from its latest checkpoint"
         )
-    return found[0]
+    return results[0]

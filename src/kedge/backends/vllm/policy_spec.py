@@ -1,4 +1,4 @@
-"""What a rollout engine has to know of a policy, apart from the weights of the moment."""
+"""Description of a policy for a rollout engine: everything but the trained weights."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from kedge.backends.vllm.weight_payload import (
 from kedge.errors import ConfigError, SyncError
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
-_ONE_AT_A_TIME = threading.Lock()  # weights are put into a module that engines share
+_SKELETON_LOCK = threading.Lock()  # engines share one module and swap weights into it
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A policy without the weights that train.  It can be pickled and sent elsewhere.
+    """A policy without its trained weights; can be pickled and sent to other processes.
 
     Args:
-        skeleton: the policy; what trains is on the meta device, the rest is shared with it.
-        tied: the names of the output head and of the embedding it shares its weight with.
-        adapter: the LoRA configuration, where an adapter trains and nothing else.
-        tokenizer: the policy's, or None; needed for stop strings only.
+        skeleton: the policy with trained weights on the meta device and frozen weights shared.
+        tied: names of the weights of output head and embedding, if they are one tensor.
+        adapter: LoRA configuration, if only an adapter is trained.
+        tokenizer: of the policy, or None; only needed for stop strings.
     """
 
     skeleton: nn.Module
@@ -44,16 +44,16 @@ class PolicySpec:
 
     @classmethod
     def of(cls, policy: nn.Module, tokenizer: Any = None) -> PolicySpec:
-        """The blueprint of a transformers causal language model.
+        """The spec of a transformers causal language model.
 
         Raises:
-            ConfigError: an encoder-decoder model, or an adapter that vLLM does not take.
+            ConfigError: an encoder-decoder model, or an adapter that vLLM does not support.
         """
         config: Any = policy.config
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(
-                f"{type(policy).__name__} is an encoder-decoder model, which vLLM engines are not"
-                " given here; use rollout_engine='embedded'"
+                f"{type(policy).__name__} is an encoder-decoder model, which vLLM engines do not"
+                " support; use rollout_engine='embedded'"
             )
         adapter = get_lora_config(policy)
         model: Any = policy
@@ -62,17 +62,17 @@ class PolicySpec:
 
     @property
     def base(self) -> nn.Module:
-        """The model itself, without an adapter around it."""
+        """The model without its adapter."""
         wrapped: Any = self.skeleton
         return wrapped.get_base_model() if self.adapter is not None else self.skeleton
 
     @property
     def config(self) -> Any:
-        """The model's configuration, as vLLM shall read it.
+        """The model's configuration for vLLM.
 
-        A tied head is a weight of its own there, since vLLM does not follow a tied one when weights
-        are exchanged; and there is no end-of-text token, since vLLM would ban it in
-        ``min_new_tokens`` even where it is no stop token.
+        A tied head becomes a separate weight, since vLLM does not update a tied one when weights
+        are reloaded.  There is no EOS token, since vLLM would ban it during ``min_new_tokens`` even
+        if it is not a stop token.
         """
         config: Any = copy.deepcopy(self.base.config)
         config.architectures = [type(self.base).__name__]
@@ -82,22 +82,22 @@ class PolicySpec:
         return config
 
     def parcel(self, weights: Mapping[str, Tensor]) -> WeightPayload:
-        """The weights that train, ready to be sent.
+        """The trained weights, ready to be sent.
 
         Raises:
             SyncError: a weight is missing or unknown, or has another shape.
         """
-        own = dict(self.skeleton.named_parameters())
-        check_weights(own, weights)
-        lacking = [name for name, p in own.items() if p.is_meta and name not in weights]
-        if lacking:
-            raise SyncError(f"the weights lack {lacking[0]!r}, which trains; send all that train")
+        parameters = dict(self.skeleton.named_parameters())
+        check_weights(parameters, weights)
+        missing = [name for name, p in parameters.items() if p.is_meta and name not in weights]
+        if missing:
+            raise SyncError(f"trained weight {missing[0]!r} is missing; send all trained weights")
         if self.adapter is not None:
             return WeightPayload(adapter_weights(weights), self.adapter)
-        return WeightPayload(tuple(self._whole(own | dict(weights))), None)
+        return WeightPayload(tuple(self._with_head(parameters | dict(weights))), None)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """A folder that vLLM can load: configuration, weights without adapter, tokenizer."""
+        """Write a folder that vLLM can load: configuration, weights without adapter, tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
         if self.tokenizer is not None:
@@ -105,40 +105,40 @@ class PolicySpec:
         if self.adapter is None:
             self.parcel(weights).write(folder)
         else:
-            held = base_weights(dict(self.skeleton.named_parameters()))
-            WeightPayload(tuple(self._whole(held)), None).write(folder)
+            frozen = base_weights(dict(self.skeleton.named_parameters()))
+            WeightPayload(tuple(self._with_head(frozen)), None).write(folder)
 
-    def _whole(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All weights, and the head under a name of its own."""
+    def _with_head(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """All weights, and a tied head under its separate name."""
         for name, x in weights.items():
             yield name, x.detach()
             if self.tied is not None and name == self.tied[1]:
                 yield self.tied[0], x.detach()
 
     def probe(self) -> Tensor:
-        """The token ids that receipts are about: int64 [rows, tokens], the same every time."""
-        whole: Any = self.skeleton.config
-        config = whole.get_text_config()
-        most = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
-        size = (_PROBE_ROWS, min(_PROBE_TOKENS, most - 1))
+        """Fixed token ids int64 [rows, tokens] on which weight syncs are verified."""
+        model_config: Any = self.skeleton.config
+        config = model_config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
+        size = (_PROBE_ROWS, min(_PROBE_TOKENS, context - 1))
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, config.vocab_size, size, generator=generator)
 
     @torch.no_grad()
     def logprobs(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """What the learner's own code computes for the probe: float32 [rows, tokens - 1], nats."""
+        """Log-probabilities of the probe by the learner's code: float32 [rows, tokens - 1]."""
         device = next(iter(weights.values())).device
         ids = self.probe().to(device)
-        held = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
-        given = {n: p.to(device) for n, p in held.items()} | dict(weights)
-        with _ONE_AT_A_TIME:
-            logits = functional_call(self.skeleton, given, kwargs={"input_ids": ids}).logits
+        frozen = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
+        parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
+        with _SKELETON_LOCK:
+            logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
 
 
 def _skeleton(policy: nn.Module) -> nn.Module:
-    """A copy that shares frozen weights and has none where the policy trains."""
+    """A copy that shares frozen weights and has trained weights on the meta device."""
     trained = [p for p in policy.parameters() if p.requires_grad] or list(policy.parameters())
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), requires_grad=False) for p in policy.parameters()
@@ -150,7 +150,7 @@ def _skeleton(policy: nn.Module) -> nn.Module:
 
 
 def _tied(policy: nn.Module) -> tuple[str, str] | None:
-    """Names of the head's weight and of the embedding's, where they are one tensor."""
+    """Names of the weights of output head and embedding, if they are one tensor."""
     model: Any = policy
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
@@ -160,6 +160,6 @@ def _tied(policy: nn.Module) -> tuple[str, str] | None:
 
 
 def _without_eos(tokenizer: Any) -> Any:
-    mine = copy.deepcopy(tokenizer)
-    mine.eos_token = None
-    return mine
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = None
+    return tokenizer

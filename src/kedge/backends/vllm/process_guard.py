@@ -1,8 +1,8 @@
-"""Runs a command for as long as standard input stays open, and leaves nothing of it behind.
+"""Runs a command while standard input stays open, then kills its whole process group.
 
-The process that starts it holds the other end of the pipe: however that process ends, the pipe
-closes, and the command's whole process group is ended.  Standard library alone, so that it runs in
-any Python: ``python keeper.py SECONDS COMMAND...``, as leader of a process group of its own.
+The parent process holds the other end of the pipe, so however it ends, the pipe closes and the
+command ends too.  Uses only the standard library, so that it runs in any Python:
+``python process_guard.py SECONDS COMMAND...``, as the leader of a new process group.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 
 
 def main(argv: list[str]) -> None:
-    """Run ``argv[1:]``; after the pipe closes, give it ``argv[0]`` seconds to end by itself."""
+    """Run ``argv[1:]``; after the pipe closes, SIGTERM, and SIGKILL ``argv[0]`` seconds later."""
     grace, command = float(argv[0]), argv[1:]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is sent to the whole group
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group, including this process
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     )
     threading.Thread(target=_end_with_the_pipe, args=(child, grace), daemon=True).start()
     child.wait()
-    os.killpg(0, signal.SIGKILL)  # what it left, and this process
+    os.killpg(0, signal.SIGKILL)  # remaining child processes, and this one
 
 
 def _terminable() -> None:
@@ -37,8 +37,8 @@ def _end_with_the_pipe(child: subprocess.Popen[bytes], grace: float) -> None:
     while os.read(0, 4096):
         pass
     os.killpg(0, signal.SIGTERM)
-    until = time.monotonic() + grace
-    while child.poll() is None and time.monotonic() < until:
+    deadline = time.monotonic() + grace
+    while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(0, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Between the core's records and vLLM's requests."""
+"""Converts Kedge's records to vLLM's requests, and their results back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kedge.backends.vllm.service import GenerationRequest, GenerationResult
 from kedge.errors import ConfigError, RolloutError
 from kedge.types import PromptBatch, Rollout, Sampling
 
-_COLDEST = 0.01  # vLLM raises lower temperatures to it
+_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 def build_requests(prompts: PromptBatch, sampling: Sampling, seed: int) -> list[GenerationRequest]:
-    """One request per row, each with a seed of its own.
+    """One request per row, each with its seed.
 
     Raises:
         ConfigError: a temperature that vLLM would change.
@@ -31,15 +31,15 @@ def build_requests(prompts: PromptBatch, sampling: Sampling, seed: int) -> list[
 
 
 def build_sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """The keyword arguments of ``vllm.SamplingParams``, without the seed.
+    """Keyword arguments of ``vllm.SamplingParams``, without the seed.
 
     Raises:
         ConfigError: a temperature that vLLM would change.
     """
-    if 0 < sampling.temperature < _COLDEST:
+    if 0 < sampling.temperature < _MIN_TEMPERATURE:
         raise ConfigError(
-            f"temperature={sampling.temperature}; vLLM samples at {_COLDEST} or above, or greedily"
-            f" at 0: raise it, or use rollout_engine='embedded'"
+            f"temperature={sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}"
+            " with vLLM; raise it, or use rollout_engine='embedded'"
         )
     return {
         "max_tokens": sampling.max_new_tokens,
@@ -50,8 +50,8 @@ def build_sampling_params(sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "stop_token_ids": list(sampling.stop_ids),
         "stop": list(sampling.stop_strings),
-        "ignore_eos": True,  # only the stop tokens that were asked for end a response
-        "logprobs": 0,  # of the sampled token alone
+        "ignore_eos": True,  # only stop_token_ids end a response
+        "logprobs": 0,  # of the sampled token only
         "detokenize": bool(sampling.stop_strings),
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
@@ -59,12 +59,12 @@ def build_sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def row_seed(seed: int, row: int) -> int:
-    """The seed of one row, from 0 to 2^56 - 1: rows and seeds share no streams."""
+    """Seed of one row in [0, 2^56), a hash so that rows and seeds do not share streams."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest())
 
 
 def build_rollout(
-    answers: Sequence[GenerationResult],
+    results: Sequence[GenerationResult],
     prompts: PromptBatch,
     sampling: Sampling,
     *,
@@ -72,65 +72,66 @@ def build_rollout(
     tokenizer: Any,
     extra_slot: bool,
 ) -> Rollout:
-    """The record of the answers, in the order of the prompts.
+    """The rollout of the results, in the order of the prompts.
 
     Raises:
-        RolloutError: vLLM answered nothing, too much, or NaN.
+        RolloutError: a response is empty or too long, or has NaN log-probabilities.
     """
-    cut = [_ended(a, stops) for stops in [_stops(sampling, tokenizer)] for a in answers]
-    lengths = [length for length, _ in cut]
+    stops = _stop_strings(sampling, tokenizer)
+    ends = [_find_end(result, stops) for result in results]
+    lengths = [length for length, _ in ends]
     if min(lengths) < 1 or max(lengths) > sampling.max_new_tokens:
         raise RolloutError(
-            f"vLLM answered {min(lengths)} to {max(lengths)} tokens where 1 to"
-            f" max_new_tokens={sampling.max_new_tokens} were asked for"
+            f"vLLM returned responses of {min(lengths)} to {max(lengths)} tokens, expected 1 to"
+            f" max_new_tokens={sampling.max_new_tokens}"
         )
     size = min(max(lengths) + extra_slot, sampling.max_new_tokens)
-    rows = len(answers)
+    rows = len(results)
     ids = torch.full((rows, size), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(rows, size)
-    for i, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
-        ids[i, :length] = torch.tensor(answer.tokens[:length])
-        logprobs[i, :length] = torch.tensor(answer.logprobs[:length])
+    for i, (result, length) in enumerate(zip(results, lengths, strict=True)):
+        ids[i, :length] = torch.tensor(result.tokens[:length])
+        logprobs[i, :length] = torch.tensor(result.logprobs[:length])
     if logprobs.isnan().any():
         row = int(logprobs.isnan().any(1).nonzero()[0])
         raise RolloutError(
-            f"vLLM returned NaN for row {row}, sampled by version {answers[row].version}; lower the"
-            " learning rate, or check the weights that were loaded"
+            f"vLLM returned NaN for row {row}, sampled by version {results[row].version}; lower the"
+            " learning rate, or check the loaded weights"
         )
     if sampling.temperature == 0:
-        logprobs = torch.zeros_like(logprobs)  # the most likely token is drawn with certainty
-    present = torch.arange(size) < torch.tensor(lengths)[:, None]
+        logprobs = torch.zeros_like(logprobs)  # greedy sampling has probability 1
+    mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     device = prompts.ids.device
     return Rollout(
         prompts=prompts,
         ids=ids.to(device),
-        loss_mask=present.to(device),
-        response_mask=present.clone().to(device),
-        terminated=torch.tensor([done for _, done in cut], device=device),
-        version=torch.tensor([a.version for a in answers], device=device),
+        loss_mask=mask.to(device),
+        response_mask=mask.clone().to(device),
+        terminated=torch.tensor([ended for _, ended in ends], device=device),
+        version=torch.tensor([result.version for result in results], device=device),
         behavior_logprobs=_at_most_0(logprobs).to(device),
     )
 
 
 def _at_most_0(logprobs: Tensor) -> Tensor:
-    """Rounding can lift the logarithm of a probability of 1 a hair above 0."""
+    """Clamp at 0: rounding can make the log of a probability of 1 slightly positive."""
     return logprobs.clamp(max=0.0)
 
 
-def _stops(sampling: Sampling, tokenizer: Any) -> StopStrings | None:
+def _stop_strings(sampling: Sampling, tokenizer: Any) -> StopStrings | None:
     return StopStrings(sampling, tokenizer) if sampling.stop_strings else None
 
 
-def _ended(answer: GenerationResult, stops: StopStrings | None) -> tuple[int, bool]:
-    """Length of the response, and whether it ended by itself.
+def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int, bool]:
+    """Length of the response, and whether it was terminated rather than truncated.
 
-    vLLM notices a stop string some tokens late where a character spans several of them, so the
-    place is found again by the rule that the embedded engine follows.
+    vLLM detects a stop string some tokens late if a character spans several tokens, so its end is
+    searched again as in the embedded engine.
     """
-    whole = len(answer.tokens)
+    total = len(result.tokens)
     if stops is None:
-        return whole, answer.stopped
-    for length in range(1, whole + 1):
-        if stops.completed([answer.tokens[:length]])[0]:
+        return total, result.stopped
+    for length in range(1, total + 1):
+        if stops.completed([result.tokens[:length]])[0]:
             return length, True
-    return whole, answer.stopped
+    return total, result.stopped

@@ -1,4 +1,4 @@
-"""A vLLM server that Kedge starts, watches, restarts and stops."""
+"""A vLLM server process that Kedge starts, monitors, restarts and stops."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from kedge.errors import ConfigError, RolloutError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # endpoints that exchange weights
+    "VLLM_SERVER_DEV_MODE": "1",  # endpoints that load weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_GRACE = 10.0  # seconds that a server gets to end by itself
-_IN_A_ROW = 3  # restarts without a batch in between
+_GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+_MAX_RESTARTS = 3  # in a row, without a finished call in between
 
 
 class Server:
-    """A vLLM server process of our own, on a Unix socket that nobody else can open.
+    """A vLLM server started by Kedge, on a private Unix socket.
 
-    If it dies or hangs while it generates, it is started again with the weights it had, and gets
-    the rows that it had not answered: every row is answered once, by the same version.
+    If it dies or hangs while it generates, it is restarted with the same weights and gets the
+    unfinished rows: every row is sampled once, by the same version.
 
     Args:
-        blueprint: the policy.
-        weights: the first ones; they count as version 0.
+        blueprint: the policy without its trained weights.
+        weights: initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
-        python: the Python that has vLLM; None is the one that runs.
-        folder: weights travel through a folder below it; None is this machine's shared memory.
-        start_timeout: most seconds that starting, or exchanging weights, may take.
-        heartbeat: seconds between two signs of life asked of it while it generates.
-        patience: seconds without one after which it counts as hung and is killed.
-        devices: GPUs it sees, as in ``CUDA_VISIBLE_DEVICES``; None: those of this process.
+        python: Python interpreter with vLLM; None: the current one.
+        folder: parent of the folder for sending weights; None: this machine's shared memory.
+        start_timeout: seconds that starting, or loading weights, may take.
+        heartbeat: seconds between health checks while the server generates.
+        patience: seconds without a response after which the server counts as hung and is killed.
+        devices: visible GPUs, as in ``CUDA_VISIBLE_DEVICES``; None: those of this process.
 
     Raises:
-        ConfigError: it does not start; with the end of what it said.
+        ConfigError: the server does not start; with the end of its log.
     """
 
     def __init__(
@@ -101,102 +101,102 @@ class Server:
         self._version = 0
         self._loaded = False
         try:
-            self._up()
+            self._start()
             self.load(blueprint.parcel(weights), 0)
         except BaseException:
             self.close()
             raise
 
-    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The answers, in the order of the asks, through any death of the server.
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One result per request, in order; restarts the server if it is lost.
 
         Raises:
-            RolloutError: it died again and again, or refuses the request.
+            RolloutError: it was lost several times in a row, or rejects the request.
         """
-        answers: list[GenerationResult | None] = [None] * len(asks)
+        results: list[GenerationResult | None] = [None] * len(requests)
         tries = 0
-        while missing := [i for i, a in enumerate(answers) if a is None]:
+        while missing := [i for i, result in enumerate(results) if result is None]:
             try:
-                found: Sequence[GenerationResult | None] = self._remote.generate(
-                    [asks[i] for i in missing]
+                received: Sequence[GenerationResult | None] = self._remote.generate(
+                    [requests[i] for i in missing]
                 )
             except LostServerError as error:
-                found = error.answers
-                tries = self._again(error, tries)
-            for i, answer in zip(missing, found, strict=False):
-                answers[i] = answer
-        return [a for a in answers if a is not None]
+                received = error.answers
+                tries = self._restart(error, tries)
+            for i, result in zip(missing, received, strict=False):
+                results[i] = result
+        return [result for result in results if result is not None]
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probability of each token of each row but its first."""
-        return self._through(lambda: self._remote.score(rows))
+        """Log-probability (nats) of each token of each row but its first."""
+        return self._retry(lambda: self._remote.score(rows))
 
-    def load(self, parcel: WeightPayload, version: int) -> None:
-        """Exchange the weights, or the adapter, and drop the cache of prefixes."""
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights or the adapter, and reset the prefix cache."""
         self._version = version
         try:
-            self._remote.load(parcel, version)
+            self._remote.load(payload, version)
             self._loaded = True
-        except LostServerError as error:  # they are written: a new server starts with them
+        except LostServerError as error:  # the weights are written; a new server loads them
             self._loaded = True
-            self._again(error, 0)
+            self._restart(error, 0)
 
     def version(self) -> int:
-        """The version of the weights, as vLLM says."""
-        return self._through(self._remote.version)
+        """Version of the weights that vLLM reports."""
+        return self._retry(self._remote.version)
 
     def sleep(self) -> None:
-        """Free the cache."""
-        self._through(self._remote.sleep)
+        """Free the KV cache and move the weights to host memory."""
+        self._retry(self._remote.sleep)
 
     def wake(self) -> None:
         """Undo ``sleep``."""
-        self._through(self._remote.wake)
+        self._retry(self._remote.wake)
 
     def close(self) -> None:
-        """End the server and remove its files."""
+        """Stop the server and delete its files."""
         self._process.stop()
         self._remote.close()
         self._home.cleanup()
 
     @property
     def pid(self) -> int:
-        """The process group of the server."""
+        """Process group id of the server."""
         return self._process.pid
 
-    def _through(self, call: Callable[[], T]) -> T:
+    def _retry(self, call: Callable[[], T]) -> T:
         tries = 0
         while True:
             try:
                 return call()
             except LostServerError as error:  # noqa: PERF203
-                tries = self._again(error, tries)
+                tries = self._restart(error, tries)
 
-    def _again(self, error: LostServerError, tries: int) -> int:
-        if tries >= _IN_A_ROW:
+    def _restart(self, error: LostServerError, tries: int) -> int:
+        if tries >= _MAX_RESTARTS:
             raise RolloutError(
-                f"the vLLM server died {tries + 1} times in a row ({error}); the end of its log:\n"
+                f"the vLLM server was lost {tries + 1} times in a row ({error}). End of its log:\n"
                 f"{self._process.said()}"
             ) from error
-        logger.warning("%s; starting it again with version %d", error, self._version)
+        logger.warning("%s; restarting it with version %d", error, self._version)
         self.restarts += 1
         self._process.kill()
-        self._up()
+        self._start()
         return tries + 1
 
-    def _up(self) -> None:
-        self._socket.unlink(missing_ok=True)  # of a server that was killed
+    def _start(self) -> None:
+        self._socket.unlink(missing_ok=True)  # left by a killed server
         self._process.start()
-        until = time.monotonic() + self._start_timeout
+        deadline = time.monotonic() + self._start_timeout
         while not self._remote.healthy():
-            late = time.monotonic() > until
+            late = time.monotonic() > deadline
             if late or not self._process.alive:
-                how = f"was not ready within {self._start_timeout:g} s" if late else "ended"
-                said = self._process.said()
+                outcome = f"was not ready within {self._start_timeout:g} s" if late else "exited"
+                log = self._process.said()
                 self._process.kill()
                 raise ConfigError(
-                    f"the vLLM server {how} (worker_start_timeout, vllm_engine_args and vllm_python"
-                    f" steer it); the end of its log:\n{said}"
+                    f"the vLLM server {outcome}; check worker_start_timeout, vllm_engine_args and"
+                    f" vllm_python. End of its log:\n{log}"
                 )
             time.sleep(0.2)
         if self._loaded:
@@ -204,7 +204,7 @@ class Server:
 
 
 class Process:
-    """A command with a keeper: it ends with this process, however that ends."""
+    """A command under ``process_guard``: it ends with this process, however that ends."""
 
     def __init__(
         self, command: Sequence[str], *, log: Path, eager: bool, devices: str | None = None
@@ -217,10 +217,10 @@ class Process:
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = devices
         self._running: subprocess.Popen[bytes] | None = None
-        self._end: Any = None
+        self._finalizer: Any = None
 
     def start(self) -> None:
-        """Start it, in a process group of its own."""
+        """Start the command in a new process group."""
         with self._log.open("ab") as log:
             self._running = subprocess.Popen(
                 self._command,
@@ -230,36 +230,36 @@ class Process:
                 env=self._environment,
                 start_new_session=True,
             )
-        self._end = weakref.finalize(self, _end, self._running)
+        self._finalizer = weakref.finalize(self, _terminate, self._running)
 
     @property
     def pid(self) -> int:
-        """The process group."""
+        """Process group id."""
         assert self._running is not None
         return self._running.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the command is running."""
         return self._running is not None and self._running.poll() is None
 
     def said(self, lines: int = 30) -> str:
-        """The end of its log."""
+        """The last lines of the log."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """End it and wait until it is gone."""
-        if self._end is not None:
-            self._end()
+        """Terminate the command and wait for its end."""
+        if self._finalizer is not None:
+            self._finalizer()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the command immediately."""
         if self._running is not None:
             _kill(self._running)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
     try:
@@ -280,12 +280,12 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     >>> flags({"max_model_len": 256, "enforce_eager": True, "hf_overrides": {"a": 1}})
     ['--max-model-len=256', '--enforce-eager', '--hf-overrides={"a": 1}']
     """
-    found = []
+    command = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            found.append(f"--{flag}" if value else f"--no-{flag}")
+            command.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-            found.append(f"--{flag}={text}")
-    return found
+            command.append(f"--{flag}={text}")
+    return command

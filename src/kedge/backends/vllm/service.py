@@ -1,4 +1,4 @@
-"""What Kedge asks of one vLLM, wherever it runs."""
+"""Interface of one vLLM, in whatever process it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kedge.backends.vllm.weight_payload import WeightPayload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One response to be sampled."""
+    """Request for one response."""
 
     prompt: list[int]
     params: dict[str, Any]  # keyword arguments of vllm.SamplingParams
@@ -21,44 +21,44 @@ class GenerationRequest:
 class GenerationResult:
     """One sampled response."""
 
-    tokens: list[int]  # the stop token is the last of them
-    logprobs: list[float]  # of each token, nats, in the distribution it was drawn from
+    tokens: list[int]  # including the stop token
+    logprobs: list[float]  # of each token, nats, under the sampling distribution
     stopped: bool  # by a stop token or stop string, not by the length limit
-    version: int  # of the weights that sampled it, as vLLM says; -1: it does not know
+    version: int  # of the weights, as vLLM reports; -1: unknown
 
 
 class Service(Protocol):
     """One vLLM.  Calls come from one thread at a time."""
 
-    def generate(self, asks: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The answers, in the order of the asks."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """One result per request, in order."""
         ...
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats, temperature 1) of each token of each row but its first."""
         ...
 
-    def load(self, parcel: WeightPayload, version: int) -> None:
-        """Compute with these weights from now on, and forget what was cached of older ones."""
+    def load(self, payload: WeightPayload, version: int) -> None:
+        """Load the weights and reset caches of older ones."""
         ...
 
     def version(self) -> int:
-        """The version of the weights, as vLLM says; -1: it does not know."""
+        """Version of the weights that vLLM reports; -1: unknown."""
         ...
 
     def sleep(self) -> None:
-        """Free the memory of the cache until ``wake``."""
+        """Free GPU memory until ``wake``."""
         ...
 
     def wake(self) -> None:
-        """Be ready to generate again."""
+        """Undo ``sleep``."""
         ...
 
     def close(self) -> None:
-        """Release everything; calling it again does nothing."""
+        """Release all resources; may be called again."""
         ...
 
 
 def parse_version(text: str | None) -> int:
-    """The number in vLLM's name of a weight version; -1 for a name that is none of ours."""
+    """The number in vLLM's name of a weight version; -1 for a name not set by Kedge."""
     return int(text) if text is not None and text.lstrip("-").isdigit() else -1

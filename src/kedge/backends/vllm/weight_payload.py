@@ -1,4 +1,4 @@
-"""Weights on their way to a vLLM: a whole model's, or those of a LoRA adapter."""
+"""Weights to send to a vLLM: those of the full model or of a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor, nn
 from kedge.backends.hf.peft import is_quantized
 from kedge.errors import ConfigError
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """Names and weights as a checkpoint has them, and the LoRA configuration if they are one's."""
+    """Weights under their names in a checkpoint, and the LoRA configuration for an adapter."""
 
     named: tuple[tuple[str, Tensor], ...]
     adapter: Any = None
 
     def write(self, folder: Path) -> None:
-        """One safetensors file in ``folder``, there under its name once it is whole."""
+        """Write one safetensors file into ``folder``, atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         name = "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
         for key, x in self.named:
-            mine = x.contiguous().cpu()
-            tensors[key] = mine.clone() if mine.data_ptr() in seen else mine
-            seen.add(mine.data_ptr())
+            tensor = x.contiguous().cpu()
+            tensors[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
         part = folder / f"{name}.part"
         save_file(tensors, part, metadata={"format": "pt"})
         if self.adapter is not None:
@@ -41,42 +41,42 @@ class WeightPayload:
 
 
 def get_lora_config(policy: nn.Module) -> Any:
-    """The configuration of the LoRA that trains; None where there is no adapter.
+    """Configuration of the trained LoRA adapter; None without adapter.
 
     Raises:
-        ConfigError: an adapter that vLLM would not compute as the learner does.
+        ConfigError: an adapter that vLLM does not support.
     """
     model: Any = policy
     if not hasattr(policy, "peft_config"):
         return None
     config = model.peft_config[model.active_adapter]
     kind = getattr(config.peft_type, "value", config.peft_type)
-    wrong = [
+    unsupported = [
         (kind != "LORA", f"is {kind}"),
         (getattr(config, "use_dora", False), "has use_dora=True"),
         (bool(getattr(config, "modules_to_save", None)), "has modules_to_save"),
         (getattr(config, "bias", "none") != "none", "trains biases"),
         (bool(getattr(config, "target_parameters", None)), "has target_parameters"),
         (getattr(config, "r", 0) > RANKS[-1], f"has a rank above {RANKS[-1]}"),
-        (is_quantized(model.get_base_model()), "sits on a quantized base"),
+        (is_quantized(model.get_base_model()), "has a quantized base model"),
     ]
-    for bad, text in wrong:
-        if bad:
+    for applies, text in unsupported:
+        if applies:
             raise ConfigError(
-                f"the policy's adapter {text}, and vLLM takes plain LoRA on whole weights; use"
+                f"the policy's adapter {text}, but vLLM only supports plain LoRA; use"
                 " rollout_engine='embedded'"
             )
     return config
 
 
 def max_lora_rank(adapter: Any) -> int:
-    """The rank to make room for: the adapter's highest, rounded up to one that vLLM knows."""
+    """The adapter's highest rank, rounded up to one that vLLM supports."""
     highest = max([adapter.r, *dict(adapter.rank_pattern or {}).values()])
     return next(r for r in RANKS if r >= highest)
 
 
 def adapter_weights(weights: Mapping[str, Tensor]) -> tuple[tuple[str, Tensor], ...]:
-    """Under the names of an adapter's file: without the name of the adapter."""
+    """Weights under their names in an adapter file, without the name of the adapter."""
     named = []
     for name, x in weights.items():
         stem, _, last = name.rpartition(".")
@@ -85,7 +85,7 @@ def adapter_weights(weights: Mapping[str, Tensor]) -> tuple[tuple[str, Tensor], 
 
 
 def base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The frozen weights under the names that the model has without its adapter."""
+    """The frozen weights under their names in the model without adapter."""
     return {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): x
         for name, x in weights.items()

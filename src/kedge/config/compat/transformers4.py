@@ -1,4 +1,4 @@
-"""Fields that TrainingArguments had before transformers 5, and what became of each."""
+"""Fields that TrainingArguments had before transformers 5, and their status."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kedge.errors import ConfigError
 
 @dataclass
 class RemovedArguments:
-    """The older fields, at their printed defaults, so that older scripts and commands still run."""
+    """The older fields with their documented defaults, so that older scripts still run."""
 
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
-            "help": "Start over in an output_dir that holds checkpoints of another run, and remove "
-            "them. Without it such a folder is refused."
+            "help": "Start over in an output_dir with checkpoints of another run and delete them. "
+            "Without it such a folder is refused."
         },
     )
     per_gpu_train_batch_size: int | None = field(
@@ -26,18 +26,18 @@ class RemovedArguments:
         default=None, metadata={"help": "Older name of per_device_eval_batch_size."}
     )
     warmup_ratio: float = field(
-        default=0.0, metadata={"help": "Warm-up as a fraction of the run; now warmup_steps < 1."}
+        default=0.0, metadata={"help": "Warmup as a fraction of the run; now warmup_steps < 1."}
     )
     logging_dir: str | None = field(
         default=None,
-        metadata={"help": "TensorBoard folder; the default is a folder in output_dir."},
+        metadata={"help": "TensorBoard folder. Unset: a folder in output_dir."},
     )
     save_safetensors: bool = field(
-        default=True, metadata={"help": "Always true: Kedge writes nothing but safetensors."}
+        default=True, metadata={"help": "Always true: Kedge only writes safetensors."}
     )
     no_cuda: bool = field(default=False, metadata={"help": "Older name of use_cpu."})
     use_mps_device: bool = field(
-        default=False, metadata={"help": "Not needed: MPS is used where there is one."}
+        default=False, metadata={"help": "Not needed: MPS is used if available."}
     )
     jit_mode_eval: bool = field(default=False, metadata={"help": "No longer supported."})
     fp16_opt_level: str = field(default="O1", metadata={"help": "No longer supported (apex)."})
@@ -77,7 +77,9 @@ class RemovedArguments:
     )
 
 
-_APEX = Refused("apex is gone; mixed precision is torch autocast", "set bf16=True or fp16=True")
+_APEX = Refused(
+    "apex is not supported; mixed precision uses torch autocast", "set bf16=True or fp16=True"
+)
 _TPU = Refused("TPUs are not supported", "leave it unset")
 
 
@@ -95,18 +97,16 @@ REMOVED: dict[str, Support] = {
     "per_gpu_eval_batch_size": Moved("per_device_eval_batch_size"),
     "warmup_ratio": Moved("warmup_steps", convert=_fraction),
     "logging_dir": Honored("trackers: TensorBoard's folder"),
-    "save_safetensors": Refused(
-        "pickled weights can run code when they are loaded", "leave it True"
-    ),
+    "save_safetensors": Refused("loading pickled weights can run code", "leave it True"),
     "no_cuda": Moved("use_cpu"),
-    "use_mps_device": Refused("MPS is used by itself where there is one", "leave it unset"),
+    "use_mps_device": Refused("MPS is used automatically if available", "leave it unset"),
     "jit_mode_eval": Refused("tracing for evaluation was removed", "set torch_compile=True"),
     "fp16_opt_level": _APEX,
     "half_precision_backend": _APEX,
     "fp16_backend": _APEX,
     "tpu_num_cores": _TPU,
     "tpu_metrics_debug": _TPU,
-    "past_index": Refused("it is for models that return past states as outputs", "leave it unset"),
+    "past_index": Refused("it is for models that return past states", "leave it unset"),
     "fsdp_min_num_params": Refused(
         "it moved into fsdp_config", 'set fsdp_config={"min_num_params": ...}'
     ),
@@ -115,8 +115,8 @@ REMOVED: dict[str, Support] = {
     ),
     "adafactor": Moved("optim", convert=lambda on: "adafactor" if on else "adamw_torch_fused"),
     "group_by_length": Refused(
-        "responses are sampled, so their lengths are not known beforehand; rows are packed "
-        "without padding instead",
+        "lengths of sampled responses are not known beforehand; rows are packed without padding "
+        "instead",
         "leave it unset",
     ),
     "use_legacy_prediction_loop": Refused("there is no prediction loop", "leave it unset"),
@@ -125,11 +125,11 @@ REMOVED: dict[str, Support] = {
     ),
     "push_to_hub_model_id": Moved("hub_model_id"),
     "push_to_hub_organization": Refused(
-        "it is part of the repository name now", 'set hub_model_id="organization/name"'
+        "it is now part of the repository name", 'set hub_model_id="organization/name"'
     ),
     "push_to_hub_token": Moved("hub_token"),
     "mp_parameters": Refused("SageMaker model parallelism is not supported", "leave it unset"),
     "torchdynamo": Moved("torch_compile_backend"),
-    "ray_scope": Refused("hyper-parameter search is not part of Kedge", "leave it unset"),
+    "ray_scope": Refused("hyperparameter search is not part of Kedge", "leave it unset"),
     "include_tokens_per_second": Honored("trackers: tokens per second are always logged"),
 }

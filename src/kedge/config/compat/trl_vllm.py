@@ -1,4 +1,4 @@
-"""TRL's options of vLLM, and the options of Kedge that they become."""
+"""Converts TRL's vLLM options to those of Kedge."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ _READ = (
 )
 
 NEWER_VLLM: dict[str, Support] = {
-    **dict.fromkeys(_READ, Honored("rollout engine: becomes rollout_engine and its options")),
+    **dict.fromkeys(_READ, Honored("rollout engine: converted to rollout_engine and its options")),
     "vllm_structured_outputs_regex": Refused(
-        "it would sample from another distribution than the one that is trained", "leave it unset"
+        "sampling would use another distribution than training", "leave it unset"
     ),
-    "vllm_group_port": Ignored("weights reach a server through files (weight_sync_folder)"),
+    "vllm_group_port": Ignored("weights are sent to a server as files (weight_sync_folder)"),
 }
 
 
 def settle_vllm(config: Any) -> None:
-    """Turn ``use_vllm`` and what belongs to it into ``rollout_engine`` and its options.
+    """Convert ``use_vllm`` and related options to ``rollout_engine`` and its options, in place.
 
     Raises:
-        ConfigError: an unknown mode, or both spellings at once.
+        ConfigError: vLLM options without ``use_vllm``, or ``rollout_engine`` is set, too.
     """
-    mine = {f.name: default_of(f) for f in fields(config) if f.name in _READ}
+    defaults = {f.name: default_of(f) for f in fields(config) if f.name in _READ}
     if not config.use_vllm:
-        for name, default in mine.items():
+        for name, default in defaults.items():
             if getattr(config, name) != default:
                 raise ConfigError(
-                    f"{name}={getattr(config, name)!r} is read with use_vllm=True alone; set that,"
-                    " or rollout_engine and vllm_engine_args"
+                    f"{name}={getattr(config, name)!r} has no effect without use_vllm=True; set"
+                    " it, or use rollout_engine and vllm_engine_args"
                 )
         return
     if config.rollout_engine != "embedded":
         raise ConfigError(
-            f"use_vllm=True and rollout_engine={config.rollout_engine!r} both say what samples; set"
-            " one of them"
+            f"use_vllm=True and rollout_engine={config.rollout_engine!r} are both set;"
+            " set one of them"
         )
     if config.vllm_mode == "server":
-        place = f"http://{config.vllm_server_host}:{config.vllm_server_port}"
-        config.rollout_engine = config.vllm_server_base_url or place
+        address = f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+        config.rollout_engine = config.vllm_server_base_url or address
         config.worker_start_timeout = config.vllm_server_timeout
     else:
         config.rollout_engine = "vllm"
         config.vllm_sleep = config.vllm_enable_sleep_mode
-        given = config.vllm_engine_args or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        theirs = {
+        engine_args = config.vllm_engine_args or {}
+        engine_args = json.loads(engine_args) if isinstance(engine_args, str) else engine_args
+        from_trl = {
             "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
             "max_model_len": config.vllm_max_model_length,
             "model_impl": None if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
         }
-        config.vllm_engine_args = {k: v for k, v in theirs.items() if v is not None} | given
-    for name, default in mine.items():
+        config.vllm_engine_args = {k: v for k, v in from_trl.items() if v is not None} | engine_args
+    for name, default in defaults.items():
         setattr(config, name, default)
