@@ -393,14 +393,14 @@ MUTANTS = [
     Mutant(
         "shared layers are copies",
         "classic/models/reference.py",
-        "        memo[id(held[name])] = held[name]  # deepcopy takes these as copied already\n",
+        "        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied\n",
         "",
         "tests/unit/test_classic_models.py",
     ),
     Mutant(
         "a classic state forgets where the random numbers stood",
         "classic/state.py",
-        '        set_random_state(held.local["random"])',
+        '        set_random_state(saved_state.local["random"])',
         "        pass",
         "tests/unit/test_classic_loop.py",
     ),

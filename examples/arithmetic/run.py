@@ -1,11 +1,11 @@
 """A verifiable task on a CPU: sums of two numbers, an exact-answer verifier, and GRPO.
 
 python examples/arithmetic/run.py               about three minutes on one thread
-python examples/arithmetic/run.py --quick       the same with little training, to see that it runs
+python examples/arithmetic/run.py --quick       the same with little training, as a smoke test
 
-A small transformer is made from scratch and trained on sums, most of which are wrong; so its most
-likely answer to a new sum is right less than two times in five.  GRPO then sees problems and a
-verifier, and no answers.  Accuracy is measured on sums that neither stage trains on.
+A small, newly initialized transformer is trained on sums of which most are wrong, so that its
+greedy answer to a new sum is correct less than 40% of the time.  GRPO then trains on problems with
+a verifier, without answers.  Accuracy is measured on held-out sums.
 """
 
 from __future__ import annotations
@@ -37,52 +37,52 @@ from kedge.verifiers import exact_match
 
 LARGEST = 99
 HELD_OUT = 500
-CARELESS = 0.7  # share of the answers that the model first learns from
-LENGTH = 4  # tokens of the longest answer, the stop token with it
+CARELESS = 0.7  # share of wrong answers in supervised training
+LENGTH = 4  # tokens of the longest answer, including the stop token
 console = Console()
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of both training stages."""
 
     supervised_rows: int = 50_000
-    updates: int = 200
+    iterations: int = 200
 
 
-QUICK = Sizes(supervised_rows=512, updates=3)
+QUICK = Sizes(supervised_rows=512, iterations=3)
 
 
 def problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Sums for training, and others for measuring."""
-    every = [
+    """Sums for training, and held-out sums for evaluation."""
+    sums = [
         {"prompt": f"{a:02}+{b:02}=", "ground_truth": str(a + b)}
         for a in range(LARGEST + 1)
         for b in range(LARGEST + 1)
     ]
-    random.Random("arithmetic").shuffle(every)
-    return every[HELD_OUT:], every[:HELD_OUT]
+    random.Random("arithmetic").shuffle(sums)
+    return sums[HELD_OUT:], sums[:HELD_OUT]
 
 
 def careless(prompt: str) -> str:
-    """The answer of someone who never carries."""
+    """The sum without carrying."""
     a, b = map(int, prompt.rstrip("=").split("+"))
     return str((a // 10 + b // 10) % 10 * 10 + (a + b) % 10)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """A tokenizer with one token per character."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", *"0123456789+="])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|."), "isolated")
-    made.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A transformer of 0.4 million weights."""
+    """A transformer with 0.4 million weights."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -108,17 +108,18 @@ def supervise(
     folder: Path,
     seed: int,
 ) -> None:
-    """Next-token training on answers of which many are wrong, with TRL's trainer."""
+    """Supervised training on answers of which most are wrong, with TRL's trainer."""
     from trl import SFTConfig, SFTTrainer
 
     rng = random.Random(f"supervised {seed}")
-    drawn = [rng.choice(rows) for _ in range(sizes.supervised_rows)]
+    samples = [rng.choice(rows) for _ in range(sizes.supervised_rows)]
     answers = [
-        careless(row["prompt"]) if rng.random() < CARELESS else row["ground_truth"] for row in drawn
+        careless(row["prompt"]) if rng.random() < CARELESS else row["ground_truth"]
+        for row in samples
     ]
     data = [
         {"prompt": row["prompt"], "completion": answer + "<eos>"}
-        for row, answer in zip(drawn, answers, strict=True)
+        for row, answer in zip(samples, answers, strict=True)
     ]
     SFTTrainer(
         model,
@@ -149,7 +150,7 @@ def supervise(
 
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]]) -> float:
-    """Share of problems whose most likely answer is right."""
+    """Share of problems with a correct greedy answer."""
     batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     order = torch.arange(len(rows))
     prompts = PromptBatch(
@@ -162,8 +163,8 @@ def accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]]) -> floa
         tokenizer.decode(ids[mask], skip_special_tokens=True)
         for ids, mask in zip(rollout.ids, rollout.loss_mask, strict=True)
     ]
-    right = exact_match(texts, ground_truth=[row["ground_truth"] for row in rows])
-    return sum(right) / len(rows)
+    correct = exact_match(texts, ground_truth=[row["ground_truth"] for row in rows])
+    return sum(correct) / len(rows)
 
 
 def reinforce(
@@ -174,7 +175,7 @@ def reinforce(
     folder: Path,
     seed: int,
 ) -> GRPOTrainer:
-    """GRPO on problems and a verifier."""
+    """GRPO on problems with a verifier as reward."""
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=exact_match,
@@ -183,13 +184,13 @@ def reinforce(
             per_device_train_batch_size=512,
             num_generations=8,
             max_completion_length=LENGTH,
-            max_steps=sizes.updates,
+            max_steps=sizes.iterations,
             learning_rate=3e-4,
             warmup_steps=10,
             temperature=1.0,
             stop_token="eos",
             gradient_checkpointing=False,
-            logging_steps=max(1, sizes.updates // 20),
+            logging_steps=max(1, sizes.iterations // 20),
             save_strategy="no",
             overwrite_output_dir=True,
             num_sample_generations=0,
@@ -205,11 +206,11 @@ def reinforce(
 
 
 def main() -> None:
-    """Train, measure, and leave everything in a folder."""
+    """Train, evaluate, and write everything to a folder."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--output_dir", default="runs/arithmetic")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--quick", action="store_true", help="little training, to see that it runs")
+    flags.add_argument("--quick", action="store_true", help="little training, as a smoke test")
     flags = flags.parse_args()
     folder, sizes = Path(flags.output_dir), QUICK if flags.quick else Sizes()
     begin = time.perf_counter()

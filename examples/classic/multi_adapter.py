@@ -1,4 +1,4 @@
-"""One base in memory for three models: policy and reward model are adapters, the reference is bare.
+"""One base model for three: policy and reward model are adapters, the reference has none.
 
     python examples/classic/multi_adapter.py --model_name huggyllama/llama-7b \\
         --reward_adapter trl-lib/llama-7b-hh-rm-adapter --load_in_4bit \\
@@ -20,7 +20,7 @@ QUESTIONS = ["How do I bake bread?", "Why is the sky blue?", "What makes a good 
 
 @dataclass
 class ScriptArguments:
-    """What the script itself takes; all other flags are those of PPOConfig."""
+    """Options of this script; all other flags are those of PPOConfig."""
 
     reward_adapter: str = "reward-adapter"  # trained with task_type SEQ_CLS on the same base
     load_in_4bit: bool = False  # needs bitsandbytes

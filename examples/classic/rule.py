@@ -1,4 +1,4 @@
-"""A reward without any model: responses shall use as many different words as they can.
+"""A rule-based reward: responses should use as many different words as possible.
 
 python examples/classic/rule.py --model_name gpt2 --batch_size 32 --mini_batch_size 8
 """
@@ -17,7 +17,7 @@ PROMPTS = ["Once upon a time", "The weather today", "My best friend", "In the ki
 
 @dataclass
 class ScriptArguments:
-    """What the script itself takes; all other flags are those of PPOConfig."""
+    """Options of this script; all other flags are those of PPOConfig."""
 
     max_steps: int = 50
     max_new_tokens: int = 24
@@ -25,7 +25,7 @@ class ScriptArguments:
 
 
 def variety(text: str) -> float:
-    """Different words per word, 0 to 1."""
+    """Share of distinct words, 0 to 1."""
     words = text.lower().split()
     return len(set(words)) / len(words) if words else 0.0
 

@@ -1,4 +1,4 @@
-"""Make a language model write cheerful text: a sentiment classifier scores what it generates.
+"""Train a language model to write positive text, scored by a sentiment classifier.
 
     python examples/classic/sentiment.py \\
         --model_name lvwerra/gpt2-imdb --reward_model lvwerra/distilbert-imdb \\
@@ -26,7 +26,7 @@ from kedge.classic import (
 
 @dataclass
 class ScriptArguments:
-    """What the script itself takes; all other flags are those of PPOConfig."""
+    """Options of this script; all other flags are those of PPOConfig."""
 
     dataset: str = "stanfordnlp/imdb"  # a .jsonl file, or a name on the hub
     column: str = "text"
@@ -38,7 +38,7 @@ class ScriptArguments:
 
 
 def queries(args: ScriptArguments, tokenizer: AutoTokenizer) -> Dataset:
-    """Beginnings of texts, cut at a random length."""
+    """Beginnings of texts, truncated at a random length."""
     if Path(args.dataset).exists():
         rows = load_dataset("json", data_files=args.dataset, split="train")
     else:
@@ -59,9 +59,9 @@ def main(args: ScriptArguments, config: PPOConfig) -> list[float]:
     model = AutoModelForCausalLMWithValueHead.from_pretrained(config.model_name)
     tokenizer = AutoTokenizer.from_pretrained(config.model_name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    judge = pipeline("text-classification", model=config.reward_model)
+    classifier = pipeline("text-classification", model=config.reward_model)
     raw = {"top_k": None, "function_to_apply": "none", "batch_size": 16}
-    good = judge.model.config.id2label[judge.model.config.num_labels - 1]
+    positive = classifier.model.config.id2label[classifier.model.config.num_labels - 1]
     trainer = PPOTrainer(config, model, None, tokenizer, dataset=queries(args, tokenizer))
     options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": args.max_new_tokens}
     means: list[float] = []
@@ -74,8 +74,8 @@ def main(args: ScriptArguments, config: PPOConfig) -> list[float]:
             )
             batch["response"] = tokenizer.batch_decode(response_tensors, skip_special_tokens=True)
             texts = [q + " " + r for q, r in zip(batch["query"], batch["response"], strict=True)]
-            said = [{x["label"]: x["score"] for x in found} for found in judge(texts, **raw)]
-            rewards = [torch.tensor(found[good]) for found in said]
+            scores = [{x["label"]: x["score"] for x in row} for row in classifier(texts, **raw)]
+            rewards = [torch.tensor(row[positive]) for row in scores]
             stats = trainer.step(query_tensors, response_tensors, rewards)
             trainer.log_stats(stats, batch, rewards)
             means.append(stats["ppo/mean_scores"])

@@ -1,4 +1,4 @@
-"""An encoder-decoder: summaries shall be short and reuse the words of their text.
+"""An encoder-decoder: summaries should be short and use words of their text.
 
     python examples/classic/seq2seq.py --model_name google-t5/t5-small \\
         --dataset texts.jsonl --batch_size 16 --mini_batch_size 4
@@ -17,7 +17,7 @@ from kedge.classic import AutoModelForSeq2SeqLMWithValueHead, PPOConfig, PPOTrai
 
 @dataclass
 class ScriptArguments:
-    """What the script itself takes; all other flags are those of PPOConfig."""
+    """Options of this script; all other flags are those of PPOConfig."""
 
     dataset: str = "texts.jsonl"  # a .jsonl file
     column: str = "text"
@@ -28,7 +28,7 @@ class ScriptArguments:
 
 
 def faithful(text: str, summary: str, wanted: int = 8) -> float:
-    """Share of the summary's words that the text has, less 0.05 for each word too many."""
+    """Share of the summary's words found in the text, minus 0.05 per word beyond ``wanted``."""
     words = summary.lower().split()
     if not words:
         return 0.0

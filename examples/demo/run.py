@@ -1,9 +1,9 @@
-"""The whole way on a CPU: a task, a supervised model, a reward model, PPO, and a judgement.
+"""RLHF end to end on a CPU: a task, supervised model, reward model, PPO, and evaluation.
 
 make demo                               about five minutes on two cores
-python examples/demo/run.py --quick     the same with little training, to see that it runs
+python examples/demo/run.py --quick     the same with little training, as a smoke test
 
-The stages are those of pipeline.yaml; this program starts them and sums up.
+Runs the stages of pipeline.yaml and prints a summary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-# Models this small gain little from a second thread, and lose much when something else runs.
+# Models this small gain little from a second thread, and slow down a lot on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rich.console import Console
@@ -31,39 +31,39 @@ from task import gold
 from kedge.cli.main import guarded
 from kedge.cli.pipeline import pipeline
 
-JUDGEMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")
+JUDGMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")
 QUICK = ("supervised=640", "compared=128", "episodes=192", "judged=32", "epochs=1")
 
 console = Console()
 
 
 def main(argv: list[str]) -> None:
-    """Run the stages and leave everything in one folder."""
+    """Run the stages; all outputs go to one folder."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--output_dir", default="runs/demo")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--quick", action="store_true", help="little training, to see that it runs")
-    asked = flags.parse_args(argv)
+    flags.add_argument("--quick", action="store_true", help="little training, as a smoke test")
+    args = flags.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    folder, begin = Path(asked.output_dir), time.perf_counter()
-    values = [f"folder={folder}", f"seed={asked.seed}", *(QUICK if asked.quick else ())]
+    folder, begin = Path(args.output_dir), time.perf_counter()
+    values = [f"folder={folder}", f"seed={args.seed}", *(QUICK if args.quick else ())]
     stages = str(Path(__file__).with_name("pipeline.yaml"))
-    pipeline.main([stages, "--only", *JUDGEMENTS, "--set", *values])
-    summary = summed(folder)
+    pipeline.main([stages, "--only", *JUDGMENTS, "--set", *values])
+    summary = summarize(folder)
     summary["seconds"] = round(time.perf_counter() - begin, 1)
     if (folder / "summary.json").is_file() and summary["seconds"] < 10:
-        console.print(f"All of this was done before; remove {folder} to do it again.")
+        console.print(f"All stages were already complete; remove {folder} to run them again.")
         summary["seconds"] = read(folder / "summary.json")["seconds"]
     show(folder)
-    closing(summary, folder)
+    show_result(summary, folder)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def summed(folder: Path) -> dict[str, float]:
-    """The run in numbers."""
+def summarize(folder: Path) -> dict[str, float]:
+    """The results of the run as numbers."""
     metrics = [row for row in rows(folder / "ppo" / "metrics.jsonl") if "objective/scores" in row]
     first, last = metrics[:2], metrics[-3:]
-    before, after, between = (read(folder / name / "summary.json") for name in JUDGEMENTS)
+    before, after, between = (read(folder / name / "summary.json") for name in JUDGMENTS)
     return {
         "score_start": mean(row["objective/scores"] for row in first),
         "score_end": mean(row["objective/scores"] for row in last),
@@ -78,32 +78,34 @@ def summed(folder: Path) -> dict[str, float]:
 
 
 def show(folder: Path) -> None:
-    """Some summaries before and after on screen, all of them in a file."""
+    """Print some summaries before and after training, and write all to a file."""
     before, after = (
         rows(folder / f"summaries-{name}" / "completions.jsonl") for name in ("sft", "ppo")
     )
     table = Table("post", "supervised", "PPO", show_lines=True)
     lines = []
     for old, new in zip(before, after, strict=True):
-        post, said = old["prompt"], (old["completion"].strip(), new["completion"].strip())
-        marks = gold([post, post], list(said))
+        post, summaries = old["prompt"], (old["completion"].strip(), new["completion"].strip())
+        scores = gold([post, post], list(summaries))
         line = {"post": post, "reference": old["reference"].strip()}
-        line |= {"supervised": said[0], "supervised_mark": marks[0]}
-        lines.append(line | {"ppo": said[1], "ppo_mark": marks[1]})
+        line |= {"supervised": summaries[0], "supervised_mark": scores[0]}
+        lines.append(line | {"ppo": summaries[1], "ppo_mark": scores[1]})
         if len(lines) <= 5:
-            table.add_row(post, *(f"{s}\n[{m:.1f}]" for s, m in zip(said, marks, strict=True)))
+            table.add_row(
+                post, *(f"{s}\n[{m:.1f}]" for s, m in zip(summaries, scores, strict=True))
+            )
     console.print(table)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     folder.joinpath("completions.jsonl").write_text(text)
 
 
-def closing(summary: dict[str, float], folder: Path) -> None:
-    """The result in one table."""
+def show_result(summary: dict[str, float], folder: Path) -> None:
+    """Print the results in one table."""
     table = Table("", "supervised", "PPO", title="result", title_justify="left")
     table.add_row(
         "score of the reward model", f"{summary['score_start']:.2f}", f"{summary['score_end']:.2f}"
     )
-    table.add_row("KL to the supervised model (nats a response)", "0", f"{summary['kl']:.1f}")
+    table.add_row("KL to the supervised model (nats per response)", "0", f"{summary['kl']:.1f}")
     interval = f"{summary['win_rate_low']:.1%} .. {summary['win_rate_high']:.1%}"
     table.add_row(
         "gold win rate against the references",
@@ -117,7 +119,7 @@ def closing(summary: dict[str, float], folder: Path) -> None:
     console.print(table)
     console.print(
         f"{summary['seconds']:.0f} seconds. Models, curves and completions are in {folder};"
-        f" `kedge report {folder}/ppo` makes a page of the run."
+        f" `kedge report {folder}/ppo` writes a report page of the run."
     )
 
 
@@ -132,9 +134,9 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def mean(values: Any) -> float:
-    """The mean, to four places."""
-    listed = list(values)
-    return round(sum(listed) / len(listed), 4)
+    """The mean, rounded to four decimals."""
+    numbers = list(values)
+    return round(sum(numbers) / len(numbers), 4)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
            the crowd was loud . it was red . TL;DR :
     mia saw a red fox at the harbour on monday . <eos>
 
-A post tells what somebody saw, in what color, where and when, among remarks that do not matter.  A
-good summary tells all of it and nothing else, and ends.  Writers differ in care: they leave things
-out, make things up, repeat themselves and add remarks.  Annotators say which of two summaries they
-like better; they read in a hurry and are sometimes wrong.  The gold judge marks a summary by rules
-that nothing that trains ever sees.
+A post tells who saw what, in which color, where and when, among irrelevant remarks.  A good summary
+states all of these facts and nothing else, and ends.  Careless writers omit facts, invent some,
+repeat themselves and add remarks.  Annotators state which of two summaries they prefer and are
+sometimes wrong.  The gold judge scores a summary by rules that are never used in training.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ PAD, EOS = "[PAD]", "<eos>"
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What happened, and how it is told."""
+    """The facts of a post and its text."""
 
     facts: dict[str, str]
     remarks: tuple[str, ...]
@@ -55,7 +54,7 @@ class Post:
 
 
 def write_post(rng: random.Random) -> Post:
-    """A post of five facts and two remarks, in any order."""
+    """A post of five facts and two remarks, in random order."""
     facts = {kind: rng.choice(words) for kind, words in FACTS.items()}
     remarks = tuple(f"the {topic} was {rng.choice(MOODS)}" for topic in rng.sample(TOPICS, REMARKS))
     lines = [TOLD[kind].format(word) for kind, word in facts.items()] + [*remarks]
@@ -64,27 +63,27 @@ def write_post(rng: random.Random) -> Post:
 
 
 def write_summary(post: Post, rng: random.Random, *, care: float) -> str:
-    """A summary by a writer of this care, 0 to 1."""
+    """A summary by a writer with this care, 0 to 1."""
     slip = 1 - care
 
     def word(kind: str) -> str:
         made_up = rng.random() < 0.3 * slip
         return rng.choice(FACTS[kind]) if made_up else post.facts[kind]
 
-    said = [word("name"), "saw a"]
-    said += [word("color")] if rng.random() > 0.5 * slip else []
-    said += [word("animal")]
-    said += [f"at the {word('place')}"] if rng.random() > 0.5 * slip else []
-    said += [f"on {word('day')}"] if rng.random() > 0.5 * slip else []
+    phrases = [word("name"), "saw a"]
+    phrases += [word("color")] if rng.random() > 0.5 * slip else []
+    phrases += [word("animal")]
+    phrases += [f"at the {word('place')}"] if rng.random() > 0.5 * slip else []
+    phrases += [f"on {word('day')}"] if rng.random() > 0.5 * slip else []
     if rng.random() < 0.8 * slip:
-        said += [f"and {rng.choice(post.remarks)}"]
+        phrases += [f"and {rng.choice(post.remarks)}"]
     if rng.random() < 0.3 * slip:
-        said += [f"and on {post.facts['day']}"]
-    return " " + " ".join([*said, "."])
+        phrases += [f"and on {post.facts['day']}"]
+    return " " + " ".join([*phrases, "."])
 
 
 def read_post(text: str) -> Post:
-    """A post from its text."""
+    """Parse a post from its text."""
     words = text.split()
     facts = {kind: next(w for w in words if w in known) for kind, known in FACTS.items()}
     remarks = tuple(
@@ -96,34 +95,34 @@ def read_post(text: str) -> Post:
 
 
 def liked(post: Post, summary: str, rng: random.Random) -> float:
-    """How much an annotator likes a summary.
+    """An annotator's rating of a summary.
 
-    Overlooks one fact in ten, whether it is right or wrong, likes what is short, and is in a mood.
+    Overlooks one fact in ten, right or wrong, prefers short summaries, and adds noise.
     """
     words = summary.split()
     liking = -0.03 * len(words) + rng.gauss(0, 0.15)
     for kind, known in FACTS.items():
-        said = [word for word in words if word in known]
-        if said and rng.random() > 0.1:
-            liking += 0.4 if said[0] == post.facts[kind] else -0.6
+        mentioned = [word for word in words if word in known]
+        if mentioned and rng.random() > 0.1:
+            liking += 0.4 if mentioned[0] == post.facts[kind] else -0.6
     return liking
 
 
 def judge(post: Post, summary: str) -> float:
-    """The gold mark of a summary; 1 is perfect.
+    """The gold score of a summary; 1 is perfect.
 
-    A fifth for each fact told; minus two fifths for each thing made up, a fifth for each
-    repetition and each remark, and a half for not coming to an end.
+    +0.2 for each fact, -0.4 for each invented one, -0.2 for each repetition and each remark, and
+    -0.5 without an end.
     """
     words = summary.split()
-    mark = 0.0 if words[-1:] == ["."] else -0.5
+    score = 0.0 if words[-1:] == ["."] else -0.5
     for kind, known in FACTS.items():
-        said = [word for word in words if word in known]
-        true = said.count(post.facts[kind])
-        mark += 0.2 * (true > 0) - 0.2 * max(true - 1, 0) - 0.4 * (len(said) - true)
-    return mark - 0.2 * sum(word in TOPICS for word in words)
+        mentioned = [word for word in words if word in known]
+        correct = mentioned.count(post.facts[kind])
+        score += 0.2 * (correct > 0) - 0.2 * max(correct - 1, 0) - 0.4 * (len(mentioned) - correct)
+    return score - 0.2 * sum(word in TOPICS for word in words)
 
 
 def gold(prompts: list[str], answers: list[str]) -> list[float]:
-    """The gold marks, for ``kedge judge --score task.py:gold``."""
+    """The gold scores, for ``kedge judge --score task.py:gold``."""
     return [judge(read_post(p), answer) for p, answer in zip(prompts, answers, strict=True)]

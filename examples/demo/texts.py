@@ -1,4 +1,4 @@
-"""Stage ``data``: the untrained model, its tokenizer, and all texts."""
+"""Stage ``data``: an untrained model, its tokenizer, and all texts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from task import EOS, PAD, WORDS, write_post, write_summary
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CARE = 0.45  # of the writers whose summaries the supervised model learns from
-REFERENCE_CARE = 0.8  # of those who wrote the references
-PROMPTS = 2_000  # of PPO
+CARE = 0.45  # of the writers of the supervised summaries
+REFERENCE_CARE = 0.8  # of the writers of the references
+PROMPTS = 2_000  # for PPO
 
 
 def main() -> None:
@@ -26,21 +26,23 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output_dir", required=True, type=Path)
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--supervised", type=int, default=20_000, help="summaries to learn from")
     flags.add_argument(
-        "--preferences", type=int, default=10_000, help="posts to compare answers to"
+        "--supervised", type=int, default=20_000, help="summaries for supervised training"
+    )
+    flags.add_argument(
+        "--preferences", type=int, default=10_000, help="posts to compare answers on"
     )
     flags.add_argument("--judged", type=int, default=500, help="held-out posts")
-    asked = flags.parse_args()
-    model(asked.output_dir / "model", asked.seed)
-    texts(asked.output_dir / "supervised.jsonl", asked.seed, asked.supervised, care=CARE)
-    posts(asked.output_dir / "preferences.jsonl", asked.seed, asked.preferences)
-    posts(asked.output_dir / "prompts.jsonl", asked.seed, PROMPTS)
-    texts(asked.output_dir / "held_out.jsonl", asked.seed, asked.judged, care=REFERENCE_CARE)
+    args = flags.parse_args()
+    model(args.output_dir / "model", args.seed)
+    texts(args.output_dir / "supervised.jsonl", args.seed, args.supervised, care=CARE)
+    posts(args.output_dir / "preferences.jsonl", args.seed, args.preferences)
+    posts(args.output_dir / "prompts.jsonl", args.seed, PROMPTS)
+    texts(args.output_dir / "held_out.jsonl", args.seed, args.judged, care=REFERENCE_CARE)
 
 
 def model(folder: Path, seed: int) -> None:
-    """A tokenizer of one token a word, and a transformer of 0.35 million weights."""
+    """A tokenizer with one token per word, and a transformer with 0.35 million weights."""
     vocabulary = {word: i for i, word in enumerate([PAD, EOS, *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -65,7 +67,7 @@ def model(folder: Path, seed: int) -> None:
 
 
 def texts(file: Path, seed: int, rows: int, *, care: float) -> None:
-    """Posts with the summaries of writers of this care."""
+    """Posts with summaries by writers with this care."""
     rng = random.Random(f"{file.stem} {seed}")
     written = [write_post(rng) for _ in range(rows)]
     write(
@@ -74,13 +76,13 @@ def texts(file: Path, seed: int, rows: int, *, care: float) -> None:
 
 
 def posts(file: Path, seed: int, rows: int) -> None:
-    """Posts alone."""
+    """Posts without summaries."""
     rng = random.Random(f"{file.stem} {seed}")
     write(file, [{"prompt": write_post(rng).text} for _ in range(rows)])
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """A row a line."""
+    """Write one row per line."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

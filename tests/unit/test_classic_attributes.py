@@ -38,7 +38,7 @@ def test_the_device(made: PPOTrainer) -> None:
 def test_facts_may_be_assigned_but_not_changed(made: PPOTrainer) -> None:
     for name in ("is_encoder_decoder", "is_peft_model", "is_distributed"):
         setattr(made, name, False)
-        with pytest.raises(ConfigError, match=f"{name}=True, but for this trainer it is False"):
+        with pytest.raises(ConfigError, match=f"{name} is False for this trainer"):
             setattr(made, name, True)
 
 
@@ -79,8 +79,8 @@ def test_a_reference_that_is_assigned_is_the_reference() -> None:
     found.ref_model = create_reference_model(found.model)
     assert found.step(*samples(seed=2))["objective/kl"] == pytest.approx(0, abs=1e-4)
     for model, message in (
-        (found.model, "ref_model is the policy itself"),
-        (None, "ref_model=None needs a policy with an adapter"),
+        (found.model, "ref_model must not be the policy itself"),
+        (None, "ref_model=None needs a PEFT policy"),
         (3, "ref_model must be a language model"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -127,7 +127,7 @@ def test_without_a_dataset_there_is_a_warning() -> None:
 
     config = PPOConfig(batch_size=8, mini_batch_size=8)
     model = AutoModelForCausalLMWithValueHead.from_pretrained(gpt2())
-    with pytest.warns(UserWarning, match="no dataset was given: step.. takes batch_size=8") as seen:
+    with pytest.warns(UserWarning, match="no dataset was given: pass batch_size=8") as seen:
         PPOTrainer(config, model, tokenizer=letters(28))
     assert seen[0].filename == __file__
 
@@ -193,7 +193,7 @@ def test_save_state_of_a_trainer_of_transformers(tmp_path: Path) -> None:
     assert found.save_state(tmp_path / "own").name == "checkpoint-0"
     found._save(str(tmp_path / "saved"), state_dict=found.model.v_head.state_dict())
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
-    with pytest.raises(ConfigError, match="save_state needs the folder to write to"):
+    with pytest.raises(ConfigError, match="save_state needs a folder"):
         trainer(gpt2()).save_state()
 
 

@@ -122,7 +122,7 @@ def test_values_that_cannot_work(change: dict[str, Any], message: str) -> None:
         ({"ppo_epochs": 1.5}, "ppo_epochs=1.5 must be an integer of at least 1"),
         ({"whiten_rewards": "false"}, "whiten_rewards='false' must be True or False"),
         ({"use_score_scaling": 1}, "use_score_scaling=1 must be True or False"),
-        ({"tracker_kwargs": {"wandb": 3}}, "'wandb' must hold that tracker's arguments"),
+        ({"tracker_kwargs": {"wandb": 3}}, "'wandb' must be a dictionary of arguments"),
     ],
     ids=str,
 )

@@ -74,7 +74,9 @@ def test_initialization() -> None:
     assert float(normal.bias) == 0.0
     default = head(v_head_init_strategy="normal")
     assert float(default.weight.std()) == pytest.approx(0.2, rel=0.05)
-    with pytest.raises(ValueError, match="v_head_init_strategy='zero' is unknown; \"normal\""):
+    with pytest.raises(
+        ValueError, match="v_head_init_strategy must be \"normal\" or None, got 'zero'"
+    ):
         ValueHead(Config(), v_head_init_strategy="zero")
 
 
@@ -144,10 +146,10 @@ def test_a_pickle_of_objects_is_not_opened(tmp_path: Path, monkeypatch: pytest.M
     gpt2().save_pretrained("model")
     with Path("model/pytorch_model.bin").open("wb") as file:
         pickle.dump({"v_head.summary.weight": Bomb()}, file)
-    with pytest.raises(ValueError, match=r"more than tensors|cannot be read"):
+    with pytest.raises(ValueError, match=r"other than tensors|cannot be read"):
         CAUSAL.from_pretrained("model")
     torch.save({"v_head.summary.weight": Bomb()}, "model/pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds more than tensors and is not opened"):
+    with pytest.raises(ValueError, match="contains objects other than tensors"):
         CAUSAL.from_pretrained("model")
     assert not Path("exploded").exists()
 
@@ -173,9 +175,9 @@ def test_state_dict_round_trip() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward_adapter": "x"}, "reward_adapter needs a policy that is an adapter"),
-        ({"reward_adapter": 3}, "reward_adapter=3; it is the name or folder"),
-        ({"peft_config": {"r": 4}}, "peft_config is a dict; pass a peft.PeftConfig"),
+        ({"reward_adapter": "x"}, "reward_adapter needs a PEFT policy"),
+        ({"reward_adapter": 3}, "reward_adapter must be the name or folder"),
+        ({"peft_config": {"r": 4}}, "peft_config must be a peft.PeftConfig"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "choose one of load_in_8bit"),
     ],
     ids=str,
@@ -190,7 +192,7 @@ def test_a_model_without_language_head() -> None:
 
     with pytest.raises(ValueError, match="GPT2Model has no language-model head; load it with"):
         CAUSAL(GPT2Model(gpt2().config))
-    with pytest.raises(ValueError, match="does not know bias; a value head has"):
+    with pytest.raises(ValueError, match="has unknown options bias; known"):
         CAUSAL(gpt2(), bias=False)
 
 
@@ -216,7 +218,7 @@ def test_adapters(tmp_path: Path) -> None:
     assert not any(p.requires_grad for p in again.pretrained_model.parameters())
     trains = CAUSAL.from_pretrained(tmp_path / "made", is_trainable=True)
     assert any(p.requires_grad for p in trains.pretrained_model.parameters())
-    with pytest.raises(ValueError, match="holds an adapter already"):
+    with pytest.raises(ValueError, match="is already an adapter"):
         CAUSAL.from_pretrained(tmp_path / "made", peft_config=lora())
     with pytest.raises(ValueError, match="a PEFT model needs no reference model"):
         create_reference_model(again)
@@ -258,7 +260,7 @@ def test_reward_adapter(tmp_path: Path) -> None:
     torch.testing.assert_close(scores, want)
     assert all(torch.equal(a, b) for a, b in zip(said(model), before, strict=True))
     assert [n for n, p in model.named_parameters() if p.requires_grad] == trained
-    with pytest.raises(ValueError, match="there is no reward adapter"):
+    with pytest.raises(ValueError, match="has no reward adapter"):
         CAUSAL.from_pretrained(gpt2()).compute_reward_score(IDS)
 
 
@@ -295,9 +297,9 @@ def test_shared_layers_are_the_same_tensors(make: Any, kind: Any) -> None:
 
 def test_shared_layers_that_are_not_there() -> None:
     model = CAUSAL.from_pretrained(gpt2())
-    with pytest.raises(ValueError, match=r"num_shared_layers=2 with pattern .* has 2 such layers"):
+    with pytest.raises(ValueError, match="num_shared_layers must be 0 to 1 for the 2 layers"):
         create_reference_model(model, num_shared_layers=2)
-    with pytest.raises(ValueError, match="named in none of the known ways"):
+    with pytest.raises(ValueError, match="matches none of"):
         create_reference_model(SEQ2SEQ.from_pretrained(strange()), num_shared_layers=1)
 
 

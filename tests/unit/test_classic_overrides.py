@@ -384,9 +384,9 @@ def test_what_overrides_may_not_return() -> None:
             return {}
 
     for kind, error, message in (
-        (Flat, DataError, r"compute_rewards returned rewards of shape \(8, 1\); it must be"),
-        (Constant, ConfigError, "returned tensors without gradient"),
-        (Silent, DataError, "record_step_stats returned no 'objective/kl'"),
+        (Flat, DataError, r"compute_rewards must return rewards as .* got shape \(8, 1\)"),
+        (Constant, ConfigError, "must return tensors with gradient"),
+        (Silent, DataError, "record_step_stats must return 'objective/kl'"),
     ):
         with pytest.raises(error, match=message):
             one_update(kind)

@@ -125,7 +125,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text((RUNS / "dead_reward.jsonl").read_text())
     assert main(["doctor", str(tmp_path), str(GOOD[0])]) == 1
     out = capsys.readouterr().out
-    assert "dead reward: the scores of a batch do not differ" in out
+    assert "dead reward: all scores of a batch are equal" in out
     assert "good.jsonl: 24 rows of metrics up to update 24, nothing found" in out
     assert main(["doctor", str(GOOD[0])]) == 0
     assert main(["doctor"]) == 2
@@ -155,7 +155,7 @@ def test_a_damaged_line_costs_no_other(
 @pytest.mark.parametrize("line", [b"{", b'{"eval_x": 1}', b""])
 def test_a_log_without_training_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(DataError, match="no row of training"):
+    with pytest.raises(DataError, match="no training rows"):
         read_log(tmp_path)
 
 

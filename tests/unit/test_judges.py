@@ -120,8 +120,8 @@ def test_a_ranking_of_three() -> None:
 @pytest.mark.parametrize(
     ("judge", "said"),
     [
-        (FunctionJudge(lambda p, a, b: [2.0 for _ in p], "f"), "returned 2.0; 1 is the first"),
-        (FunctionJudge(lambda p, a, b: [1.0], "f"), "returned 1 values for 40"),
+        (FunctionJudge(lambda p, a, b: [2.0 for _ in p], "f"), "must return numbers from 0"),
+        (FunctionJudge(lambda p, a, b: [1.0], "f"), "must return 40 values, got 1"),
         (FunctionJudge(lambda p, a, b: 1 / 0, "f"), "judge f raised ZeroDivisionError"),  # type: ignore[arg-type, return-value]
     ],
 )
@@ -321,7 +321,7 @@ def test_a_server_killed_half_way_is_not_paid_twice(serve: Any, tmp_path: Path) 
         return honest(number, body) if up or number < 17 else (500, {}, {"error": "gone"})
 
     server, cache = serve(dies), tmp_path / "deep" / "replies.sqlite"
-    with pytest.raises(JudgeError, match="17 of 40 pairs have an answer, which is cached"):
+    with pytest.raises(JudgeError, match="17 of 40 pairs are answered and cached"):
         match(PROMPTS, GOOD, BAD, endpoint(server, retries=1, concurrency=4, cache=cache)[0])
     assert server.paid == 17
     up = True
@@ -412,7 +412,7 @@ def dripping(start: bytes, drip: bytes, *, every: float = 0.0) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"template": "{prompt} {first}"}, r"template has no \{second\}"),
+        ({"template": "{prompt} {first}"}, r"template must contain \{second\}"),
         ({"base_url": "localhost:8000"}, "must begin with http"),
     ],
 )

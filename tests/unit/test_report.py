@@ -145,7 +145,7 @@ def test_what_is_damaged_is_left_out_and_counted_once(
     (record,) = caplog.records
     assert record.getMessage().startswith("skipped 8 damaged lines: one/metrics.jsonl (2), ")
     (run / "metrics.jsonl").write_text("{")
-    with pytest.raises(DataError, match="nothing was logged yet"):
+    with pytest.raises(DataError, match="no readable row"):
         data(run)
 
 

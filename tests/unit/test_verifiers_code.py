@@ -270,7 +270,7 @@ def test_time_is_that_of_the_solution_alone(monkeypatch: pytest.MonkeyPatch) -> 
     def killed(process: object) -> bytes:
         raise AssertionError("the sandbox waited longer, for the time that Python has to start")
 
-    monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._killed", killed)
+    monkeypatch.setattr("kedge.verifiers.sandbox.sandbox._kill", killed)
     assert Sandbox(seconds=0.2).test("while True: pass", TESTS).stopped == "timeouts"
     assert Sandbox(seconds=0.2).run("while True: pass").stopped == "timeouts"
 

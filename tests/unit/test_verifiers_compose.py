@@ -67,7 +67,7 @@ def test_a_verifier_sees_its_own_rows_of_every_column() -> None:
 def test_an_unknown_name_is_an_error(name: Any) -> None:
     verify = by_column()
     truth = ["4", "4"] if isinstance(name, list) else "4"
-    with pytest.raises(RewardError, match=r"names the verifier .* not known"):
+    with pytest.raises(RewardError, match="unknown verifier"):
         verify(["4"], dataset=[name], ground_truth=[truth])
     with pytest.raises(RewardError, match="row 1"):
         verify.check(["gsm8k", name])
@@ -89,11 +89,11 @@ def test_ground_truths_must_match_the_names() -> None:
 
 
 def test_bad_verifiers_are_errors() -> None:
-    with pytest.raises(ConfigError, match="no verifier"):
+    with pytest.raises(ConfigError, match="verifiers must not be empty"):
         ByColumn({})
     with pytest.raises(ConfigError, match="'x' must be"):
         ByColumn({"x": 3})  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match="names the verifier 'maths'"):
+    with pytest.raises(ConfigError, match="unknown verifier 'maths'"):
         by_column(weights={"maths": 2.0})
     short = ByColumn({"x": lambda completions: [1.0]})
     with pytest.raises(RewardError, match="1 scores for 2"):
@@ -158,9 +158,9 @@ def test_reward_mix() -> None:
 
 
 def test_reward_mix_of_nothing() -> None:
-    with pytest.raises(ConfigError, match="nothing is left"):
+    with pytest.raises(ConfigError, match="no reward is left"):
         reward_mix(reward_model="rm", reward_model_multiplier=0)
-    with pytest.raises(ConfigError, match="leaves them out"):
+    with pytest.raises(ConfigError, match="ignores them"):
         reward_mix(verifiers=gsm8k, apply_verifiable_reward=False)
 
 

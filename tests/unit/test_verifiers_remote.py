@@ -128,7 +128,7 @@ def test_ids_and_columns_on_request() -> None:
     with RewardServer({"ids": ids}) as server:
         remote = RemoteReward(server.url, send_ids=True, columns=["a"])
         assert remote(["x"], completion_ids=[[1, 2]], a=[1], b=[object()]) == [2.0]
-        with pytest.raises(RewardError, match="no column c"):
+        with pytest.raises(RewardError, match="missing: c; available: a"):
             RemoteReward(server.url, columns=["c"])(["x"], a=[1])
         with pytest.raises(RewardError, match=r"columns=\["):
             RemoteReward(server.url)(["x"], b=[object()])
@@ -251,7 +251,7 @@ def test_what_cannot_be_used_is_refused_at_once() -> None:
         RemoteReward("http://x", token="a\r\nb")
     with pytest.raises(ConfigError, match="set a token"):
         RewardServer({"length": length}, host="0.0.0.0")
-    with pytest.raises(ConfigError, match="no reward function"):
+    with pytest.raises(ConfigError, match="functions must not be empty"):
         RewardServer({})
     with pytest.raises(ConfigError, match="port=99999"):
         RewardServer({"length": length}, port=99999)
@@ -438,7 +438,9 @@ def test_the_command() -> None:
         url = next(word.rstrip(",") for word in line.split() if word.endswith("/score/gsm8k,"))
         remote = RemoteReward(url, token="right")
         assert remote(["#### 4", "5"], ground_truth=["4", "4"]) == [1.0, 0.0]
-        with pytest.raises(RewardError, match=r"422.*RewardError: verifier gsm8k reads the column"):
+        with pytest.raises(
+            RewardError, match=r"422.*RewardError: verifier gsm8k needs the dataset column"
+        ):
             remote(["4"], answer=["4"])
     finally:
         process.send_signal(signal.SIGTERM)

@@ -169,7 +169,7 @@ def test_parallel_keeps_order_and_raises() -> None:
 
 
 def test_what_is_no_completion_is_an_error() -> None:
-    with pytest.raises(RewardError, match="completion is a int"):
+    with pytest.raises(RewardError, match="got int"):
         verifiers.gsm8k([3], ground_truth=["3"])
     with pytest.raises(RewardError, match="1 values for 2"):
         verifiers.gsm8k(["3", "3"], ground_truth=["3"])

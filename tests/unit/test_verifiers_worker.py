@@ -150,11 +150,11 @@ def test_enormous_texts_pass_through() -> None:
 
 
 def test_bad_patterns_are_errors() -> None:
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
         regex_reward("(")
     with pytest.raises(ConfigError, match="mode"):
         regex_reward("a", mode="find")
     with pytest.raises(RewardError, match="cannot be matched"):
         regex_match(["x"], ground_truth=["("])
-    with pytest.raises(RewardError, match="no regular expression"):
+    with pytest.raises(RewardError, match="must be a regular expression"):
         regex_match(["x"], ground_truth=[3])

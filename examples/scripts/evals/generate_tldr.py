@@ -1,10 +1,10 @@
-"""Summaries of a model, and which a judge prefers: these (response1) or references (response0).
+"""Generate summaries; optionally judge them (response1) against references (response0).
 
     python examples/scripts/evals/generate_tldr.py --model_name_or_path MODEL \
         --output_path evals/ppo_tldr.csv --n 1000 \
         [--dataset_name PROMPTS] [--judge_url http://127.0.0.1:8000/v1 --judge_model NAME]
 
-PROMPTS has columns prompt and completion (the reference).  Without a judge it only writes.
+PROMPTS has columns prompt and completion (the reference).  Without a judge it only generates.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     flags.add_argument("--judge_model", default="gpt-4o-mini")
     args = flags.parse_args(argv)
     rows = Splits(args.dataset_name).load(args.dataset_split)
-    found = answered(
+    summaries = answered(
         args.model_name_or_path,
         rows.select(range(min(args.n, len(rows)))),
         max_new_tokens=args.max_new_tokens,
@@ -42,17 +42,17 @@ def main(argv: list[str]) -> None:
     if args.judge_url is not None:
         judge = Endpoint(args.judge_url, args.judge_model, cache=output.with_suffix(".sqlite"))
         names = ("prompt", "completion", "reference")
-        prompts, ours, theirs = ([str(row[name]) for row in found] for name in names)
+        prompts, ours, theirs = ([str(row[name]) for row in summaries] for name in names)
         result = match(prompts, ours, theirs, judge)
-        said = {"win": "response1", "loss": "response0"}
-        for row, judged in zip(found, result.rows, strict=True):
-            row["preferred"] = said.get(judged.outcome, judged.outcome)
-        for name in sorted({row["preferred"] for row in found}):
-            print(f"{name}    {sum(row['preferred'] == name for row in found)}")
+        labels = {"win": "response1", "loss": "response0"}
+        for row, judged in zip(summaries, result.rows, strict=True):
+            row["preferred"] = labels.get(judged.outcome, judged.outcome)
+        for name in sorted({row["preferred"] for row in summaries}):
+            print(f"{name}    {sum(row['preferred'] == name for row in summaries)}")
         low, high = result.interval()
         print(f"win rate {result.win_rate:.1%} ({low:.1%} .. {high:.1%})")
-    write(output, found)
-    print(f"{len(found)} summaries are in {output}")
+    write(output, summaries)
+    print(f"{len(summaries)} summaries are in {output}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How often a model's summaries beat the references, as a judge sees it.
+"""Win rate of a model's summaries against the references, by a judge.
 
     python examples/scripts/evals/judge_tldr.py --model_name_or_path MODEL \
         --judge_url http://127.0.0.1:8000/v1 --judge_model NAME --num_examples 1000
 
-The prompts have columns prompt and completion (the reference).  Summaries, judgments and the table
-are in --output_dir, and replies, so that a run that was stopped pays for nothing twice.
+The prompts have columns prompt and completion (the reference).  Summaries, judgments, the table
+and cached replies are in --output_dir, so an interrupted run pays for nothing twice.
 """
 
 import argparse

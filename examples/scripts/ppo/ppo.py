@@ -1,4 +1,4 @@
-"""PPO on any prompts, with a reward model or a dummy one.
+"""PPO on any prompts, with a reward model or a random one.
 
     python examples/scripts/ppo/ppo.py \
         --model_name_or_path MODEL --sft_model_path MODEL --reward_model_path REWARD \
@@ -8,7 +8,7 @@
 
 MODEL, REWARD and PROMPTS are folders, or names on the Hugging Face hub.  Without
 --reward_model_path the reward is a head with random weights; without --dataset_name the prompts
-are the openings below: enough to see that a run works.  The flags are those of `kedge ppo`.
+are the openings below: enough for a smoke test.  The flags are those of `kedge ppo`.
 """
 
 import sys
@@ -31,4 +31,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if code := guarded(main, sys.argv[1:], name="ppo.py"):
-        sys.exit(code)  # not after a success, so that `python -i` goes on
+        sys.exit(code)  # only on failure, so that `python -i` stays interactive

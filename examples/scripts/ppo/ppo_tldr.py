@@ -32,4 +32,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if code := guarded(main, sys.argv[1:], name="ppo_tldr.py"):
-        sys.exit(code)  # not after a success, so that `python -i` goes on
+        sys.exit(code)  # only on failure, so that `python -i` stays interactive

@@ -1,4 +1,4 @@
-"""RLOO on any prompts, with a reward model or a dummy one.
+"""RLOO on any prompts, with a reward model or a random one.
 
     python examples/scripts/rloo/rloo.py \
         --model_name_or_path MODEL --reward_model_path REWARD --dataset_name PROMPTS \
@@ -25,4 +25,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if code := guarded(main, sys.argv[1:], name="rloo.py"):
-        sys.exit(code)  # not after a success, so that `python -i` goes on
+        sys.exit(code)  # only on failure, so that `python -i` stays interactive

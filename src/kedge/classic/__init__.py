@@ -1,6 +1,6 @@
 """PPO one step at a time: ``generate``, score as you like, ``step``.
 
-The API that programs for TRL 0.4 to 0.11 are written against, on Kedge's core.
+The step API of TRL 0.4 to 0.11, on Kedge's core.
 """
 
 from __future__ import annotations

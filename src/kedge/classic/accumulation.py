@@ -1,4 +1,4 @@
-"""Gradients of mini-batches, gathered into one optimizer step."""
+"""Accumulates gradients of mini-batches into one optimizer step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kedge.errors import ConfigError
 class GradientAccumulator:
     """Sums the gradients of ``parts`` mini-batches on each rank, then takes the optimizer step.
 
-    The gradient is the mean over mini-batches and ranks; with ``weighted`` losses each counts by
-    its trained tokens, so that it is the mean over the tokens of the optimizer step.
+    The gradient is the mean over mini-batches and ranks; with ``weighted`` losses, each is
+    weighted by its trained tokens, so that it is the mean over the tokens of the optimizer step.
 
     Args:
-        learner: holds weights, optimizer and gradient scaler.
+        learner: owns weights, optimizer and gradient scaler.
     """
 
     learner: HFLearner
@@ -33,7 +33,7 @@ class GradientAccumulator:
 
     @contextmanager
     def optimizer_step(self, masks: list[Tensor]) -> Iterator[None]:
-        """Inside, the mini-batches with these masks [b, T] make one optimizer step."""
+        """Context in which mini-batches with these masks [b, T] form one optimizer step."""
         self.parts = len(masks)
         self._tokens = self._mean(torch.stack([m.sum() for m in masks]).sum()) / self.parts
         self._sums = None
@@ -54,28 +54,28 @@ class GradientAccumulator:
             loss: float [], a mean over the mini-batch.
             mask: [b, T].
             log_ratio: float [b, T], of new to old policy.
-            weighted: whether the loss counts by the number of its tokens.
+            weighted: whether to weight the loss by its number of tokens.
 
         Raises:
-            ConfigError: the loss has no gradient.
+            ConfigError: the loss does not require grad.
         """
         if not loss.requires_grad:
             raise ConfigError(
-                "loss() returned tensors without gradient; compute them from logprobs and vpreds"
+                "loss() must return tensors with gradient; compute them from logprobs and vpreds"
             )
         if self._sums is None:
             self.learner.optimizer.zero_grad(set_to_none=True)
             self._sums = torch.zeros(3, dtype=torch.float64)
         count = mask.sum().float()
-        usual = self._mean(count) if self._tokens is None else self._tokens
-        weight = count / usual.clamp(min=1) if weighted else torch.ones_like(count)
+        mean_tokens = self._mean(count) if self._tokens is None else self._tokens
+        weight = count / mean_tokens.clamp(min=1) if weighted else torch.ones_like(count)
         self.learner.scaler.scale(loss * weight / (self.parts * self.learner.world_size)).backward()
         off = torch.where(mask.bool(), log_ratio.detach(), 0.0).double()
         ratios = torch.where(mask.bool(), off.exp(), 0.0).sum()
         self._sums += torch.stack([ratios, -off.sum(), count.double()]).cpu()
 
     def take(self, step_limits: StepLimits) -> None:
-        """Take the optimizer step, unless ``brakes`` forbid it."""
+        """Take the optimizer step, subject to ``step_limits``."""
         if self._sums is None:
             return
         ratios, kl, count = self.learner.total(self._sums).tolist()

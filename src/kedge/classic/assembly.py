@@ -1,4 +1,4 @@
-"""From what the trainer is given to the core's parts."""
+"""Builds the engine's parts from the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -44,60 +44,60 @@ class StepTrainerInputs:
     num_shared_layers: int | None
 
 
-def check(given: StepTrainerInputs) -> None:
-    """Refuse what cannot work before anything is built.
+def check(inputs: StepTrainerInputs) -> None:
+    """Validate the arguments before anything is built.
 
     Raises:
-        ConfigError: names the argument and what it must be.
+        ConfigError: an invalid argument; says what it must be.
     """
-    if not isinstance(given.tokenizer, PreTrainedTokenizerBase):
+    if not isinstance(inputs.tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
-            f"tokenizer is a {type(given.tokenizer).__name__}; pass a transformers tokenizer"
+            f"tokenizer must be a transformers tokenizer, got {type(inputs.tokenizer).__name__}"
         )
-    if not isinstance(given.model, PreTrainedModelWrapper):
+    if not isinstance(inputs.model, PreTrainedModelWrapper):
         raise ConfigError(
-            f"model is a {type(given.model).__name__}; pass an AutoModelForCausalLMWithValueHead "
-            "or AutoModelForSeq2SeqLMWithValueHead"
+            "model must be an AutoModelForCausalLMWithValueHead or "
+            f"AutoModelForSeq2SeqLMWithValueHead, got {type(inputs.model).__name__}"
         )
-    if given.ref_model is not None and not hasattr(
-        _inner(given.ref_model), "get_output_embeddings"
+    if inputs.ref_model is not None and not hasattr(
+        _inner(inputs.ref_model), "get_output_embeddings"
     ):
         raise ConfigError(
-            f"ref_model is a {type(given.ref_model).__name__}; pass a language model, with or "
-            "without a value head, or None"
+            "ref_model must be a language model, with or without a value head, or None, got "
+            f"{type(inputs.ref_model).__name__}"
         )
-    if given.lr_scheduler is not None and not isinstance(given.lr_scheduler, LRScheduler):
+    if inputs.lr_scheduler is not None and not isinstance(inputs.lr_scheduler, LRScheduler):
         raise ConfigError(
-            f"lr_scheduler is a {type(given.lr_scheduler).__name__}; pass a "
-            "torch.optim.lr_scheduler.LRScheduler of your optimizer"
+            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler of your optimizer, got "
+            f"{type(inputs.lr_scheduler).__name__}"
         )
-    if given.lr_scheduler is not None and given.optimizer is None:
-        raise ConfigError("lr_scheduler was given without the optimizer that it schedules")
-    if given.model.is_sequential_parallel:
+    if inputs.lr_scheduler is not None and inputs.optimizer is None:
+        raise ConfigError("lr_scheduler needs the optimizer that it schedules; pass optimizer too")
+    if inputs.model.is_sequential_parallel:
         raise ConfigError(
-            "device_map spreads the model over several devices, but the learner keeps it on one: "
+            "device_map places the model on several devices, but the learner needs it on one: "
             'load it with device_map={"": 0}, in 8 or 4 bits if it does not fit'
         )
-    _check_kind(given)
-    if given.ref_model is not None and given.num_shared_layers is not None:
+    _check_kind(inputs)
+    if inputs.ref_model is not None and inputs.num_shared_layers is not None:
         warnings.warn(
-            "num_shared_layers is ignored, for ref_model was given; pass one of the two",
+            "num_shared_layers is ignored because ref_model was given; pass only one of them",
             stacklevel=4,
         )
 
 
-def _check_kind(given: StepTrainerInputs) -> None:
-    """Compare what the config says of the model with the model, and fill it in."""
-    encodes = bool(getattr(given.model.config, "is_encoder_decoder", False))
+def _check_kind(inputs: StepTrainerInputs) -> None:
+    """Check the model flags of the config against the model, and fill them in."""
+    encodes = bool(getattr(inputs.model.config, "is_encoder_decoder", False))
     for name, truth in (
         ("is_encoder_decoder", encodes),
-        ("is_peft_model", given.model.is_peft_model),
+        ("is_peft_model", inputs.model.is_peft_model),
     ):
-        if getattr(given.config, name) not in (None, truth):
+        if getattr(inputs.config, name) not in (None, truth):
             raise ConfigError(
-                f"{name}={getattr(given.config, name)}, but of the model it is {truth}"
+                f"{name}={getattr(inputs.config, name)} must be {truth} for this model; remove it"
             )
-        setattr(given.config, name, truth)
+        setattr(inputs.config, name, truth)
 
 
 def _inner(model: Any) -> Any:
@@ -105,7 +105,7 @@ def _inner(model: Any) -> Any:
 
 
 def make_accelerator(config: PPOConfig) -> Accelerator:
-    """Device, precision, processes and trackers; also fills in the sizes over all processes."""
+    """Device, precision, processes and trackers; also sets the global batch sizes."""
     options = config.options("accelerator_kwargs")
     options.setdefault("cpu", not torch.accelerator.is_available())
     try:
@@ -117,12 +117,12 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"accelerator_kwargs={config.options('accelerator_kwargs')!r} or project_kwargs="
-            f"{config.options('project_kwargs')!r} is not what accelerate takes: {error}"
+            f"{config.options('project_kwargs')!r} was rejected by accelerate: {error}"
         ) from error
     if shards_asked(accelerator) != "none":
         raise ConfigError(
-            "the launcher asks for FSDP or DeepSpeed, but kedge.classic keeps whole models on each "
-            "process: launch it without, or use kedge.PPOTrainer, which shards"
+            "the launcher requests FSDP or DeepSpeed, but kedge.classic keeps full models on each "
+            "process: launch without them, or use kedge.PPOTrainer, which supports sharding"
         )
     world = accelerator.num_processes
     config.world_size = world
@@ -131,30 +131,30 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     return accelerator
 
 
-def make_reference(given: StepTrainerInputs) -> tuple[Any, Reference]:
-    """The reference as the user sees it (None: the policy without adapter) and as the core does."""
-    model, reference = given.model, given.ref_model
+def make_reference(inputs: StepTrainerInputs) -> tuple[Any, Reference]:
+    """The reference model for users (None: the policy without adapter) and for the learner."""
+    model, reference = inputs.model, inputs.ref_model
     if reference is None and model.is_peft_model:
         return None, AdapterReference(model.pretrained_model)
     if reference is None:
-        reference = create_reference_model(model, given.num_shared_layers)
+        reference = create_reference_model(model, inputs.num_shared_layers)
     return reference, FrozenModel(_inner(reference))
 
 
 def make_learner(
-    given: StepTrainerInputs, reference_model: Any, reference: Reference, accelerator: Accelerator
+    inputs: StepTrainerInputs, reference_model: Any, reference: Reference, accelerator: Accelerator
 ) -> HFLearner:
-    """The core's learner around the model; both models go to the accelerator's device."""
-    config, model = given.config, given.model
-    for each in (model, reference_model):
-        if each is not None:
-            each.to(accelerator.device)
+    """The learner for the model; moves both models to the accelerator's device."""
+    config, model = inputs.config, inputs.model
+    for part in (model, reference_model):
+        if part is not None:
+            part.to(accelerator.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigError(
-            "no weight of the model has requires_grad=True; load an adapter with is_trainable=True"
+            "the model has no trainable weight; load an adapter with is_trainable=True"
         )
-    optimizer = given.optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
+    optimizer = inputs.optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
     return HFLearner(
         model.pretrained_model,
         cast(TrainingArguments, BareArguments()),  # optimizer and schedule are given
@@ -167,7 +167,7 @@ def make_learner(
         value=model.v_head,
         reference=reference,
         accelerator=accelerator,
-        optimizers=(optimizer, given.lr_scheduler or ConstantLR(optimizer, 1.0, 0)),
+        optimizers=(optimizer, inputs.lr_scheduler or ConstantLR(optimizer, 1.0, 0)),
         parts=build_parts(model.pretrained_model),
     )
 
@@ -186,7 +186,7 @@ def make_algorithm(config: PPOConfig) -> Algorithm:
 
 
 def make_batch_sizes(config: PPOConfig) -> BatchSizes:
-    """The core's sizes."""
+    """The batch sizes for the engine."""
     return BatchSizes(
         world_size=config.world_size or 1,
         micro_rows=config.mini_batch_size,
@@ -199,7 +199,7 @@ def make_batch_sizes(config: PPOConfig) -> BatchSizes:
 
 
 def make_step_limits(config: PPOConfig) -> StepLimits:
-    """When optimizer steps are left out."""
+    """Limits that skip optimizer steps."""
     return StepLimits(
         max_ratio=config.ratio_threshold,
         max_kl=_TOO_FAR * config.target_kl if config.early_stopping else None,

@@ -44,9 +44,9 @@ class PPOConfig:
 
     Args:
         exp_name: name of the experiment, for trackers.
-        seed: of Python, numpy and torch, set when the trainer is made, and of the shuffles.
-        log_with: a tracker that accelerate knows: "tensorboard", "wandb", "trackio", "mlflow",
-            "swanlab", "comet_ml", ..., or "all" that are installed.
+        seed: of Python, numpy and torch, set when the trainer is created, and of the shuffling.
+        log_with: a tracker supported by accelerate: "tensorboard", "wandb", "trackio", "mlflow",
+            "swanlab", "comet_ml", ..., or "all" (all installed ones).
         task_name: for trackers.
         model_name: for trackers and the model card.
         query_dataset: for trackers.
@@ -55,51 +55,51 @@ class PPOConfig:
         tracker_kwargs: per tracker, e.g. {"wandb": {"name": "mine"}}.
         accelerator_kwargs: of ``accelerate.Accelerator``.
         project_kwargs: of ``accelerate.utils.ProjectConfiguration``, e.g. logging_dir.
-        tracker_project_name: project under which trackers file the run.
-        push_to_hub_if_best_kwargs: arguments of ``push_to_hub``, with repo_id: push whenever, at
-            a multiple of ``compare_steps``, the mean score is the best so far.
-        steps: samples of the whole run; only ``total_ppo_epochs`` follows from it.
+        tracker_project_name: project name in trackers.
+        push_to_hub_if_best_kwargs: arguments of ``push_to_hub``, with repo_id: every
+            ``compare_steps`` calls, push if the mean score is the best so far.
+        steps: samples of the whole run; only used to compute ``total_ppo_epochs``.
         learning_rate: of Adam, unless you pass an optimizer.
-        adap_kl_ctrl: steer the KL toward ``target``; False keeps ``init_kl_coef``.
-        init_kl_coef: coefficient of the KL penalty at the start.
+        adap_kl_ctrl: adapt the coefficient toward ``target``; False: keep ``init_kl_coef``.
+        init_kl_coef: initial coefficient of the KL penalty.
         kl_penalty: "kl" (log p - log q), "abs", "mse" (half its square) or "full" (over the
             whole vocabulary).
-        target: wanted KL, nats per response.
+        target: target KL, nats per response.
         horizon: responses over which an error of 100% would double the coefficient.
         gamma: discount per token.
         lam: lambda of GAE.
-        cliprange: clip of the probability ratio.
-        cliprange_value: clip of the value around its old prediction.
+        cliprange: clip range of the probability ratio.
+        cliprange_value: clip range of the value around its old prediction.
         vf_coef: weight of the value loss.
         batch_size: samples of one call of ``step``.
         forward_batch_size: deprecated name of ``mini_batch_size``.
-        mini_batch_size: most samples of one forward and backward pass.
+        mini_batch_size: samples per forward and backward pass (micro-batch).
         gradient_accumulation_steps: passes per optimizer step.
         world_size: set by the trainer: number of processes.
         ppo_epochs: passes over each batch.
-        max_grad_norm: gradients are scaled down to it at every step; None: they are not.
+        max_grad_norm: gradient norm clipping; None: off.
         optimize_cuda_cache: deprecated name of ``optimize_device_cache``.
         optimize_device_cache: empty the accelerator's memory cache after each ``step``.
-        early_stopping: end the passes over a batch when the policy has moved too far.
-        target_kl: too far is 1.5 times this, nats per token.
-        early_stopping_keeps_step: take the optimizer step that is found to start too far from the
-            policy that sampled, and end after it, as TRL does; False ends without it.
-        compare_steps: calls of ``step`` between two looks at ``push_to_hub_if_best_kwargs``.
-        ratio_threshold: optimizer steps whose mean probability ratio is higher are left out.
+        early_stopping: stop the passes over a batch when the policy KL exceeds its limit.
+        target_kl: the limit is 1.5 times this, nats per token.
+        early_stopping_keeps_step: still take the optimizer step whose KL exceeds the limit, then
+            stop, as TRL does; False: stop without it.
+        compare_steps: calls of ``step`` between checks for ``push_to_hub_if_best_kwargs``.
+        ratio_threshold: optimizer steps with a higher mean probability ratio are skipped.
         use_score_scaling: divide scores by their running standard deviation.
-        use_score_norm: remove their running mean first; only with ``use_score_scaling``.
-        score_clip: largest absolute score, after scaling.
+        use_score_norm: subtract their running mean first; only with ``use_score_scaling``.
+        score_clip: maximum absolute score, after scaling.
         whiten_rewards: scale the rewards of a batch to unit variance.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
-        is_encoder_decoder: set by the trainer; if given, it must be true of the model.
+        is_encoder_decoder: set by the trainer; if given, it must match the model.
         is_peft_model: likewise.
-        backward_batch_size: set here: samples of one optimizer step.
+        backward_batch_size: computed: samples per optimizer step.
         global_backward_batch_size: set by the trainer: the same over all processes.
         global_batch_size: set by the trainer: ``batch_size`` over all processes.
-        dataset_num_proc: processes that tokenize a dataset that has text and no ``input_ids``.
+        dataset_num_proc: processes for tokenizing a dataset without ``input_ids``.
 
     Raises:
-        ConfigError: a value that cannot work, or sizes that do not divide.
+        ConfigError: an invalid value, or sizes that do not divide.
     """
 
     exp_name: str = field(default_factory=_script)
@@ -156,7 +156,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in _JSON_FIELDS:
-            setattr(self, name, _parsed(name, getattr(self, name)))
+            setattr(self, name, _parse_json(name, getattr(self, name)))
         if self.forward_batch_size is not None:
             _deprecated("forward_batch_size", "mini_batch_size")
             self.mini_batch_size = self.forward_batch_size
@@ -166,18 +166,20 @@ class PPOConfig:
         self.check()
 
     def check(self) -> None:
-        """Check all values, and derive the sizes; the trainer does so at each step.
+        """Check all values and compute the sizes; the trainer calls this at each step.
 
         Raises:
-            ConfigError: a value that cannot work, or sizes that do not divide.
+            ConfigError: an invalid value, or sizes that do not divide.
         """
         check_fields(self)
         self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
-            given = "mini_batch_size" if self.forward_batch_size is None else "forward_batch_size"
+            size_name = (
+                "mini_batch_size" if self.forward_batch_size is None else "forward_batch_size"
+            )
             raise ConfigError(
-                f"batch_size={self.batch_size} must be a multiple of {given}="
+                f"batch_size={self.batch_size} must be a multiple of {size_name}="
                 f"{self.mini_batch_size} x gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} = {self.backward_batch_size}; lower one of "
                 "these to a divisor"
@@ -191,13 +193,13 @@ class PPOConfig:
             )
         if self.log_with not in (None, "all") and find_spec(str(self.log_with)) is None:
             raise ImportError(
-                f"log_with={self.log_with!r} needs the package: pip install {self.log_with}"
+                f"log_with={self.log_with!r} needs its package; run pip install {self.log_with}"
             )
-        for name, of in self.options("tracker_kwargs").items():
-            if not isinstance(of, dict):
+        for name, arguments in self.options("tracker_kwargs").items():
+            if not isinstance(arguments, dict):
                 raise ConfigError(
-                    f"tracker_kwargs={shown(self.tracker_kwargs)}: {name!r} must hold that "
-                    'tracker\'s arguments, as in {"wandb": {"name": "mine"}}'
+                    f"tracker_kwargs={shown(self.tracker_kwargs)}: {name!r} must be a "
+                    'dictionary of arguments, as in {"wandb": {"name": "mine"}}'
                 )
         best = self.options("push_to_hub_if_best_kwargs")
         if best and not isinstance(best.get("repo_id"), str):
@@ -206,8 +208,8 @@ class PPOConfig:
             )
 
     def options(self, name: str) -> dict[str, Any]:
-        """One of the options that are dictionaries, which a command line gives as JSON."""
-        return dict(_parsed(name, getattr(self, name)))
+        """A dictionary option; on the command line it is JSON."""
+        return dict(_parse_json(name, getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
         """All options as one flat dictionary, nested names joined by "/"."""
@@ -216,7 +218,7 @@ class PPOConfig:
         return flatten_dict(asdict(self) | {"total_ppo_epochs": self.total_ppo_epochs})
 
 
-def _parsed(name: str, value: JSON) -> dict[str, Any]:
+def _parse_json(name: str, value: JSON) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
     return dict(json.loads(value))  # an object: the field was checked
@@ -227,11 +229,11 @@ def _deprecated(old: str, new: str) -> None:
 
 
 class AdaptiveKLController(AdaptiveKL):
-    """Steers the KL toward ``target``; see ``kedge.engine.kl_control.AdaptiveKL``.
+    """Adapts the KL coefficient toward ``target``; see ``kedge.engine.kl_control.AdaptiveKL``.
 
     Args:
-        init_kl_coef: the coefficient to start from.
-        target: wanted KL, nats per response.
+        init_kl_coef: the initial coefficient.
+        target: target KL, nats per response.
         horizon: responses over which an error of 100% would double the coefficient.
     """
 
@@ -240,7 +242,7 @@ class AdaptiveKLController(AdaptiveKL):
 
 
 class FixedKLController(FixedKL):
-    """A coefficient that never changes.
+    """A constant KL coefficient.
 
     Args:
         kl_coef: the coefficient.

@@ -1,4 +1,4 @@
-"""Functions that programs import from ``trl.core``, on Kedge's formulas."""
+"""The functions of ``trl.core``, implemented with Kedge's formulas."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class LengthSampler:
     """Draws a length, each of ``min_value`` to ``max_value - 1`` equally often (numpy's state).
 
     Args:
-        min_value: the shortest.
-        max_value: one more than the longest.
+        min_value: minimum length.
+        max_value: maximum length plus one.
     """
 
     def __init__(self, min_value: int, max_value: int) -> None:
         if not 0 <= min_value < max_value:
             raise ValueError(
-                f"LengthSampler({min_value}, {max_value}): no length is at least {min_value} and "
-                f"below {max_value}"
+                f"LengthSampler needs 0 <= min_value < max_value, got {min_value} and {max_value}"
             )
         self.values = list(range(min_value, max_value))
 
@@ -51,10 +50,10 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) ->
     Args:
         logits: float [B, T, V].
         labels: int64 [B, T].
-        gather: whether the labels' are picked.
+        gather: whether to select the labels.
     """
-    found = logits.log_softmax(-1)
-    return found.gather(-1, labels[..., None])[..., 0] if gather else found
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(-1, labels[..., None])[..., 0] if gather else logprobs
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -85,11 +84,13 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance where ``mask``.
 
     Raises:
-        ValueError: the mask is empty, or leaves one value, whose unbiased variance is unknown.
+        ValueError: the mask selects too few values.
     """
     count = int(mask.sum())
     if count < 1 + unbiased:
-        raise ValueError(f"the variance of {count} values is unknown; the mask leaves too few")
+        raise ValueError(
+            f"the variance needs at least {1 + unbiased} values, but the mask selects {count}"
+        )
     off = torch.where(mask.bool(), values - masked_mean(values, mask), 0.0)
     return (off**2).sum() / (count - unbiased)
 
@@ -101,15 +102,15 @@ def clip_by_value(x: Tensor, tensor_min: float | Tensor, tensor_max: float | Ten
 
 
 def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
-    """Nested dictionaries as one, the names on the way joined by ``sep``.
+    """Nested dictionaries as one, with names joined by ``sep``.
 
     Raises:
-        ValueError: a name holds ``sep``.
+        ValueError: a name contains ``sep``.
     """
     flat: dict[str, Any] = {}
     for name, value in nested.items():
         if sep in name:
-            raise ValueError(f"the key {name!r} holds the separator {sep!r}")
+            raise ValueError(f"the key {name!r} contains the separator {sep!r}")
         if isinstance(value, Mapping):
             flat |= {f"{name}{sep}{k}": v for k, v in flatten_dict(value, sep).items()}
         else:
@@ -121,7 +122,7 @@ def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     """Per name the flattened tensors of all dictionaries, stacked and padded with -1."""
     return {
         name: pad_sequence(
-            [found[name].flatten() for found in stats_dicts],
+            [stats[name].flatten() for stats in stats_dicts],
             batch_first=True,
             padding_value=WANDB_PADDING,
         )
@@ -164,8 +165,8 @@ def top_k_top_p_filtering(
         logits: float [B, V].
         top_k: keep the k likeliest; 0: all.
         top_p: keep the fewest likeliest whose probabilities sum to this; 1: all.
-        filter_value: of the others.
-        min_tokens_to_keep: at least so many are kept.
+        filter_value: for the others.
+        min_tokens_to_keep: keep at least this many.
     """
     if top_k > 0:
         kept = min(max(int(top_k), min_tokens_to_keep), logits.shape[-1])
@@ -205,33 +206,35 @@ def randn_tensor(
     """
     device = device or torch.device("cpu")
     layout = layout or torch.strided
-    makers = generator if isinstance(generator, list) else [generator]
+    generators = generator if isinstance(generator, list) else [generator]
     if isinstance(generator, list) and len(generator) > 1 and len(generator) != shape[0]:
-        raise ValueError(f"{len(generator)} generators for {shape[0]} rows; give one per row")
-    at = device if makers[0] is None else makers[0].device
-    rows = [tuple(shape)] if len(makers) == 1 else [(1, *shape[1:])] * len(makers)
+        raise ValueError(
+            f"generator must have one entry per row ({shape[0]}), got {len(generator)}"
+        )
+    draw_device = device if generators[0] is None else generators[0].device
+    rows = [tuple(shape)] if len(generators) == 1 else [(1, *shape[1:])] * len(generators)
     drawn = [
-        torch.randn(row, generator=g, device=at, dtype=dtype, layout=layout)
-        for row, g in zip(rows, makers, strict=True)
+        torch.randn(row, generator=g, device=draw_device, dtype=dtype, layout=layout)
+        for row, g in zip(rows, generators, strict=True)
     ]
     return torch.cat(drawn).to(device)
 
 
 class PPODecorators:
-    """Empties the accelerator's memory cache after a block, if switched on."""
+    """Empties the accelerator's memory cache after a block, if enabled."""
 
     optimize_device_cache = False
 
     @classmethod
     @contextmanager
     def empty_device_cache(cls) -> Iterator[None]:
-        """As a ``with`` block or a decorator."""
+        """Usable as a context manager or a decorator."""
         yield
         if cls.optimize_device_cache:
             empty_device_cache()
 
 
 def empty_device_cache() -> None:
-    """Give memory that torch holds and does not use back to the accelerator."""
+    """Release unused cached memory of torch to the accelerator."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Sampling responses to single queries and to lists of them."""
+"""Sampling responses to one query or a list of queries."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Generation(Views):
         """Sample responses with transformers' ``generate``.
 
         Args:
-            query_tensor: int64 [P], or a list of such.
+            query_tensor: int64 [P], or a list of them.
             length_sampler: draws ``max_new_tokens``, once per ``batch_size`` queries.
-            batch_size: queries of a list that are sampled together.
-            return_prompt: whether the query is returned before its response; an encoder-decoder
-                never returns it, but begins with its start token.
+            batch_size: queries of a list to sample together.
+            return_prompt: whether to return the query before its response; an encoder-decoder
+                returns its start token instead.
             generate_ref_response: also sample from the reference.
             **generation_kwargs: of ``generate``.
 
         Returns:
-            For one query int64 [1, n], for a list a list of int64 [n_i] that end with their first
-            end token.  With ``generate_ref_response`` a pair, the reference's second.
+            Int64 [1, n] for one query; for a list, a list of int64 [n_i], each up to its first end
+            token.  With ``generate_ref_response`` a pair, the reference's second.
         """
 
         def sample(model: Any) -> Any:
@@ -117,14 +117,14 @@ def generate_one(
     """One response int64 [1, n] to a query int64 [P]; with ``prompt`` the query comes first."""
     if query.dim() != 1:
         raise DataError(
-            f"query_tensor has shape {tuple(query.shape)}; pass one query of shape (length,), or "
-            "a list of such"
+            "query_tensor must be one query of shape (length,) or a list of them, got shape "
+            f"{tuple(query.shape)}"
         )
     ids = query[None].to(_device(model))
-    found: Tensor = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), **_ready(options, length)
+    output: Tensor = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **_normalize_options(options, length)
     )
-    return found if prompt or _encodes(model) else found[:, len(query) :]
+    return output if prompt or _is_encoder_decoder(model) else output[:, len(query) :]
 
 
 @torch.no_grad()
@@ -142,31 +142,35 @@ def generate_many(
 ) -> list[Tensor]:
     """One response int64 [n] per query int64 [P_i], without padding, up to its first end token.
 
-    End tokens are ``eos`` and those at which ``generate`` stops: its ``eos_token_id``, or else
-    those of the model's generation_config.
+    End tokens are ``eos`` and the stop tokens of ``generate``: its ``eos_token_id``, else those
+    of the model's generation_config.
 
     Args:
-        model: generates.
+        model: the model to sample from.
         queries: any lengths.
         length: draws max_new_tokens, once per ``rows`` queries.
-        rows: queries that are sampled together.
-        prompt: whether each query stands before its response (never for an encoder-decoder).
-        eos: the tokenizer's EOS token. End tokens are kept; one inside a query ends nothing.
+        rows: queries to sample together.
+        prompt: whether to return each query before its response (not for an encoder-decoder).
+        eos: the tokenizer's EOS token. End tokens are kept; those inside a query are ignored.
         options: of transformers' ``generate``.
-        multiple: the padded queries' length is a multiple of it.
-        cut: whether a response ends with its first ``eos``.
+        multiple: pad queries to a multiple of this length.
+        cut: whether to truncate a response after its first end token.
     """
-    encodes = _encodes(model)
+    encodes = _is_encoder_decoder(model)
     pad = options.get("pad_token_id")
-    usual = getattr(getattr(model, "pretrained_model", model), "generation_config", None)
-    stops = options.get("eos_token_id", getattr(usual, "eos_token_id", None))
+    generation_config = getattr(
+        getattr(model, "pretrained_model", model), "generation_config", None
+    )
+    stops = options.get("eos_token_id", getattr(generation_config, "eos_token_id", None))
     ends = torch.tensor([*listed(eos), *listed(stops)], dtype=torch.long)
-    found: list[Tensor] = []
+    responses: list[Tensor] = []
     for batch in _chunks(list(queries), rows):
         ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad, multiple=multiple)
         device = _device(model)
         out = model.generate(
-            input_ids=ids.to(device), attention_mask=mask.to(device), **_ready(options, length)
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            **_normalize_options(options, length),
         )
         begin = 1 if encodes else ids.shape[1]  # a decoder's start token may be the end token
         for query, row in zip(batch, out, strict=True):
@@ -174,10 +178,10 @@ def generate_many(
             ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist() if cut else []
             new = new[: ended[0] + 1] if ended else new
             if encodes:
-                found.append(torch.cat([row[:begin], new]))
+                responses.append(torch.cat([row[:begin], new]))
             else:
-                found.append(torch.cat([query.to(new), new]) if prompt else new)
-    return found
+                responses.append(torch.cat([query.to(new), new]) if prompt else new)
+    return responses
 
 
 def _chunks(queries: list[Tensor], rows: int) -> Iterator[list[Tensor]]:
@@ -189,8 +193,8 @@ def _left_padded(rows: Sequence[Tensor], *, pad: int, multiple: int = 1) -> tupl
     wrong = next((i for i, x in enumerate(rows) if x.dim() != 1 or not len(x)), None)
     if wrong is not None:
         raise DataError(
-            f"query_tensor[{wrong}] has shape {tuple(rows[wrong].shape)}; it must be (length,), "
-            "with at least one token"
+            f"query_tensor[{wrong}] must have shape (length,) with at least one token, got shape "
+            f"{tuple(rows[wrong].shape)}"
         )
     width = -(-max(map(len, rows)) // multiple) * multiple
     ids = torch.full((len(rows), width), pad)
@@ -201,19 +205,19 @@ def _left_padded(rows: Sequence[Tensor], *, pad: int, multiple: int = 1) -> tupl
     return ids, mask
 
 
-def _ready(options: dict[str, Any], length: LengthFn | None) -> dict[str, Any]:
-    """Options as transformers 5 takes them: top_k is an int, a minimum not below 0."""
-    ready = dict(options)
-    if isinstance(ready.get("top_k"), float):
-        ready["top_k"] = int(ready["top_k"])
-    if (ready.get("min_length") or 0) < 0:
-        ready["min_length"] = 0
+def _normalize_options(options: dict[str, Any], length: LengthFn | None) -> dict[str, Any]:
+    """Options normalized for transformers 5: int top_k, min_length of at least 0."""
+    normalized = dict(options)
+    if isinstance(normalized.get("top_k"), float):
+        normalized["top_k"] = int(normalized["top_k"])
+    if (normalized.get("min_length") or 0) < 0:
+        normalized["min_length"] = 0
     if length is not None:
-        ready["max_new_tokens"] = int(length())
-    return ready
+        normalized["max_new_tokens"] = int(length())
+    return normalized
 
 
-def _encodes(model: Any) -> bool:
+def _is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 

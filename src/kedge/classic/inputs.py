@@ -1,4 +1,4 @@
-"""Query and response as padded model inputs, and where the response is in them."""
+"""Padded model inputs from queries and responses, response masks, and the data loader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kedge.errors import ConfigError, DataError
 
 
 def pad_id(tokenizer: Any) -> int:
-    """What fills empty slots; masks never depend on it."""
+    """The padding token id; masks never depend on it."""
     pad = tokenizer.pad_token_id
     return int(pad if pad is not None else tokenizer.eos_token_id or 0)
 
@@ -36,9 +36,9 @@ def model_inputs(
     Args:
         queries: int64 [P_i] each.
         responses: int64 [R_i] each.
-        pad: fills what is empty.
+        pad: padding token id.
         start: an encoder-decoder's start token; None: decoder only.
-        device: where they go.
+        device: of the result.
     """
     if start is None:
         rows = [torch.cat([q, r.to(q)]) for q, r in zip(queries, responses, strict=True)]
@@ -62,7 +62,7 @@ def collated(
     start: int | None,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The same, padded by a collator of transformers' kind: rows as dictionaries -> batch."""
+    """``model_inputs``, padded by a transformers collator (list of dictionaries -> batch)."""
 
     def batch(rows: Sequence[Tensor]) -> dict[str, Tensor]:
         features = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in rows]
@@ -99,13 +99,13 @@ def response_mask(
     *,
     start: int | None,
 ) -> Tensor:
-    """Int64 [B, T]: 1 where the token at t + 1 of the (decoder's) inputs is a response's.
+    """Int64 [B, T]: 1 where the token at t + 1 of the (decoder's) inputs is in the response.
 
     Args:
         inputs: with an ``attention_mask``, padded on either side.
         queries: int64 [P_i] each.
         responses: int64 [R_i] each.
-        masks: [R_i] each, of the tokens that train; None: all.
+        masks: [R_i] each, of the trained tokens; None: all.
         start: see ``model_inputs``.
     """
     whole = inputs["attention_mask" if start is None else "decoder_attention_mask"]
@@ -126,7 +126,7 @@ _KEPT = ("label", "query", "response")
 def as_lists(rows: Sequence[Any]) -> Any:
     """Rows as columns; ``input_ids`` as a list of int64 [P_i], ready for ``generate``.
 
-    Rows that are no dictionaries, such as tuples of tensors, are stacked as torch does it.
+    Rows that are not dictionaries, such as tuples of tensors, use torch's default collation.
     """
     if not isinstance(rows[0], Mapping):
         return default_collate(list(rows))
@@ -145,17 +145,18 @@ class Batches:
     _signature_columns: list[str] | None = None
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> DataLoader[Any]:
-        """Shuffled batches of ``batch_size`` rows; an incomplete last batch is left out.
+        """Shuffled batches of ``batch_size`` rows; an incomplete last batch is dropped.
 
         A dataset with a text column "query" and no "input_ids" is tokenized.
 
         Raises:
-            ConfigError: not a dataset.
-            DataError: fewer rows than a batch has, or neither "input_ids" nor "query".
+            ConfigError: ``dataset`` is not a dataset.
+            DataError: fewer rows than ``batch_size``, or neither "input_ids" nor "query".
         """
         if not isinstance(dataset, Dataset | TorchDataset):
             raise ConfigError(
-                f"dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a torch Dataset"
+                "dataset must be a datasets.Dataset or a torch Dataset, got "
+                f"{type(dataset).__name__}"
             )
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(self._with_ids(dataset))
@@ -163,8 +164,8 @@ class Batches:
         size = self.config.batch_size
         if not streams and len(dataset) < size:
             raise DataError(
-                f"the dataset has {len(dataset)} rows, fewer than batch_size={size}: it has no "
-                "whole batch"
+                f"the dataset has {len(dataset)} rows, fewer than batch_size={size}; add rows or "
+                "lower batch_size"
             )
         return DataLoader(
             dataset,
@@ -180,8 +181,8 @@ class Batches:
             return dataset
         if "query" not in names:
             raise DataError(
-                f"the dataset has the columns {', '.join(names)}; it needs a text column 'query' "
-                "or token ids in 'input_ids'"
+                "the dataset must have a text column 'query' or token ids in 'input_ids'; its "
+                f"columns: {', '.join(names)}"
             )
         return dataset.map(
             lambda row: {"input_ids": self.tokenizer.encode(row["query"])},
@@ -195,7 +196,7 @@ class Batches:
             self._signature_columns = list(dict.fromkeys([*read, "input_ids", *_KEPT]))
 
     def _remove_unused_columns(self, dataset: Dataset) -> Dataset:
-        """The dataset without columns that nothing reads, if ``remove_unused_columns``."""
+        """The dataset without unused columns, if ``remove_unused_columns``."""
         if not self.config.remove_unused_columns:
             return dataset
         self._set_signature_columns_if_needed()

@@ -1,4 +1,4 @@
-"""What programs read off a trainer between two steps, and what they may set."""
+"""Public properties of the classic trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kedge.errors import ConfigError
 
 
 class Views:
-    """Where a classic trainer stands."""
+    """State of a classic trainer as properties."""
 
     config: PPOConfig
     model: Any
@@ -28,7 +28,7 @@ class Views:
     _updater: Updater
     _device: torch.device | None = None
     _ref_model: Any = None
-    _accumulates = False  # the optimizer steps once per optimizer step, whoever calls it
+    _accumulates = False  # train_minibatch is overridden, so the optimizer is wrapped
 
     @property
     def kl_ctl(self) -> Any:
@@ -41,7 +41,7 @@ class Views:
 
     @property
     def current_step(self) -> int:
-        """Calls of ``step`` so far: it numbers rows in trackers and checkpoints."""
+        """Calls of ``step`` so far; the step in trackers and checkpoints."""
         return self._updater.step
 
     @current_step.setter
@@ -71,7 +71,7 @@ class Views:
 
     @property
     def lr_scheduler(self) -> LRScheduler:
-        """The learning-rate schedule; constant unless you gave one."""
+        """The learning-rate schedule; constant by default."""
         return self.learner.scheduler
 
     @lr_scheduler.setter
@@ -86,7 +86,7 @@ class Views:
 
     @property
     def current_device(self) -> torch.device:
-        """Where the models are, and where the steps of PPO put their tensors."""
+        """Device of the models and of the tensors in the steps of PPO."""
         return self._device or self.learner.device
 
     @current_device.setter
@@ -95,8 +95,8 @@ class Views:
         indices = {chosen.index, here.index} - {None}
         if chosen.type != here.type or len(indices) > 1:
             raise ConfigError(
-                f"current_device={str(chosen)!r}, but the models are on {str(here)!r}; choose the "
-                "device by the launcher, or with PPOConfig(accelerator_kwargs=...)"
+                f"current_device={str(chosen)!r}, but the models are on {str(here)!r}; select the "
+                "device with the launcher, or with PPOConfig(accelerator_kwargs=...)"
             )
         self._device = chosen
 
@@ -109,7 +109,7 @@ class Views:
     def ref_model(self, model: Any) -> None:
         inner = getattr(model, "pretrained_model", model)
         if model is None and not self.is_peft_model:
-            raise ConfigError("ref_model=None needs a policy with an adapter; assign a model")
+            raise ConfigError("ref_model=None needs a PEFT policy; assign a model")
         if model is not None and not hasattr(inner, "get_output_embeddings"):
             raise ConfigError(
                 f"ref_model must be a language model, with or without a value head, got "
@@ -117,7 +117,7 @@ class Views:
             )
         if inner is self.model.pretrained_model:
             raise ConfigError(
-                "ref_model is the policy itself, which would move with training; assign "
+                "ref_model must not be the policy itself, which changes during training; assign "
                 "create_reference_model(trainer.model)"
             )
         device = self.learner.device
@@ -131,7 +131,7 @@ class Views:
 
     @property
     def model_params(self) -> list[nn.Parameter]:
-        """The weights that train."""
+        """The trainable weights."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property
@@ -141,7 +141,7 @@ class Views:
 
     @is_encoder_decoder.setter
     def is_encoder_decoder(self, value: bool) -> None:
-        _same("is_encoder_decoder", value, self.is_encoder_decoder)
+        _check_unchanged("is_encoder_decoder", value, self.is_encoder_decoder)
 
     @property
     def is_peft_model(self) -> bool:
@@ -150,25 +150,25 @@ class Views:
 
     @is_peft_model.setter
     def is_peft_model(self, value: bool) -> None:
-        _same("is_peft_model", value, self.is_peft_model)
+        _check_unchanged("is_peft_model", value, self.is_peft_model)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether several processes train together."""
+        """Whether the world size is larger than 1."""
         return self.learner.world_size > 1
 
     @is_distributed.setter
     def is_distributed(self, value: bool) -> None:
-        _same("is_distributed", value, self.is_distributed)
+        _check_unchanged("is_distributed", value, self.is_distributed)
 
     def optional_peft_ctx(self) -> AbstractContextManager[Any]:
-        """A ``with`` block in which an adapter is off, so that the policy is its reference."""
+        """A context in which the adapter is disabled, so that the policy is its reference."""
         if not self.is_peft_model:
             return nullcontext()
         block: AbstractContextManager[Any] = self.model.pretrained_model.disable_adapter()
         return block
 
 
-def _same(name: str, value: Any, truth: bool) -> None:
+def _check_unchanged(name: str, value: Any, truth: bool) -> None:
     if value is not truth:
-        raise ConfigError(f"{name}={value!r}, but for this trainer it is {truth}; leave it alone")
+        raise ConfigError(f"{name} is {truth} for this trainer and cannot be changed to {value!r}")

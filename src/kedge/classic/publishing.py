@@ -1,4 +1,4 @@
-"""Saving the trained model, its card, and pushing both to the hub."""
+"""Saves the trained model and its card, and pushes both to the hub."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def push(
     branch: str | None = None,
     api: Any = None,
 ) -> Any:
-    """Upload what ``save`` writes to a repository, made if it is missing.
+    """Upload the files that ``save`` writes to a repository, created if missing.
 
     Args:
-        save: writes into the folder it is given.
+        save: writes into the given folder.
         repo_id: "name" or "organization/name".
-        commit_message: of the one commit.
+        commit_message: message of the commit.
         private: for a new repository.
-        token: None takes the one of ``hf auth login`` or ``HF_TOKEN``.
-        branch: None is "main".
+        token: None: that of ``hf auth login`` or ``HF_TOKEN``.
+        branch: None: "main".
         api: a ``huggingface_hub.HfApi``.
 
     Raises:
-        HubError: what the hub answered, and what to do.
+        HubError: the upload failed; says what to do.
     """
     hub = Hub(repo_id, token=token, private=private, revision=branch, api=api)
     hub.create()
@@ -79,7 +79,7 @@ def push(
 
 
 class Publishing:
-    """What a trainer writes for others."""
+    """Saving and publishing of a trainer's model."""
 
     accelerator: Accelerator
     config: PPOConfig
@@ -96,12 +96,12 @@ class Publishing:
     ) -> None:
         """Write model, value head, tokenizer and model card.
 
-        The main process writes; the others return at once, so that it may be called by all
-        processes or by the main one alone.
+        Only the main process writes; the others return immediately, so all processes or only the
+        main one may call it.
 
         Args:
-            save_directory: made if it is missing.
-            repo_id: where ``push_to_hub`` uploads it; None: the folder's name.
+            save_directory: created if missing.
+            repo_id: repository for ``push_to_hub``; None: the folder's name.
             push_to_hub: also upload it.
             **push_kwargs: of ``push_to_hub``.
         """
@@ -114,7 +114,7 @@ class Publishing:
             self.push_to_hub(repo_id or folder.name, **push_kwargs)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        """Write model, value head, tokenizer and model card into a folder that is there."""
+        """Write model, value head, tokenizer and model card into an existing folder."""
         self.model.save_pretrained(str(save_directory))
         self.tokenizer.save_pretrained(str(save_directory))
         self.create_model_card(str(save_directory), save_directory.name)
@@ -131,11 +131,11 @@ class Publishing:
         return push(write, repo_id, **push_kwargs)
 
     def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
-        """Write ``README.md``: what the model is, how to load it, and the options it had.
+        """Write ``README.md``: the model, how to load it, and its training options.
 
         Args:
-            path: folder, made if it is missing.
-            model_name: its heading.
+            path: folder, created if missing.
+            model_name: heading of the card.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         options = "\n".join(f"| `{n}` | {getattr(self.config, n)} |" for n in _OPTIONS)

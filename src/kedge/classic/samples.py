@@ -1,4 +1,4 @@
-"""Lists of tensors, as ``step`` takes them, as the core's records."""
+"""Converts the arguments of ``step`` (lists of tensors) to the engine's records."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from kedge.types import PromptBatch, RewardOutput, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """One batch as it was given, checked."""
+    """One checked batch."""
 
     queries: list[Tensor]  # int64 [P_i] each
     responses: list[Tensor]  # int64 [R_i] each, without a decoder's start token
     scores: Scores
-    masks: list[Tensor]  # bool [R_i] each; tokens that train
+    masks: list[Tensor]  # bool [R_i] each; trained tokens
 
 
 def check_samples(
     batch_size: int, queries: Any, responses: Any, scores: Any, masks: Any = None
 ) -> None:
-    """Refuse arguments of ``step`` that cannot work.
+    """Validate the arguments of ``step``.
 
     Args:
-        batch_size: samples expected.
+        batch_size: expected number of samples.
         queries: list of int64 [P_i].
         responses: list of int64 [R_i].
         scores: list of tensors: one number each, or one per response token.
-        masks: list of [R_i]; None: every response token trains.
+        masks: list of [R_i]; None: all response tokens are trained.
 
     Raises:
-        DataError: names the argument, the row and what was expected.
+        DataError: an invalid argument; names the row and the expected shape.
     """
-    given = {"queries": queries, "responses": responses, "scores": scores}
+    arguments = {"queries": queries, "responses": responses, "scores": scores}
     if masks is not None:
-        given["response_masks"] = masks
-    for name, tensors in given.items():
+        arguments["response_masks"] = masks
+    for name, tensors in arguments.items():
         _check_list(name, tensors, batch_size)
     _check_rows(queries, responses)
     for i, (response, score) in enumerate(zip(responses, scores, strict=True)):
         if masks is not None and masks[i].shape != response.shape:
             raise DataError(
-                f"response_masks[{i}] has shape {tuple(masks[i].shape)}, its response "
-                f"{tuple(response.shape)}; one entry per token is needed"
+                f"response_masks[{i}] must have the shape of its response {tuple(response.shape)}, "
+                f"got {tuple(masks[i].shape)}"
             )
         dense = score.dim() == 1 and score.numel() > 1
         if score.dim() > 1 or (dense and len(score) != len(response)) or not score.numel():
             raise DataError(
-                f"scores[{i}] has shape {tuple(score.shape)}; it must be one number, or one per "
-                f"token of its response ({len(response)})"
+                f"scores[{i}] must be one number or one per token of its response "
+                f"({len(response)}), got shape {tuple(score.shape)}"
             )
         if not bool(score.isfinite().all()):
-            raise DataError(f"scores[{i}] is not finite: {score.tolist()}")
+            raise DataError(f"scores[{i}] must be finite, got {score.tolist()}")
 
 
 def samples_of(
@@ -75,16 +75,18 @@ def samples_of(
         queries: int64 [P_i] each.
         responses: int64 [R_i] each; of an encoder-decoder with or without its start token.
         scores: one number each, or one per response token.
-        masks: [R_i] each; None: every response token trains.
-        start: the decoder's start token, taken off responses that begin with it.
+        masks: [R_i] each; None: all response tokens are trained.
+        start: the decoder's start token, removed from responses that begin with it.
     """
-    every = [torch.ones_like(r, dtype=torch.bool) for r in responses] if masks is None else masks
+    given_masks = (
+        [torch.ones_like(r, dtype=torch.bool) for r in responses] if masks is None else masks
+    )
     whole, tokens = [], []
-    rows, kept = [], []
-    for response, mask, score in zip(responses, every, scores, strict=True):
+    rows, kept_masks = [], []
+    for response, mask, score in zip(responses, given_masks, scores, strict=True):
         cut = int(start is not None and len(response) > 0 and int(response[0]) == start)
         rows.append(response[cut:].long().cpu())
-        kept.append(mask[cut:].bool().cpu())
+        kept_masks.append(mask[cut:].bool().cpu())
         numbers = score.detach().float().cpu().reshape(-1)
         dense = len(numbers) > 1
         whole.append(numbers.new_zeros(()) if dense else numbers[0])
@@ -92,20 +94,20 @@ def samples_of(
     return Samples(
         queries=[q.long().cpu() for q in queries],
         responses=rows,
-        masks=kept,
-        scores=Scores(whole=torch.stack(whole), tokens=_dense(tokens, rows)),
+        masks=kept_masks,
+        scores=Scores(whole=torch.stack(whole), tokens=_pad_token_scores(tokens, rows)),
     )
 
 
 def _check_list(name: str, tensors: Any, size: int) -> None:
     if not isinstance(tensors, list):
-        raise DataError(f"{name} must be a list of tensors, not a {type(tensors).__name__}")
+        raise DataError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
     wrong = next((i for i, x in enumerate(tensors) if not isinstance(x, Tensor)), None)
     if wrong is not None:
-        raise DataError(f"{name}[{wrong}] is a {type(tensors[wrong]).__name__}, not a tensor")
+        raise DataError(f"{name}[{wrong}] must be a tensor, got {type(tensors[wrong]).__name__}")
     if len(tensors) != size:
         raise DataError(
-            f"{name} has {len(tensors)} entries, but batch_size={size}; give step as many, or "
+            f"{name} must have batch_size={size} entries, got {len(tensors)}; pass that many, or "
             "change PPOConfig.batch_size"
         )
 
@@ -114,13 +116,15 @@ def _check_rows(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
     for name, rows in (("queries", queries), ("responses", responses)):
         for i, row in enumerate(rows):
             if row.dim() != 1:
-                raise DataError(f"{name}[{i}] has shape {tuple(row.shape)}; it must be (length,)")
+                raise DataError(f"{name}[{i}] must have shape (length,), got {tuple(row.shape)}")
     empty = [i for i, q in enumerate(queries) if not len(q)]
     if empty:
-        raise DataError(f"queries {empty} have no token; give each at least one")
+        raise DataError(f"queries must have at least one token each; empty: {empty}")
 
 
-def _dense(tokens: Sequence[Tensor | None], responses: Sequence[Tensor]) -> Tensor | None:
+def _pad_token_scores(
+    tokens: Sequence[Tensor | None], responses: Sequence[Tensor]
+) -> Tensor | None:
     if all(x is None for x in tokens):
         return None
     out = torch.zeros(len(tokens), max(map(len, responses)))
@@ -133,30 +137,30 @@ def _dense(tokens: Sequence[Tensor | None], responses: Sequence[Tensor]) -> Tens
 def build_rollout(
     samples: Samples, *, pad: int, eos: int | None, first_row: int, version: int
 ) -> Rollout:
-    """The samples as the core's record.
+    """The samples as a ``Rollout``.
 
     Args:
         samples: B rows.
-        pad: fills what is empty; masks never depend on it.
-        eos: a response that ends with it is finished.
-        first_row: number of the first row in the batch of all ranks.
-        version: of the policy that sampled; -1: unknown.
+        pad: padding token id; masks never depend on it.
+        eos: a response that ends with it is terminated.
+        first_row: index of the first row in the batch of all ranks.
+        version: policy version that sampled; -1: unknown.
 
     Raises:
-        DataError: no response has a token.
+        DataError: all responses are empty.
     """
     queries, responses = samples.queries, samples.responses
     width, length = max(map(len, queries)), max(map(len, responses))
     if not length:
-        raise DataError("all responses of this batch are empty; there is nothing to train on")
+        raise DataError("all responses of this batch are empty; at least one must have a token")
     size = len(queries)
     prompt_ids, ids = torch.full((size, width), pad), torch.full((size, length), pad)
-    mask, present = torch.zeros(2, size, length, dtype=torch.bool)
+    mask, response_mask = torch.zeros(2, size, length, dtype=torch.bool)
     for i, (q, r, m) in enumerate(zip(queries, responses, samples.masks, strict=True)):
         prompt_ids[i, width - len(q) :] = q
         ids[i, : len(r)] = r
         mask[i, : len(r)] = m
-        present[i, : len(r)] = True
+        response_mask[i, : len(r)] = True
     sizes = torch.tensor([len(q) for q in queries])
     row = torch.arange(first_row, first_row + size)
     prompts = PromptBatch(
@@ -165,19 +169,19 @@ def build_rollout(
         group=row,
         row=row,
     )
-    ended = [len(r) > 0 and eos is not None and int(r[-1]) == eos for r in responses]
+    terminated = [len(r) > 0 and eos is not None and int(r[-1]) == eos for r in responses]
     return Rollout(
         prompts=prompts,
         ids=ids,
         loss_mask=mask,
-        response_mask=present,
-        terminated=torch.tensor(ended),
+        response_mask=response_mask,
+        terminated=torch.tensor(terminated),
         version=torch.full((size,), version),
     )
 
 
 def build_reward_output(scores: Scores) -> RewardOutput:
-    """Scores as the core's record."""
+    """Scores as a ``RewardOutput``."""
     return RewardOutput(
         scores=scores.whole,
         valid=torch.ones_like(scores.whole, dtype=torch.bool),
@@ -186,12 +190,11 @@ def build_reward_output(scores: Scores) -> RewardOutput:
 
 
 def on_grid(x: Tensor, present: Tensor, queries: Sequence[Tensor] | None) -> Tensor:
-    """Per-token numbers float [B, R] on the grid of statistics.
+    """Per-token values float [B, R] on the grid of the statistics.
 
     For a causal model the grid is [B, S - 1], where S is the longest query with its response:
-    entry t is of the token at t + 1, so a response begins at the length of its query minus one.
-    For an encoder-decoder (``queries`` is None) it is the response itself.  Entries of no
-    response token are 0.
+    entry t is for the token at t + 1, so a response begins at the length of its query minus one.
+    For an encoder-decoder (``queries`` is None) it is the response itself.  Other entries are 0.
     """
     if queries is None:
         return x

@@ -1,4 +1,4 @@
-"""Running mean and deviation of scores, scaling and clipping."""
+"""Running mean and deviation of scores; scaling and clipping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 Total = Callable[[Tensor], Tensor]
 
 
-def _here(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -27,26 +27,26 @@ class RunningMoments:
     where M is the sum of squared distances from the mean.  Chan et al. 1979, eq. 2.1.
 
     Args:
-        total: sums a tensor over ranks, so that all ranks hold the same moments.
+        total: sums a tensor over ranks, so that all ranks have the same moments.
     """
 
-    total: Total = _here
+    total: Total = _identity
     mean: float = 0.0
     squares: float = 0.0  # sum of squared distances from the mean
     count: float = 0.0
 
     @property
     def var(self) -> float:
-        """Unbiased variance; 1 before two values were seen."""
+        """Unbiased variance; 1 with fewer than two values."""
         return self.squares / (self.count - 1) if self.count > 1 else 1.0
 
     @property
     def std(self) -> float:
-        """Its root."""
+        """Square root of ``var``."""
         return self.var**0.5
 
     def update(self, values: Tensor) -> tuple[float, float]:
-        """Take in values float [n] of every rank; returns their own mean and deviation."""
+        """Add values float [n] of every rank; returns the mean and deviation of the new values."""
         x = values.double()
         total, count = self.total(torch.stack([x.sum(), x.new_tensor(float(len(x)))])).tolist()
         if not count:
@@ -64,7 +64,7 @@ class RunningMoments:
         return {"mean": self.mean, "squares": self.squares, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Restore ``state``."""
         self.mean, self.squares = float(state["mean"]), float(state["squares"])
         self.count = float(state["count"])
 
@@ -73,7 +73,7 @@ class RunningMoments:
         Path(json_path).write_text(json.dumps(self.state_dict()), encoding="utf-8")
 
     @classmethod
-    def load_from_json(cls, json_path: str | Path, total: Total = _here) -> RunningMoments:
+    def load_from_json(cls, json_path: str | Path, total: Total = _identity) -> RunningMoments:
         """Read what ``save_to_json`` wrote."""
         moments = cls(total)
         moments.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
@@ -82,11 +82,11 @@ class RunningMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What was said of each response: one number, or one per token, or both.
+    """Scores of responses: one per response, one per token, or both.
 
     Args:
         whole: float32 [B].
-        tokens: float32 [B, R], 0 where a response got no number of its own; None: nowhere.
+        tokens: float32 [B, R], 0 for responses without token scores; None: none has them.
     """
 
     whole: Tensor
@@ -94,26 +94,26 @@ class Scores:
 
     @property
     def sums(self) -> Tensor:
-        """Float32 [B]: each response's score."""
+        """Total score of each response, float32 [B]."""
         return self.whole if self.tokens is None else self.whole + self.tokens.sum(1)
 
 
 def shaped(
     scores: Scores, running: RunningMoments, *, scale: bool, norm: bool, clip: float | None
 ) -> Scores:
-    """Scores divided by the running deviation of their sums, then clipped, as asked for.
+    """Scores divided by the running deviation of their sums, then clipped, if enabled.
 
         s / (std + eps)    or, with ``norm``, (s - mean) / (std + eps)        then to [-clip, clip]
 
-    The moments take in this batch first.  The mean of a response scored per token is taken off at
-    its end; the clip bounds each number that was given.
+    The moments are updated with this batch first.  For a response scored per token, the mean is
+    subtracted at its end; the clip applies to each score separately.
 
     Args:
         scores: of this batch.
         running: moments of all batches.
         scale: whether to divide.
-        norm: whether the mean is removed too; only with ``scale``.
-        clip: largest absolute value; None: none.
+        norm: whether to subtract the mean too; only with ``scale``.
+        clip: maximum absolute value; None: off.
     """
     whole, tokens = scores.whole, scores.tokens
     if scale:

@@ -1,4 +1,4 @@
-"""The state of a classic run as a checkpoint."""
+"""Checkpoints of the classic trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save(trainer: PPOTrainer, output_dir: str | Path) -> Path:
         "learner": state["learner"],
         "kl": state["kl"],
         "running": trainer.running.state_dict(),
-        "reference": {"fingerprint": _reference(trainer)},
+        "reference": {"fingerprint": _reference_fingerprint(trainer)},
         "best": {"score": trainer.highest_reward, "calls": trainer._since_best},
     }
     return checkpoint.save(
@@ -41,46 +41,50 @@ def save(trainer: PPOTrainer, output_dir: str | Path) -> Path:
 
 
 def load(trainer: PPOTrainer, folder: str | Path) -> None:
-    """Resume from a checkpoint, or from the newest good one in a folder of them."""
-    found, total = Path(folder), trainer.learner.total
-    if found.name.startswith("checkpoint-"):
-        checkpoint.load_one(found, lambda each: _take_over(trainer, each))
+    """Resume from a checkpoint, or from the newest intact one in a folder."""
+    path, total = Path(folder), trainer.learner.total
+    if path.name.startswith("checkpoint-"):
+        checkpoint.load_one(path, lambda candidate: _restore(trainer, candidate))
         return
     newest = checkpoint.load_latest(
-        found,
-        lambda each: _take_over(trainer, each),
+        path,
+        lambda candidate: _restore(trainer, candidate),
         anywhere=lambda failed: bool(total(torch.tensor([float(failed)])).item()),
     )
     if newest is None:
-        raise CheckpointError(f"{folder} holds no checkpoint; give the folder save_state wrote")
+        raise CheckpointError(
+            f"{folder} has no checkpoint; pass the folder that save_state wrote to"
+        )
 
 
-def _take_over(trainer: PPOTrainer, folder: Path) -> None:
+def _restore(trainer: PPOTrainer, folder: Path) -> None:
     learner = trainer.learner
-    held = checkpoint.load(folder, rank=learner.rank, world_size=learner.world_size, verified=True)
-    parts = held.parts
+    saved_state = checkpoint.load(
+        folder, rank=learner.rank, world_size=learner.world_size, verified=True
+    )
+    parts = saved_state.parts
     _check(trainer, str(parts["reference"]["fingerprint"]), folder)
     trainer._updater.load_state_dict({k: parts[k] for k in ("step", "learner", "kl")})
     trainer.running.load_state_dict(parts["running"])
     trainer.highest_reward = parts["best"]["score"]
     trainer._since_best = int(parts["best"]["calls"])
-    if held.local is not None:
-        set_random_state(held.local["random"])
+    if saved_state.local is not None:
+        set_random_state(saved_state.local["random"])
 
 
-def _reference(trainer: PPOTrainer) -> str:
-    """A short hash of what the policy is held to: the reference, or the base of an adapter."""
-    held = trainer.model if trainer.ref_model is None else trainer.ref_model
-    inner = getattr(held, "pretrained_model", held)
+def _reference_fingerprint(trainer: PPOTrainer) -> str:
+    """A short hash of the reference: its weights, or those of the adapter's base."""
+    model = trainer.model if trainer.ref_model is None else trainer.ref_model
+    inner = getattr(model, "pretrained_model", model)
     frozen = {n: p for n, p in inner.named_parameters() if not p.requires_grad}
     return fingerprint(frozen)
 
 
 def _check(trainer: PPOTrainer, saved: str, folder: Path) -> None:
-    if _reference(trainer) != saved:
+    if _reference_fingerprint(trainer) != saved:
         raise CheckpointError(
-            f"the reference is not that of the saved run ({folder}): make the trainer with the "
-            "model that the run began with, or pass that as ref_model, and load the state then"
+            f"the reference differs from that of the checkpoint {folder}; create the trainer with "
+            "the model that the run started from, or pass that as ref_model, then load the state"
         )
 
 
@@ -104,7 +108,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on drawing where ``random_state`` was called."""
+    """Restore the random states of ``random_state``."""
     random.setstate(state["python"])
     name, keys, place, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, gauss))

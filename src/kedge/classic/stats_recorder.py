@@ -1,4 +1,4 @@
-"""What an update goes through, kept for its statistics."""
+"""Records intermediate results of an iteration for its statistics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Total = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """Sums over the micro-batches of one optimizer step, and the numbers of each trained token.
+    """Sums over the micro-batches of one optimizer step, and per-token values.
 
-    Loss weights sum to 1 over the step, so that weighted sums are means over its tokens.
+    Loss weights sum to 1 over the step, so weighted sums are means over its tokens.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)  # float64 scalars
@@ -32,12 +32,12 @@ class OptimizerStep:
 
     @torch.no_grad()
     def add(self, new: PolicyOutput, mb: MicroBatch, loss: Loss) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         x, w, v = mb.rows, mb.token_weight.double(), mb.value_weight.double()
         values, old = require(new.values, "values"), require(x.old_values, "values")
         returns = require(x.returns, "returns")
-        found = {name: loss.metrics[key] for name, key in _FROM_LOSS.items()}
-        found |= {
+        sums = {name: loss.metrics[key] for name, key in _FROM_LOSS.items()}
+        sums |= {
             "total": loss.total,
             "advantages_mean": (w * x.advantages).sum(),
             "return": (v * returns).sum(),
@@ -48,18 +48,18 @@ class OptimizerStep:
             "value_squared": (v * old.double() ** 2).sum(),
             "tokens": (v > 0).sum(),
         }
-        for name, number in found.items():
+        for name, number in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + number.detach().double()
         log_ratio = new.logprobs - x.old_logprobs
         self.ratios.append(log_ratio[x.loss_mask].exp().cpu())
         self.advantages.append(x.advantages[x.loss_mask].cpu())
 
     def statistics(self, total: Total) -> dict[str, Tensor]:
-        """The classic statistics of the step: scalars over all ranks, and two float32 [n]."""
+        """The statistics of the step: scalars over all ranks, two float32 [n] of this rank."""
         names = list(self.sums)
         sums = dict(zip(names, total(torch.stack([self.sums[n] for n in names])), strict=True))
         fix = sums["tokens"] / (sums["tokens"] - 1).clamp(min=1)  # unbiased variances
-        found = {
+        stats = {
             "loss/policy": sums["policy"],
             "loss/value": sums["value_loss"],
             "loss/total": sums["total"],
@@ -76,7 +76,7 @@ class OptimizerStep:
             "val/mean": sums["value"],
             "val/var": fix * (sums["value_squared"] - sums["value"] ** 2).clamp(min=0),
         }
-        return {name: x.float() for name, x in found.items()} | {
+        return {name: x.float() for name, x in stats.items()} | {
             "policy/advantages": torch.cat(self.advantages),
             "policy/ratio": torch.cat(self.ratios),
         }
@@ -94,14 +94,14 @@ _FROM_LOSS = {
 
 
 class StatsRecorder(NoHooks):
-    """Looks on while the core makes an update: what was known, and every optimizer step."""
+    """Records advantage inputs and outputs and every optimizer step of an iteration."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last update."""
+        """Discard the last iteration."""
         self.advantage_inputs: AdvantageInputs | None = None
         self.advantage_output: AdvantageOutput | None = None
         self.steps: list[OptimizerStep] = []
@@ -109,7 +109,7 @@ class StatsRecorder(NoHooks):
         self.started, self.annotated, self.credited = self._clock(), 0.0, 0.0
 
     def over(self, algorithm: Algorithm) -> Algorithm:
-        """The same algorithm, watched."""
+        """The same algorithm with recording."""
 
         def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
             self.annotated = self._clock()
@@ -121,14 +121,14 @@ class StatsRecorder(NoHooks):
             return self.advantage_output
 
         def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
-            found = algorithm.loss(new, mb)
-            self._open.add(new, mb, found)
-            return found
+            result = algorithm.loss(new, mb)
+            self._open.add(new, mb, result)
+            return result
 
         return replace(algorithm, compute_advantages=compute_advantages, loss=loss)
 
     def on_optimizer_step(self) -> None:
-        """The micro-batches so far were one step."""
+        """Close the current optimizer step."""
         self.steps.append(self._open)
         self._open = OptimizerStep()
 
@@ -158,13 +158,13 @@ KEYS = (
 LISTS = ("policy/advantages", "policy/ratio")
 
 
-def over_steps(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Statistics of optimizer steps as one: means, and per-token numbers one after the other."""
+def over_steps(step_stats: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Statistics over optimizer steps: means; per-token values are concatenated."""
     return {
-        name: torch.cat([torch.as_tensor(x[name]).flatten() for x in found])
+        name: torch.cat([torch.as_tensor(x[name]).flatten() for x in step_stats])
         if name in LISTS
-        else torch.stack([torch.as_tensor(x[name]).float().mean() for x in found]).mean()
-        for name in found[0]
+        else torch.stack([torch.as_tensor(x[name]).float().mean() for x in step_stats]).mean()
+        for name in step_stats[0]
     }
 
 
@@ -182,18 +182,18 @@ def update_statistics(
     kls: Tensor,
     total: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> dict[str, Any]:
-    """The statistics of one update, without learning rate and times.
+    """The statistics of one iteration, without learning rate and times.
 
-    Means and deviations are over the rows that ``total`` sums over; arrays hold this rank's.
+    Means and deviations are over the ranks that ``total`` sums over; arrays are of this rank.
 
     Args:
-        kl_coef: used in it.
+        kl_coef: KL coefficient used.
         scores: float32 [B].
-        logprobs: float32 [B, T] before the update, 0 or anything off the mask.
+        logprobs: float32 [B, T] of the sampling policy; ignored outside the mask.
         ref_logprobs: float32 [B, T].
         non_score_reward: float32 [B, T].
         train_stats: of the optimizer steps.
-        masks: bool [B, T], tokens that train.
+        masks: bool [B, T], trained tokens.
         queries: int64 [P_i] each.
         responses: int64 [R_i] each.
         kls: float32 [B, T].
@@ -209,9 +209,9 @@ def update_statistics(
     score, spread = moments(scores.double().cpu(), rows, total=total)
     if float(kl) < -1.0:
         warnings.warn(
-            f"the KL to the reference is {float(kl):.2f} nats per response: responses are not "
-            "sampled from the policy alone (top-k, top-p, a repetition penalty, a minimum "
-            "length?), or log-probabilities of padding are counted",
+            f"the KL to the reference is {float(kl):.2f} nats per response, but must be about 0 or "
+            "more: sample without top-k, top-p, repetition penalty and minimum length, and check "
+            "that padding is masked",
             stacklevel=3,
         )
     stats: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The steps of PPO as methods: for programs with their own loop, and for subclasses to override."""
+"""The steps of PPO as methods, for custom loops and for subclasses to override."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PPOSteps(Views):
     """The steps that ``step`` consists of.
 
     A subclass may override any of them: ``step`` then calls each one in turn, with the arguments
-    and shapes of TRL 0.11, and uses what it returns.  Without an override it takes a faster way to
+    and shapes of TRL 0.11, and uses what it returns.  Without an override, a faster path computes
     the same weights.  T is the length of the longest query with its response, minus one.
     """
 
@@ -54,7 +54,7 @@ class PPOSteps(Views):
         """The arguments of ``step``, checked.
 
         Raises:
-            DataError: a list of the wrong length, or a tensor of the wrong shape; says which.
+            DataError: a list has the wrong length, or a tensor the wrong shape.
         """
         check_samples(batch_size, queries, responses, scores, masks)
         return queries, responses, scores, masks
@@ -65,8 +65,8 @@ class PPOSteps(Views):
         """Padded int64 [B, T + 1] ``input_ids`` and ``attention_mask`` of query and response.
 
         For an encoder-decoder those of the queries, and ``decoder_input_ids`` and
-        ``decoder_attention_mask`` of the responses, each begun with the start token.  Rows are
-        padded on the right, or by ``training_data_collator`` where one was given.
+        ``decoder_attention_mask`` of the responses, each starting with the start token.  Rows
+        are padded on the right, or by ``training_data_collator`` if given.
         """
         if self.data_collator is not self._usual_collator:
             return collated(
@@ -106,10 +106,10 @@ class PPOSteps(Views):
             responses: int64 [R_i] each.
             model_inputs: of ``prepare_model_inputs``.
             return_logits: whether the logits are kept.
-            response_masks: [R_i] each, of the tokens that train.
+            response_masks: [R_i] each, of the trained tokens.
 
         Returns:
-            logprobs float32 [B, T], entry t is of the token at t + 1 in query and response;
+            logprobs float32 [B, T], entry t for the token at t + 1 in query and response;
             logits float32 [B, T, V] or None; values float32 [B, T] of the states before those
             tokens; and the mask int64 [B, T] of response tokens.
         """
@@ -117,22 +117,22 @@ class PPOSteps(Views):
         size = len(queries)
         start = self._start_token
         ids = model_inputs["decoder_input_ids" if start is not None else "input_ids"]
-        found: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        outputs: list[tuple[Tensor, Tensor | None, Tensor]] = []
         for begin in range(0, size, self.config.mini_batch_size):
             rows = slice(begin, begin + self.config.mini_batch_size)
             out = model(**{k: v[rows] for k, v in model_inputs.items()})
             if isinstance(_unwrapped(model), PreTrainedModelWrapper):
                 logits, _, values = out
-            else:  # a reference without value head
+            else:  # a reference without a value head
                 logits, values = out.logits.float(), out.logits.new_zeros(out.logits.shape[:2])
             logprobs = logprobs_from_logits(logits[:, :-1], ids[rows, 1:])
-            found.append((logprobs, logits[:, :-1] if return_logits else None, values[:, :-1]))
-        kept = [x for _, x, _ in found if x is not None]
+            outputs.append((logprobs, logits[:, :-1] if return_logits else None, values[:, :-1]))
+        kept_logits = [x for _, x, _ in outputs if x is not None]
         mask = response_mask(model_inputs, queries, responses, response_masks, start=start)
         return (
-            torch.cat([x for x, _, _ in found]),
-            torch.cat(kept) if kept else None,
-            torch.cat([x for _, _, x in found]),
+            torch.cat([x for x, _, _ in outputs]),
+            torch.cat(kept_logits) if kept_logits else None,
+            torch.cat([x for _, _, x in outputs]),
             mask,
         )
 
@@ -144,11 +144,11 @@ class PPOSteps(Views):
         Args:
             scores: float32 [B].
             logprobs: float32 [B, T]; [B, T, V] with kl_penalty="full".
-            ref_logprobs: the same of the reference.
+            ref_logprobs: the same for the reference.
             masks: [B, T].
 
         Returns:
-            rewards, the part that is no score, and the KL, each float32 [B, T].
+            rewards, their KL penalty part, and the KL, each float32 [B, T].
         """
         pairs = zip(logprobs, ref_logprobs, strict=True)
         kls = torch.stack([self._kl_penalty(new, ref) for new, ref in pairs])
@@ -156,7 +156,7 @@ class PPOSteps(Views):
         return penalty + place_score(scores.to(masks.device), masks.bool()), penalty, kls
 
     def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-        """KL per token float32 [T] of one row: of [T], or with kl_penalty="full" of [T, V]."""
+        """KL per token float32 [T] of one row, from [T], or [T, V] with kl_penalty="full"."""
         kind = self.config.kl_penalty
         if kind == "full":
             return over_vocabulary(logprob, ref_logprob)
@@ -167,7 +167,7 @@ class PPOSteps(Views):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values on the mask, whitened advantages and returns, each float32 [B, T].
 
-        Whitening is over the rows that are given: those of this process.
+        Whitening uses only the given rows, those of this process.
         """
         kept = mask.bool()
         if self.config.whiten_rewards:
@@ -190,9 +190,9 @@ class PPOSteps(Views):
         """Policy loss, value loss times ``vf_coef``, and the statistics of one mini-batch.
 
         Args:
-            old_logprobs: float32 [B, T] before the update.
-            values: float32 [B, T] before the update.
-            logits: float32 [B, T, V], for the entropy; None leaves it 0.
+            old_logprobs: float32 [B, T] of the sampling policy.
+            values: float32 [B, T] before training on the batch.
+            logits: float32 [B, T, V], for the entropy; None: reported as 0.
             vpreds: float32 [B, T], with gradient.
             logprobs: float32 [B, T], with gradient.
             mask: [B, T].
@@ -219,10 +219,10 @@ class PPOSteps(Views):
         batch = MicroBatch(
             rows=rows, token_weight=weight, value_weight=weight, row_weight=weight.sum(1)
         )
-        found = self.algorithm.loss(new, batch)
-        seen = OptimizerStep()
-        seen.add(new, batch, found)
-        return found.parts["policy"], found.parts["value"], seen.statistics(lambda x: x)
+        result = self.algorithm.loss(new, batch)
+        recorder = OptimizerStep()
+        recorder.add(new, batch, result)
+        return result.parts["policy"], result.parts["value"], recorder.statistics(lambda x: x)
 
     def train_minibatch(
         self,
@@ -235,13 +235,13 @@ class PPOSteps(Views):
         advantages: Tensor,
         returns: Tensor,
     ) -> dict[str, Tensor]:
-        """One optimizer step on ``loss``, clipped, unless ``ratio_threshold`` forbids it.
+        """One optimizer step on ``loss`` with gradient clipping, subject to ``ratio_threshold``.
 
-        Within ``step``, one mini-batch of an optimizer step, which the last one takes.  The
-        gradient is the mean over the tokens of all processes; where ``loss`` is overridden, the
-        mean of what it returned.  Every process calls it.
+        Within ``step``, gradients accumulate and the last mini-batch takes the optimizer step.
+        The gradient is the mean over the tokens of all processes; if ``loss`` is overridden, the
+        mean of its results.  Every process must call it.
 
-        Args, Returns: as for ``loss``, its statistics.
+        Args: as for ``loss``.  Returns: its statistics.
         """
         policy, value, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
@@ -258,31 +258,31 @@ class PPOSteps(Views):
         return stats
 
     def _early_stop(self, policykl: Tensor) -> bool:
-        """Whether the passes over the batch end.  Every process calls it.
+        """Whether to stop the passes over the batch.  Every process must call it.
 
         Args:
-            policykl: float [], nats per token against the policy that sampled.
+            policykl: float [], KL to the sampling policy, nats per token.
         """
         mean = float(self.learner.total(policykl.detach().float())) / self.learner.world_size
         return make_step_limits(self.config).should_stop({"policy/policykl_avg": mean})
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
-        """The statistics of an update, ``objective/*``, ``ppo/*`` and ``tokens/*``.
+        """The statistics of an iteration, ``objective/*``, ``ppo/*`` and ``tokens/*``.
 
-        They are of the rows of this process; ``gather_stats`` averages over processes.
+        They cover the rows of this process; ``gather_stats`` averages over processes.
 
         Args:
-            kl_coef: used in it.
+            kl_coef: KL coefficient used.
             **data: scores [B]; logprobs, ref_logprobs, non_score_reward, masks and kls [B, T];
-                queries and responses; train_stats, one dictionary of ``train_minibatch`` or a
-                list of them, or their numbers stacked, [n, 1] each.
+                queries and responses; train_stats, one result of ``train_minibatch``, a list
+                of them, or their values stacked, [n, 1] each.
         """
-        found = data.pop("train_stats")
-        train = over_steps(found if isinstance(found, list) else [found])
+        train_stats = data.pop("train_stats")
+        train = over_steps(train_stats if isinstance(train_stats, list) else [train_stats])
         return update_statistics(kl_coef, train_stats=train, **data)
 
     def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors averaged over all processes; the rest unchanged.  Every process calls it."""
+        """Tensors averaged over all processes; the rest unchanged.  Every process must call it."""
         return {
             name: self.learner.total(x) / self.learner.world_size
             if isinstance(x, Tensor) and x.dtype.is_floating_point
@@ -296,15 +296,16 @@ STEPS = (
     *("compute_rewards", "_kl_penalty", "compute_advantages", "loss", "train_minibatch"),
     *("_early_stop", "record_step_stats", "gather_stats", "optional_peft_ctx"),
 )
-_OWN = {name: inspect.getattr_static(PPOSteps, name) for name in STEPS}
+_DEFAULTS = {name: inspect.getattr_static(PPOSteps, name) for name in STEPS}
 
 
 def overridden(trainer: Any) -> frozenset[str]:
-    """Steps that a subclass, or an assignment to the class or the trainer, has replaced."""
+    """Steps replaced by a subclass, or by assignment to the class or trainer."""
     names = {
         name
         for name in STEPS
-        if name in vars(trainer) or inspect.getattr_static(type(trainer), name) is not _OWN[name]
+        if name in vars(trainer)
+        or inspect.getattr_static(type(trainer), name) is not _DEFAULTS[name]
     }
     if trainer.data_collator is not trainer._usual_collator:
         names.add("prepare_model_inputs")

@@ -1,7 +1,7 @@
-"""A PPO step made of calls to the trainer's own methods, so that subclasses can override them.
+"""A PPO iteration as calls to the trainer's methods, so that subclasses can override them.
 
-It runs when a subclass overrides a step of the algorithm.  Every method gets the arguments and
-shapes that TRL 0.11 gives it: padded rows [B, T] of query and response, T = S - 1, where S is the
+Used if a subclass overrides a step of the algorithm.  Every method gets the arguments and shapes
+of TRL 0.11: padded rows [B, T] of query and response, T = S - 1, where S is the
 longest query with its response.
 """
 
@@ -38,7 +38,7 @@ Stats = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Rows on the trainer's device, with all that ``train_minibatch`` reads."""
+    """Rows on the trainer's device, with all inputs of ``train_minibatch``."""
 
     queries: list[Tensor]  # int64 [P_i] each
     responses: list[Tensor]  # int64 [R_i] each; of an encoder-decoder with its start token
@@ -51,7 +51,7 @@ class Batch:
 
 
 def step_by_step(trainer: PPOTrainer, samples: Samples, scores: Scores, *, masked: bool) -> Stats:
-    """One PPO update; see ``PPOTrainer.step``.
+    """One PPO iteration; see ``PPOTrainer.step``.
 
     Args:
         trainer: its methods are called.
@@ -62,15 +62,15 @@ def step_by_step(trainer: PPOTrainer, samples: Samples, scores: Scores, *, maske
     clock = [time.perf_counter()]
     kl_coef = float(trainer.kl_ctl.value)
     batch, record = _experience(trainer, samples, scores, masked, clock)
-    seen = _optimize(trainer, batch)
+    step_stats = _optimize(trainer, batch)
     clock.append(time.perf_counter())
-    stats = trainer.record_step_stats(kl_coef=kl_coef, train_stats=_stacked(seen), **record)
+    stats = trainer.record_step_stats(kl_coef=kl_coef, train_stats=_stacked(step_stats), **record)
     if trainer.is_distributed:
         stats = trainer.gather_stats(_without_arrays(stats))
     stats = convert_to_scalar(stats_to_np(stats))
     if "objective/kl" not in stats:
         raise DataError(
-            "record_step_stats returned no 'objective/kl', which the KL controller needs; "
+            "record_step_stats must return 'objective/kl', which the KL controller needs; "
             "start from super().record_step_stats(kl_coef, **data)"
         )
     learner = trainer.learner
@@ -167,33 +167,33 @@ def _forward(
     if logits is None or ref_logits is None:
         raise DataError(
             'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
-            "returned None in their place"
+            "returned None"
         )
-    whole = [logprobs_from_logits(x.float(), x, gather=False) for x in (logits, ref_logits)]
-    return logprobs, values, mask, ref_logprobs, (whole[0], whole[1])
+    full_logprobs = [logprobs_from_logits(x.float(), x, gather=False) for x in (logits, ref_logits)]
+    return logprobs, values, mask, ref_logprobs, (full_logprobs[0], full_logprobs[1])
 
 
 def _with_head(trainer: PPOTrainer) -> Any:
-    """The reference; one without value head gets one, for every model returns three things."""
+    """The reference, wrapped with a value head if it has none, so that it returns three items."""
     if isinstance(trainer.ref_model, PreTrainedModelWrapper):
         return trainer.ref_model
     with torch.random.fork_rng():
         return type(trainer.model)(trainer.ref_model)
 
 
-def _check_shapes(method: str, mask: Tensor, **found: Any) -> None:
-    """Torch would broadcast another shape over tokens without a word."""
-    for name, x in found.items():
+def _check_shapes(method: str, mask: Tensor, **tensors: Any) -> None:
+    """Reject other shapes, which torch would silently broadcast over tokens."""
+    for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.shape != mask.shape:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise DataError(
-                f"{method} returned {name} of {got}; it must be a tensor of the mask's shape "
-                f"{tuple(mask.shape)}"
+                f"{method} must return {name} as a tensor of the mask's shape {tuple(mask.shape)}, "
+                f"got {got}"
             )
 
 
 def _on_tokens(rewards: Tensor, samples: Samples, places: Tensor) -> Tensor:
-    """Rewards per response token [B, R] on the grid [B, T] whose response tokens are ``places``."""
+    """Rewards per response token [B, R] scattered to ``places`` of a grid [B, T]."""
     rows = [x[: len(r)] for x, r in zip(rewards, samples.responses, strict=True)]
     grid = torch.zeros(places.shape, device=places.device)
     grid[places.bool()] = torch.cat(rows).to(grid)
@@ -201,33 +201,33 @@ def _on_tokens(rewards: Tensor, samples: Samples, places: Tensor) -> Tensor:
 
 
 def _optimize(trainer: PPOTrainer, batch: Batch) -> list[Stats]:
-    """All passes over the batch: what ``train_minibatch`` returned, mini-batch by mini-batch."""
-    c, seen = trainer.config, []
+    """All passes over the batch; returns the statistics of every mini-batch."""
+    c, stats = trainer.config, []
     shuffle = torch.Generator().manual_seed(seed_for(c.seed, "shuffle", trainer.current_step))
     for _ in range(c.ppo_epochs):
         order = torch.randperm(len(batch.queries), generator=shuffle)
         for rows in order.split(c.backward_batch_size or c.batch_size):
             parts = rows.split(c.mini_batch_size)
-            found = _optimizer_step(trainer, batch, parts)
-            seen += found
+            step_stats = _optimizer_step(trainer, batch, parts)
+            stats += step_stats
             counts = [float(batch.masks[part].sum()) for part in parts]
-            if c.early_stopping and trainer._early_stop(_policy_kl(found, counts)):
-                return seen
-    return seen
+            if c.early_stopping and trainer._early_stop(_policy_kl(step_stats, counts)):
+                return stats
+    return stats
 
 
 def _optimizer_step(trainer: PPOTrainer, batch: Batch, parts: Sequence[Tensor]) -> list[Stats]:
     accelerator, gradients = trainer.accelerator, trainer._gradients
-    usual, found = accelerator.gradient_accumulation_steps, []
+    previous_steps, stats = accelerator.gradient_accumulation_steps, []
     accelerator.gradient_accumulation_steps = len(parts)
     try:
         with gradients.optimizer_step([batch.masks[part] for part in parts]):
             for i, part in enumerate(parts):
                 accelerator.sync_gradients = gradients.last = i == len(parts) - 1
-                found.append(_minibatch(trainer, batch, part))
+                stats.append(_minibatch(trainer, batch, part))
     finally:
-        accelerator.gradient_accumulation_steps, accelerator.sync_gradients = usual, True
-    return found
+        accelerator.gradient_accumulation_steps, accelerator.sync_gradients = previous_steps, True
+    return stats
 
 
 def _minibatch(trainer: PPOTrainer, batch: Batch, rows: Tensor) -> Stats:
@@ -252,22 +252,26 @@ def _minibatch(trainer: PPOTrainer, batch: Batch, rows: Tensor) -> Stats:
     )
 
 
-def _policy_kl(found: list[Stats], counts: list[float]) -> Tensor:
-    """Nats per token against the policy that sampled, over one optimizer step."""
+def _policy_kl(step_stats: list[Stats], counts: list[float]) -> Tensor:
+    """KL to the sampling policy over one optimizer step, nats per token."""
     name = "policy/policykl"
-    if any(name not in stats for stats in found):
+    if any(name not in stats for stats in step_stats):
         raise DataError(
-            f"early_stopping reads {name!r}, which the statistics of train_minibatch lack; "
-            "add it in loss, or set early_stopping=False"
+            f"early_stopping needs {name!r} in the statistics of train_minibatch; "
+            "return it from loss, or set early_stopping=False"
         )
-    kls = torch.stack([torch.as_tensor(stats[name]).detach().float().mean() for stats in found])
+    kls = torch.stack(
+        [torch.as_tensor(stats[name]).detach().float().mean() for stats in step_stats]
+    )
     weights = torch.tensor(counts, device=kls.device)
     return (kls * weights).sum() / weights.sum().clamp(min=1)
 
 
-def _stacked(seen: list[Stats]) -> dict[str, Tensor]:
-    """Statistics of mini-batches: [n, 1] each, and numbers of tokens one after the other [1, N]."""
-    tensors = [{n: torch.as_tensor(x).detach().cpu() for n, x in stats.items()} for stats in seen]
+def _stacked(collected: list[Stats]) -> dict[str, Tensor]:
+    """Statistics of mini-batches: [n, 1] each; per-token numbers concatenated to [1, N]."""
+    tensors = [
+        {n: torch.as_tensor(x).detach().cpu() for n, x in stats.items()} for stats in collected
+    ]
     names = [n for n in tensors[0] if n not in LISTS]
     lists = {
         n: torch.cat([stats[n].flatten() for stats in tensors])[None]
@@ -278,7 +282,7 @@ def _stacked(seen: list[Stats]) -> dict[str, Tensor]:
 
 
 def _without_arrays(stats: Mapping[str, Any]) -> Stats:
-    """Arrays belong to this process, and may differ in length: only single numbers are gathered."""
+    """Convert arrays to numpy: they differ in length, so only scalars are gathered."""
     return {
         name: x.cpu().numpy() if isinstance(x, Tensor) and x.numel() != 1 else x
         for name, x in stats.items()

@@ -1,4 +1,4 @@
-"""Statistics and tables to trackers."""
+"""Sends statistics and tables to trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE = "game_log"
 
 
 def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
-    """Open what ``log_with`` names, with the options as the run's settings."""
+    """Start the trackers of ``log_with`` and log the options as the run's config."""
     if config.log_with is None:
         return
     flat = {name: _plain(x) for name, x in config.to_dict().items()}
@@ -42,47 +42,52 @@ def log_batch(
     *,
     step: int,
 ) -> None:
-    """See ``PPOTrainer.log_stats``.  Every process calls it, the first one sends.
+    """See ``PPOTrainer.log_stats``.  Every process must call it; the main one logs.
 
     Raises:
-        DataError: a column is not in the batch, or rows and rewards differ in number.
+        DataError: a column is missing from the batch, or the number of rewards differs.
     """
-    mine = torch.stack([torch.as_tensor(x).detach().float().sum().cpu() for x in rewards])
+    reward_sums = torch.stack([torch.as_tensor(x).detach().float().sum().cpu() for x in rewards])
     missing = [name for name in columns if name not in batch]
     rows: list[dict[str, object]] = []
     if accelerator.log_with and missing and set(columns) != {"query", "response"}:
         raise DataError(
-            f"columns_to_log names {', '.join(missing)}, but the batch has {', '.join(batch)}"
+            f"columns_to_log must be columns of the batch; missing: {', '.join(missing)}; "
+            f"available: {', '.join(batch)}"
         )
     if missing:
         warnings.warn(
-            f"no table of responses is logged, for the batch lacks {', '.join(missing)}",
+            f"no table of responses is logged: the batch has no {', '.join(missing)}",
             stacklevel=3,
         )
     else:
-        rows = _rows(batch, mine, columns)
+        rows = _table_rows(batch, reward_sums, columns)
     if accelerator.num_processes > 1:
         rows = gather_object(rows)
-        mine = accelerator.gather(mine.to(accelerator.device)).cpu()
+        reward_sums = accelerator.gather(reward_sums.to(accelerator.device)).cpu()
     if not accelerator.is_main_process or not accelerator.trackers:
         return
     logs = dict(stats) | {
-        "env/reward_mean": float(mine.mean()),
-        "env/reward_std": float(mine.std()) if len(mine) > 1 else 0.0,
-        "env/reward_dist": mine.numpy(),
+        "env/reward_mean": float(reward_sums.mean()),
+        "env/reward_std": float(reward_sums.std()) if len(reward_sums) > 1 else 0.0,
+        "env/reward_dist": reward_sums.numpy(),
     }
     for tracker in accelerator.trackers:
         _SENDERS.get(tracker.name, _to_any)(tracker, logs, rows, step)
 
 
-def _rows(batch: Mapping[str, Any], rewards: Tensor, columns: list[str]) -> list[dict[str, object]]:
-    held = [batch[name] for name in columns]
-    if any(len(x) != len(rewards) for x in held):
+def _table_rows(
+    batch: Mapping[str, Any], rewards: Tensor, columns: list[str]
+) -> list[dict[str, object]]:
+    values = [batch[name] for name in columns]
+    if any(len(x) != len(rewards) for x in values):
         sizes = ", ".join(f"{name}: {len(batch[name])}" for name in columns)
-        raise DataError(f"{len(rewards)} rewards for columns of other lengths ({sizes})")
+        raise DataError(
+            f"columns and rewards must have equal lengths, got {len(rewards)} rewards and {sizes}"
+        )
     return [
         dict(zip([*columns, "reward"], [*map(_cell, row), reward], strict=True))
-        for *row, reward in zip(*held, rewards.tolist(), strict=True)
+        for *row, reward in zip(*values, rewards.tolist(), strict=True)
     ]
 
 
@@ -98,7 +103,7 @@ def _split(logs: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
 def _to_any(
     tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
 ) -> None:
-    """Numbers alone, which every tracker takes."""
+    """Log only numbers, which every tracker supports."""
     tracker.log(_split(logs)[0], step=step)
 
 

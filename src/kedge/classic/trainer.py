@@ -1,4 +1,4 @@
-"""The classic trainer: you generate and score, ``step`` learns."""
+"""The classic trainer: you generate and score, ``step`` runs one PPO iteration."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from kedge.errors import ConfigError
 from kedge.suggestions import named
 from kedge.types import require
 
-_PREPARE = "; make their loader with trainer.accelerator.prepare(dataloader)"
+_PREPARE = "; prepare their loader with trainer.accelerator.prepare(dataloader)"
 
 
 @named("argument", config=PPOConfig)
@@ -68,19 +68,19 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
 
     Args:
         config: a ``PPOConfig``.
-        model: with a value head; its trainable weights train.
-        ref_model: the reference of the KL penalty; None: a frozen copy of the policy as it is now,
-            or for a PEFT model its base without the adapter.
+        model: the policy with a value head; its trainable weights are trained.
+        ref_model: the reference of the KL penalty; None: a frozen copy of the initial policy, or
+            for a PEFT model its base without the adapter.
         tokenizer: of the policy.
         dataset: for ``dataloader``; None: bring your own batches.
         optimizer: None: Adam.
-        data_collator: makes batches of ``dataloader``; None: lists, ``input_ids`` as tensors, and
-            of rows that are no dictionaries what torch makes of them.
+        data_collator: makes batches for ``dataloader``; None: columns as lists, ``input_ids`` as
+            tensors; rows that are not dictionaries use torch's default collation.
         num_shared_layers: see ``create_reference_model``; only without ``ref_model``.
         lr_scheduler: of your optimizer; it advances once per ``step``.
-        training_data_collator: pads rows for the forward passes of ``step``, which are then made
-            one by one as if ``prepare_model_inputs`` was overridden; None: rows are joined
-            without padding, which is faster.
+        training_data_collator: pads rows for the forward passes of ``step``, which then runs step
+            by step as if ``prepare_model_inputs`` was overridden; None: rows are packed without
+            padding, which is faster.
 
     A subclass may override the steps of PPO: ``prepare_model_inputs``, ``batched_forward_pass``,
     ``compute_rewards``, ``compute_advantages``, ``loss``, ``train_minibatch``,
@@ -88,8 +88,7 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
     ``_step_safety_checker``.
 
     Raises:
-        ConfigError: an argument that cannot work, or an override that cannot be called; says
-            which.
+        ConfigError: an invalid argument, or an override that is not supported.
     """
 
     def __init__(
@@ -107,9 +106,9 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
     ) -> None:
         if not isinstance(config, PPOConfig):
             raise ConfigError(
-                f"config is a {type(config).__name__}; pass a kedge.classic.PPOConfig"
+                f"config must be a kedge.classic.PPOConfig, got {type(config).__name__}"
             )
-        parts = StepTrainerInputs(
+        inputs = StepTrainerInputs(
             config=config,
             model=model,
             ref_model=ref_model,
@@ -118,7 +117,7 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
             lr_scheduler=lr_scheduler,
             num_shared_layers=num_shared_layers,
         )
-        check(parts)
+        check(inputs)
         set_seed(config.seed)
         self.config, self.model = config, model
         self.tokenizer = self.processing_class = tokenizer
@@ -126,18 +125,18 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         self.data_collator = training_data_collator or self._usual_collator
         self.accelerator = make_accelerator(config)
         start_trackers(self.accelerator, config)
-        self._ref_model, reference = make_reference(parts)
-        self.learner = make_learner(parts, self._ref_model, reference, self.accelerator)
+        self._ref_model, reference = make_reference(inputs)
+        self.learner = make_learner(inputs, self._ref_model, reference, self.accelerator)
         self._gradients = GradientAccumulator(self.learner)
         self._check_overrides()
         self.algorithm = make_algorithm(config)
-        self._watch = StatsRecorder()
+        self._recorder = StatsRecorder()
         self._updater = Updater(
             learner=self.learner,
-            algorithm=self._watch.over(self.algorithm),
+            algorithm=self._recorder.over(self.algorithm),
             kl=self._controller(),
             batch_sizes=make_batch_sizes(config),
-            hooks=self._watch,
+            hooks=self._recorder,
             seed=config.seed,
             step_limits=make_step_limits(config),
         )
@@ -149,8 +148,8 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
             )
         else:
             warnings.warn(
-                f"no dataset was given: step() takes batch_size={config.batch_size} samples of "
-                "each process, from batches of your own" + _PREPARE * self.is_distributed,
+                f"no dataset was given: pass batch_size={config.batch_size} samples of your own to "
+                "step() on each process" + _PREPARE * self.is_distributed,
                 stacklevel=3,
             )
         self.highest_reward: float | None = None
@@ -158,30 +157,30 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         PPODecorators.optimize_device_cache = config.optimize_device_cache
 
     def _check_overrides(self) -> frozenset[str]:
-        """The steps that are overridden.
+        """The names of the overridden steps.
 
         Raises:
-            ConfigError: one of them cannot be honored here.
+            ConfigError: an override is not supported in this setup.
         """
-        found = overridden(self)
-        self._accumulates = "train_minibatch" in found
+        replaced = overridden(self)
+        self._accumulates = "train_minibatch" in replaced
         scaled = self.learner.scaler.is_enabled()
         if self._accumulates and (scaled or self.is_distributed):
-            where = "with fp16" if scaled else f"on {self.learner.world_size} processes"
+            where = "with fp16" if scaled else f"with {self.learner.world_size} processes"
             raise ConfigError(
-                f"{type(self).__name__} overrides train_minibatch, which takes the optimizer step: "
+                f"{type(self).__name__} overrides train_minibatch, which takes the optimizer step; "
                 f"{where} its gradients would be {'unscaled' if scaled else 'summed'} too late. "
                 "Override loss instead, which train_minibatch calls, or use "
                 + ("bf16" if scaled else "one process")
             )
-        return found
+        return replaced
 
     def _follow_config(self) -> None:
-        """Apply options that the program has changed in ``config`` since the last step."""
+        """Apply options that were changed in ``config`` since the last step."""
         config, updater = self.config, self._updater
         config.check()
         self.algorithm = make_algorithm(config)
-        updater.algorithm = self._watch.over(self.algorithm)
+        updater.algorithm = self._recorder.over(self.algorithm)
         updater.batch_sizes, updater.step_limits = (
             make_batch_sizes(config),
             make_step_limits(config),
@@ -205,30 +204,30 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         scores: list[Tensor],
         response_masks: list[Tensor] | None = None,
     ) -> dict[str, Any]:
-        """One PPO update from ``batch_size`` samples of this process.
+        """One PPO iteration on ``batch_size`` samples of this process.
 
-        If a subclass overrides a step of PPO, every step is a call of the method of its name.
+        If a subclass overrides a step of PPO, all steps run as calls of their methods.
 
         Args:
             queries: int64 [P_i] each.
-            responses: int64 [R_i] each; an empty one takes no part.
+            responses: int64 [R_i] each; an empty one is ignored.
             scores: float [] or [1] each, or float [R_i]: a reward for every token.
-            response_masks: [R_i] each; tokens at 0 get no loss and no reward (tool output).
+            response_masks: [R_i] each; tokens with 0 get no loss and no reward (tool output).
 
         Returns:
-            The statistics of ``docs/classic.md``: floats, and numpy arrays of per-token numbers.
+            The statistics listed in ``docs/classic.md``: floats, and numpy arrays per token.
 
         Raises:
-            DataError: a list of the wrong length, or a tensor of the wrong shape; says which.
+            DataError: a list has the wrong length, or a tensor the wrong shape.
         """
-        self._watch.begin()
+        self._recorder.begin()
         self._follow_config()
         replaced = self._check_overrides()
         size = self.config.batch_size
-        given = self._step_safety_checker(size, queries, responses, scores, response_masks)
+        checked = self._step_safety_checker(size, queries, responses, scores, response_masks)
         if "_step_safety_checker" in replaced:
-            check_samples(size, *given)
-        samples = samples_of(*given, start=self._start_token)
+            check_samples(size, *checked)
+        samples = samples_of(*checked, start=self._start_token)
         scaled = shaped(
             samples.scores,
             self.running,
@@ -238,7 +237,7 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         )
         self._push_if_best(scaled)
         if replaced - {"_step_safety_checker"}:
-            stats = step_by_step(self, samples, scaled, masked=given[3] is not None)
+            stats = step_by_step(self, samples, scaled, masked=checked[3] is not None)
         else:
             stats = self._fast_step(samples, scaled)
         if self.config.optimize_device_cache:
@@ -246,7 +245,7 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         return {name: stats[name] for name in KEYS if name in stats} | stats
 
     def _fast_step(self, samples: Samples, scores: Scores) -> dict[str, Any]:
-        """One update by the engine: rows are joined without padding, logits are never kept."""
+        """One iteration by the training engine: rows packed without padding, logits never kept."""
         rollout = build_rollout(
             samples,
             pad=pad_id(self.tokenizer),
@@ -262,48 +261,53 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         return stats | self._times(prepared, trained)
 
     def _statistics(self, samples: Samples, scores: Scores, kl_coef: float) -> dict[str, Any]:
-        advantage_inputs = require(self._watch.advantage_inputs, "evidence")
-        advantage_output, note = (
-            require(self._watch.advantage_output, "credit"),
+        advantage_inputs = require(self._recorder.advantage_inputs, "advantage_inputs")
+        advantage_output, outputs = (
+            require(self._recorder.advantage_output, "advantage_output"),
             advantage_inputs.model_outputs,
         )
-        mask, present = advantage_inputs.rollout.loss_mask, advantage_inputs.rollout.response_mask
+        mask, response_mask = (
+            advantage_inputs.rollout.loss_mask,
+            advantage_inputs.rollout.response_mask,
+        )
         queries = None if self.is_encoder_decoder else samples.queries
         kl = require(advantage_output.kl, "kl")
 
         def grid(x: Tensor) -> Tensor:
-            return on_grid(x.cpu(), present.cpu(), queries)
+            return on_grid(x.cpu(), response_mask.cpu(), queries)
 
         stats = update_statistics(
             kl_coef,
             scores=scores.sums,
-            logprobs=grid(note.logprobs),
-            ref_logprobs=grid(require(note.ref_logprobs, "ref_logprobs")),
+            logprobs=grid(outputs.logprobs),
+            ref_logprobs=grid(require(outputs.ref_logprobs, "ref_logprobs")),
             non_score_reward=grid(-kl_coef * kl),
             masks=grid(mask.float()) > 0,
             kls=grid(kl),
             queries=samples.queries,
             responses=samples.responses,
-            train_stats=over_steps([s.statistics(self.learner.total) for s in self._watch.steps]),
+            train_stats=over_steps(
+                [s.statistics(self.learner.total) for s in self._recorder.steps]
+            ),
             total=self.learner.total,
         )
         return convert_to_scalar(stats_to_np(stats))
 
     def _times(self, prepared: float, trained: float) -> dict[str, float]:
-        """Seconds.  Rewards count making the batch; advantages count the KL penalty too."""
-        seen, now = self._watch, time.perf_counter()
+        """Seconds per stage.  Rewards include building the batch; advantages the KL penalty."""
+        recorder, now = self._recorder, time.perf_counter()
         return {
-            "time/ppo/forward_pass": seen.annotated - prepared,
-            "time/ppo/compute_rewards": prepared - seen.started,
-            "time/ppo/compute_advantages": seen.credited - seen.annotated,
-            "time/ppo/optimize_step": trained - seen.credited,
+            "time/ppo/forward_pass": recorder.annotated - prepared,
+            "time/ppo/compute_rewards": prepared - recorder.started,
+            "time/ppo/compute_advantages": recorder.credited - recorder.annotated,
+            "time/ppo/optimize_step": trained - recorder.credited,
             "time/ppo/calc_stats": now - trained,
-            "time/ppo/total": now - seen.started,
+            "time/ppo/total": now - recorder.started,
         }
 
     def _push_if_best(self, scores: Scores) -> None:
-        where = self.config.options("push_to_hub_if_best_kwargs")
-        if not where:
+        push_options = self.config.options("push_to_hub_if_best_kwargs")
+        if not push_options:
             return
         self._since_best += 1
         if self._since_best % self.config.compare_steps:
@@ -311,7 +315,7 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         mean = float(self.learner.total(scores.sums.mean())) / self.learner.world_size
         if self.highest_reward is None or mean > self.highest_reward:
             self.highest_reward = mean
-            self.push_to_hub(**where)
+            self.push_to_hub(**push_options)
 
     def log_stats(
         self,
@@ -323,9 +327,9 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         """Send statistics and a table of the batch to the trackers of ``log_with``.
 
         Args:
-            stats: of ``step``.
-            batch: columns of the batch, with those of ``columns_to_log``.
-            rewards: one number per row; of a reward per token the sum is logged.
+            stats: result of ``step``.
+            batch: columns of the batch, including ``columns_to_log``.
+            rewards: one number per row; rewards per token are summed.
             columns_to_log: columns of the table ``game_log``.
         """
         log_batch(
@@ -338,30 +342,30 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         )
 
     def save_state(self, output_dir: str | Path | None = None) -> Path | None:
-        """Write everything needed to resume exactly here to ``output_dir/checkpoint-N``.
+        """Write everything needed to resume exactly to ``output_dir/checkpoint-N``.
 
-        That is policy, value head, optimizer, schedule, KL coefficient, running moments and the
+        Saves policy, value head, optimizer, schedule, KL coefficient, running moments and the
         random states of Python, numpy and torch.  Every process calls it.
 
         Args:
-            output_dir: made if it is missing; None only in a class that also inherits from
-                ``transformers.Trainer``, whose ``save_state`` is called then.
+            output_dir: created if missing; None only in a class that also inherits from
+                ``transformers.Trainer``, whose ``save_state`` is then called.
 
         Returns:
             The checkpoint's folder.
         """
         if output_dir is not None:
             return state.save(self, output_dir)
-        other = getattr(super(), "save_state", None)
-        if other is None:
-            raise ConfigError("save_state needs the folder to write to: save_state(output_dir)")
-        other()
+        parent_save = getattr(super(), "save_state", None)
+        if parent_save is None:
+            raise ConfigError("save_state needs a folder; call save_state(output_dir)")
+        parent_save()
         return None
 
     def load_state(self, folder: str | Path) -> None:
-        """Resume where ``save_state`` was called; ``folder`` is a checkpoint, or holds some.
+        """Resume from ``save_state``; ``folder`` is a checkpoint or contains checkpoints.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or of another model.
+            CheckpointError: there is no checkpoint, it is damaged, or belongs to another model.
         """
         state.load(self, folder)

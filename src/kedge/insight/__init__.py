@@ -1,4 +1,4 @@
-"""What a finished or running run says of itself, read from its log.  Standard library alone."""
+"""Analysis of the log of a finished or running run.  Imports only the standard library."""
 
 from kedge.insight.doctor import Finding, examine
 from kedge.insight.log import RunLog, read_log

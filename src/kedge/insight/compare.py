@@ -1,4 +1,4 @@
-"""Runs beside one another: the mean of several seeds and the range between them."""
+"""Compares runs: mean and range of a metric over several seeds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ AXES = ("episode", "step")
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A metric of several runs of one kind, where all of them have it.
+    """A metric over several runs, at the points that all of them have.
 
     Args:
-        x: episodes or updates.
+        x: episodes or iterations.
         mean: over the runs.
-        low: the smallest of them.
-        high: the largest.
+        low: minimum over the runs.
+        high: maximum over the runs.
     """
 
     x: list[float]
@@ -30,7 +30,7 @@ class Band:
 
 
 def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | None:
-    """The metric over the runs, at the places of the shortest of them; None if one never has it."""
+    """The metric over the runs, on the x values of the first; None if a run never logged it."""
     curves = []
     for run in runs:
         points = [(row[axis], row[metric]) for row in run.rows if metric in row and axis in row]
@@ -50,7 +50,7 @@ def band(runs: Sequence[RunLog], metric: str, axis: str = "episode") -> Band | N
 def ends(
     runs: Sequence[RunLog], metric: str, *, at: Literal["start", "end"] = "end"
 ) -> tuple[float, float, float] | None:
-    """Mean, smallest and largest over the runs of each run's last (or first) fifth."""
+    """Mean, minimum and maximum over the runs of the mean of each run's last (or first) fifth."""
     means = [run.last(metric) if at == "end" else run.first(metric) for run in runs]
     values = [x for x in means if x is not None]
     return (fmean(values), min(values), max(values)) if values else None

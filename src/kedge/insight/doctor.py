@@ -1,6 +1,6 @@
-"""What is wrong with a run, and what to try: rules on its log.
+"""Diagnoses a run: rules on its log that find problems and suggest what to try.
 
-Each rule looks at one thing and says nothing when the metrics it needs were not logged.
+Each rule checks one thing and is skipped if the metrics it needs were not logged.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from statistics import fmean, median
 
 from kedge.insight.log import RunLog
 
-MIN_ROWS = 4  # a trend needs some rows
+MIN_ROWS = 4  # minimum rows for a trend
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem.
 
     Args:
         rule: its name.
-        seen: the numbers it rests on.
+        seen: the numbers behind it.
         advice: what to try.
     """
 
@@ -34,54 +34,54 @@ Rule = Callable[[RunLog], Finding | None]
 
 
 def examine(log: RunLog) -> list[Finding]:
-    """What the rules find, in the order of ``RULES``: causes before their symptoms."""
-    found = [rule(log) for rule in RULES]
-    return [each for each in found if each is not None]
+    """Findings in the order of ``RULES``: causes before symptoms."""
+    findings = (rule(log) for rule in RULES)
+    return [finding for finding in findings if finding is not None]
 
 
 def dead_reward(log: RunLog) -> Finding | None:
-    """Every response scores the same."""
+    """All responses get the same score."""
     spread = log.series("objective/scores_std")
-    spread = spread[: max(1, len(spread) // 2)]  # later, everything may be solved
+    spread = spread[: max(1, len(spread) // 2)]  # later, all prompts may be solved
     if not spread or median(spread) > 1e-6:
         return None
     return Finding(
         "dead reward",
-        f"the scores of a batch do not differ (median deviation {median(spread):.2g}; mean score"
+        f"all scores of a batch are equal (median deviation {median(spread):.2g}; mean score"
         f" {log.last('objective/scores') or 0:.3g})",
-        "look at completions and what the reward says of them: a verifier that never matches, a"
-        " column that is missing, a reward model without a trained head",
+        "read completions with their rewards; usual causes: a verifier that never matches, a"
+        " missing column, a reward model without a trained head",
     )
 
 
 def dropped_rows(log: RunLog) -> Finding | None:
-    """Many responses could not be scored."""
+    """Many responses get no score."""
     dropped, batch = log.last("rollout/dropped_rows", 1.0), _batch(log)
     if dropped is None or batch is None or dropped / batch < 0.05:
         return None
     return Finding(
         "responses without a score",
-        f"{dropped:.1f} of {batch:.0f} responses of a batch are left out",
-        "the log names the first failure; mend the reward function, or score failures with"
+        f"{dropped:.1f} of {batch:.0f} responses per batch are dropped",
+        "the log shows the first failure; fix the reward function, or score failures with"
         ' on_reward_error="score"',
     )
 
 
 def sampler_disagrees(log: RunLog) -> Finding | None:
-    """Sampler and learner see different models."""
+    """Rollout engine and learner compute different log-probabilities."""
     gap = log.series("rollout/logprob_gap")
     if not gap or median(gap) < 0.02:
         return None
     return Finding(
         "sampler and learner disagree",
-        f"{median(gap):.3f} nats a token between them at equal weights",
-        "check precision and temperature of the engine and that its weights are the newest, or set"
+        f"log-probabilities differ by {median(gap):.3f} nats per token at equal weights",
+        "check precision and temperature of the rollout engine and its weight sync, or set"
         ' sampler_correction="truncate"',
     )
 
 
 def ratio_off(log: RunLog) -> Finding | None:
-    """Updates are too large: the ratio leaves 1."""
+    """Policy updates are too large: the probability ratio is far from 1."""
     ratio = log.series("val/ratio")
     clipped = log.last("policy/clipfrac_avg", 1.0) or 0.0
     far = [r for r in ratio if not 0.8 <= r <= 1.25]
@@ -90,9 +90,9 @@ def ratio_off(log: RunLog) -> Finding | None:
     worst = max(ratio, key=lambda r: abs(r - 1))
     return Finding(
         "updates are too large",
-        f"the probability ratio is outside 0.8 .. 1.25 in {len(far)} of {len(ratio)} rows (furthest"
+        f"the mean ratio is outside 0.8 to 1.25 in {len(far)} of {len(ratio)} rows (furthest"
         f" {worst:.3g}), {clipped:.0%} of tokens clipped",
-        "lower learning_rate, num_ppo_epochs or cliprange, or enlarge the batch",
+        "lower learning_rate, num_ppo_epochs or cliprange, or increase the batch size",
     )
 
 
@@ -103,40 +103,40 @@ def standing_still(log: RunLog) -> Finding | None:
     if len(moved) < MIN_ROWS or not norms or max(moved) > 1e-7:
         return None
     start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
-    changed = start and end is not None and abs(end / start - 1) > 2e-3  # one pass has no KL
+    changed = start and end is not None and abs(end / start - 1) > 2e-3  # a single pass has no KL
     if changed or (log.last("objective/kl") or 0.0) > 1e-3 or dead_reward(log):
         return None
     return Finding(
         "the policy does not move",
-        f"approximate KL per update at most {max(moved):.1g}, learning rate"
+        f"approximate KL per iteration at most {max(moved):.1g}, learning rate"
         f" {log.first('lr') or 0:.1g}",
-        "raise learning_rate; check that the weights train (an adapter, frozen layers)",
+        "raise learning_rate; check that the weights are trainable (adapter, frozen layers)",
     )
 
 
 def kl_runs_away(log: RunLog) -> Finding | None:
-    """The policy leaves the reference."""
+    """The policy is far from the reference."""
     kl, length = log.last("objective/kl"), log.last("completions/mean_length")
     if kl is None or not length or kl / length < 0.5:
         return None
     return Finding(
         "the policy runs away from the reference",
-        f"KL of {kl:.1f} nats a response, {kl / length:.2f} a token",
-        "raise kl_coef, or steer it (adaptive_kl=True, kl_target); read late completions: a score"
-        " bought with such a distance is usually a hole in the reward",
+        f"KL of {kl:.1f} nats per response, {kl / length:.2f} per token",
+        "raise kl_coef, or adapt it (adaptive_kl=True, kl_target); read late completions: a score"
+        " gained at such a KL is usually reward hacking",
     )
 
 
 def kl_negative(log: RunLog) -> Finding | None:
-    """The estimated KL is below 0: responses are not samples of the policy."""
+    """The KL estimate is negative: responses are not sampled from the policy."""
     kl, length = log.last("objective/kl", 0.5), log.last("completions/mean_length")
     if kl is None or not length or kl > -0.02 * length:
         return None
     return Finding(
         "the KL is negative",
-        f"{kl:.2f} nats a response over the second half",
-        "responses do not come from the distribution that trains: greedy or truncated sampling, a"
-        " penalty of the engine, or another temperature",
+        f"{kl:.2f} nats per response over the second half",
+        "responses are not sampled from the distribution that is trained; usual causes: greedy or"
+        " truncated sampling, a penalty in the rollout engine, or another temperature",
     )
 
 
@@ -149,9 +149,9 @@ def entropy_collapses(log: RunLog) -> Finding | None:
         return None
     return Finding(
         "entropy collapses",
-        f"from {start:.2f} to {end:.3f} nats a token",
+        f"from {start:.2f} to {end:.3f} nats per token",
         "lower learning_rate, raise kl_coef, or clip higher above 1 (epsilon_high) so that rare"
-        " tokens can rise; look for one answer to every prompt",
+        " tokens can gain probability; check for identical answers to all prompts",
     )
 
 
@@ -163,31 +163,31 @@ def value_explains_nothing(log: RunLog) -> Finding | None:
     late = fmean(known[len(known) // 2 :])
     spread = log.series("objective/scores_std")
     solved = spread and fmean(spread[len(spread) // 2 :]) < 0.5 * (spread[0] or 0.0)
-    if late > 0.05 or solved:  # where all responses score alike there is little to explain
+    if late > 0.05 or solved:  # equal scores leave little variance to explain
         return None
     return Finding(
         "the value explains nothing",
         f"explained variance {late:.2f} over the second half",
-        "start it from the reward model (value_source), train it alone first"
-        " (value_warmup_steps), or change value_learning_rate",
+        "initialize it from the reward model (value_source), pretrain it (value_warmup_steps), or"
+        " change value_learning_rate",
     )
 
 
 def equal_groups(log: RunLog) -> Finding | None:
-    """Most groups teach nothing."""
-    share = log.first("objective/uniform_groups", 0.5)  # later, they may be solved
+    """Most groups have no advantage signal."""
+    share = log.first("objective/uniform_groups", 0.5)  # later, prompts may be solved
     if share is None or share < 0.6:
         return None
     return Finding(
         "groups of equal scores",
-        f"{share:.0%} of responses are in a group that all scores the same, and have advantage 0",
-        "choose prompts that are neither always nor never solved, raise num_generations, or sample"
-        " such groups anew (dynamic_sampling)",
+        f"{share:.0%} of responses are in a group with equal scores and have advantage 0",
+        "choose prompts that are solved sometimes but not always, raise num_generations, or"
+        " resample such groups (dynamic_sampling)",
     )
 
 
 def length_hacking(log: RunLog) -> Finding | None:
-    """The score rises with the length."""
+    """The score rises with the response length."""
     lengths, scores = log.series("completions/mean_length"), log.series("objective/scores")
     if len(lengths) < 2 * MIN_ROWS or len(lengths) != len(scores):
         return None
@@ -202,13 +202,13 @@ def length_hacking(log: RunLog) -> Finding | None:
     return Finding(
         "the score follows the length",
         f"mean length {start:.0f} to {end:.0f} tokens, correlation with the score {together:+.2f}",
-        "check that longer (or shorter) responses are better; else take length out of the reward,"
-        " or add length_close_to or missing_eos_penalty",
+        "check that longer (or shorter) responses are better; if not, remove length from the"
+        " reward, or add length_close_to or missing_eos_penalty",
     )
 
 
 def nothing_ends(log: RunLog) -> Finding | None:
-    """No response ends by itself."""
+    """No response ends with a stop token."""
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
     if not cut or min(cut) < 1.0 or ended or log.fixed_length:
         return None
@@ -216,28 +216,27 @@ def nothing_ends(log: RunLog) -> Finding | None:
     limit = f" at {length:.0f} tokens" if length else ""
     return Finding(
         "nothing ends",
-        f"every response of the run is cut off by the length limit{limit}",
-        "train from a model that was taught to end its answers, raise the length limit, or set the"
-        " stop token that the model uses (stop_token_id); stop_token=None says that all responses"
-        " have one length on purpose",
+        f"all responses are truncated by the length limit{limit}",
+        "start from a model that was trained to end its answers, raise the length limit, or set the"
+        " stop token of the model (stop_token_id); stop_token=None declares fixed-length responses",
     )
 
 
 def never_ends(log: RunLog) -> Finding | None:
-    """Most responses are cut off."""
+    """Most responses are truncated."""
     share = log.last("completions/truncated_ratio", 0.5)
     ended = sum(log.series("val/num_eos_tokens"))
     if share is None or share < 0.98 or not ended:
         return None
     return Finding(
         "responses do not end",
-        f"{share:.0%} are cut off by the length limit",
+        f"{share:.0%} are truncated by the length limit",
         "raise the length limit, or subtract missing_eos_penalty",
     )
 
 
 def gradient_spikes(log: RunLog) -> Finding | None:
-    """Single updates with huge or broken gradients."""
+    """Some gradients are huge or not finite."""
     norms = log.series("grad_norm")
     skipped = max(log.series("skipped_steps"), default=0.0)
     usual = median(norms) if norms else 0.0
@@ -245,14 +244,14 @@ def gradient_spikes(log: RunLog) -> Finding | None:
         return None
     return Finding(
         "gradients spike",
-        f"largest norm {max(norms, default=0):.3g}, usual {usual:.3g}; {skipped:.0f} optimizer"
+        f"largest norm {max(norms, default=0):.3g}, median {usual:.3g}; {skipped:.0f} optimizer"
         " steps skipped because it was not finite",
-        "set max_grad_norm, clip rewards, lower learning_rate; look for infinite scores",
+        "set max_grad_norm, clip rewards, lower learning_rate; check for infinite scores",
     )
 
 
 def score_falls(log: RunLog) -> Finding | None:
-    """Training makes it worse."""
+    """The score decreases during training."""
     change = score_change(log)
     if change is None or len(log.rows) < 2 * MIN_ROWS:
         return None
@@ -261,14 +260,14 @@ def score_falls(log: RunLog) -> Finding | None:
         return None
     return Finding(
         "the score falls",
-        f"from {start:.3g} to {end:.3g}, where chance alone gives {noise:.2g}",
-        "fix what else is found here; otherwise lower learning_rate or kl_coef, and check the sign"
+        f"from {start:.3g} to {end:.3g} (noise: {noise:.2g})",
+        "fix the other findings first; otherwise lower learning_rate or kl_coef, and check the sign"
         " of the reward",
     )
 
 
 def score_did_not_rise(log: RunLog) -> Finding | None:
-    """The score ends where it began."""
+    """The score does not increase."""
     change = score_change(log)
     if change is None or len(log.rows) < 2 * MIN_ROWS or score_falls(log):
         return None
@@ -277,10 +276,9 @@ def score_did_not_rise(log: RunLog) -> Finding | None:
         return None
     return Finding(
         "the score did not rise",
-        f"from {start:.3g} to {end:.3g} over {_responses(log)} responses, where chance alone gives"
-        f" {noise:.2g}",
-        "fix what else is found here; otherwise read completions with a high and a low score: the"
-        " difference must be one that the policy can make. Then raise learning_rate, lower kl_coef,"
+        f"from {start:.3g} to {end:.3g} over {_responses(log)} responses (noise: {noise:.2g})",
+        "fix the other findings first; otherwise compare completions with high and low scores: the"
+        " policy must be able to produce the difference. Then raise learning_rate, lower kl_coef,"
         " or train longer",
     )
 
@@ -306,7 +304,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def score_change(log: RunLog) -> tuple[float, float, float] | None:
-    """Mean score of the first and the last fifth of a run, and how far chance alone moves it.
+    """Mean score over the first and last fifth of a run, and the standard error of such a mean.
 
     None without scores, their deviation and the number of responses.
     """
@@ -322,7 +320,7 @@ def _responses(log: RunLog) -> str:
 
 
 def _batch(log: RunLog) -> float | None:
-    """Responses of a row."""
+    """Responses per iteration."""
     episodes = log.series("episode")
     if not episodes:
         return None

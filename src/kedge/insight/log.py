@@ -1,4 +1,4 @@
-"""The log of a run: ``metrics.jsonl``, one row per logged update."""
+"""Reads the log of a run: ``metrics.jsonl``, one row per logged iteration."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class RunLog:
     """Rows of training metrics in order, without evaluations.
 
     Args:
-        name: where they came from.
-        rows: one mapping per logged update.
-        fixed_length: the run asked for no stop token and no stop string, so no response can end.
+        name: of the run's folder or file.
+        rows: one mapping per logged iteration.
+        fixed_length: the run has no stop token and no stop string, so every response has full
+            length.
     """
 
     name: str
@@ -35,8 +36,8 @@ class RunLog:
 
     def series(self, metric: str) -> list[float]:
         """The finite values of a metric, in order; empty if it was never logged."""
-        found = [row[metric] for row in self.rows if metric in row]
-        return [x for x in found if math.isfinite(x)]
+        values = [row[metric] for row in self.rows if metric in row]
+        return [x for x in values if math.isfinite(x)]
 
     def first(self, metric: str, share: float = 0.2) -> float | None:
         """Mean over the first ``share`` of the run, at least one row; None without the metric."""
@@ -50,18 +51,18 @@ class RunLog:
 
 
 def read_log(place: str | Path) -> RunLog:
-    """Read the log of a run's ``output_dir``, or a ``metrics.jsonl`` itself.
+    """Read the log in a run's ``output_dir``, or a ``metrics.jsonl`` file.
 
-    Lines that cannot be read are left out, with a warning that counts them.
+    Damaged lines are skipped, with a warning that counts them.
 
     Raises:
-        DataError: there is none, or it holds no training.
+        DataError: there is no log, or it has no training rows.
     """
     skipped = Skipped()
     rows = [row for row in read_rows(place, skipped) if "objective/scores" in row]
     skipped.warn()
     if not rows:
-        raise DataError(f"{log_file(place)} holds no row of training (none with objective/scores)")
+        raise DataError(f"{log_file(place)} has no training rows (none with objective/scores)")
     return RunLog(Path(place).name, rows, fixed_length(log_file(place).parent))
 
 
@@ -69,7 +70,7 @@ _STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
 
 
 def fixed_length(folder: Path) -> bool:
-    """Whether ``run.json`` says that nothing was meant to end a response; False without it."""
+    """Whether ``run.json`` sets no stop token and no stop string; False without the file."""
     try:
         options = json.loads((folder / "run.json").read_text(encoding="utf-8"))["options"]
         return all(not options[name] for name in _STOPS)
@@ -81,17 +82,17 @@ def log_file(place: str | Path) -> Path:
     """The ``metrics.jsonl`` of a run.
 
     Raises:
-        DataError: there is none.
+        DataError: the file does not exist.
     """
     path = Path(place).expanduser()
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"{path} has no {FILE}: give the output_dir of a run, or the file itself")
+        raise DataError(f"{path} has no {FILE}: pass the output_dir of a run, or the file itself")
     return file
 
 
 def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
-    """Every row of the log, evaluations too; values that are not finite numbers are left out.
+    """All rows of the log, including evaluations; only values that are finite numbers.
 
     Raises:
         DataError: there is no log, or it cannot be opened.
@@ -104,13 +105,13 @@ def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
 
 
 class Skipped:
-    """Counts what could not be read in the files of a run, to say so once."""
+    """Counts unreadable lines in the files of a run, for a single warning."""
 
     def __init__(self) -> None:
         self._lines: dict[Path, int] = {}
 
     def add(self, file: Path, lines: int = 1) -> None:
-        """So many lines of a file were skipped."""
+        """Count skipped lines of a file."""
         if lines:
             self._lines[file] = self._lines.get(file, 0) + lines
 
@@ -128,9 +129,9 @@ class Skipped:
 
 
 def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
-    """The JSON objects of a run's file, one a line, as far as they can be read.
+    """The readable JSON objects of a run's file, one per line.
 
-    Numbers that are not finite become None, as Kedge writes them.
+    Non-finite numbers become None, as Kedge writes them.
 
     Raises:
         DataError: the file cannot be opened.
@@ -139,12 +140,12 @@ def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error
-    found = [row for line in lines if (row := _row(line)) is not None]
-    skipped.add(file, sum(1 for line in lines if line.strip()) - len(found))
-    return found
+    rows = [row for line in lines if (row := _parse_row(line)) is not None]
+    skipped.add(file, sum(1 for line in lines if line.strip()) - len(rows))
+    return rows
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -158,13 +159,13 @@ def _finite(text: str) -> float | None:
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of data, one a line, every one of which is needed.
+    """The JSON objects of a data file, one per line; every line must be valid.
 
     Raises:
-        DataError: a line is something else.
+        DataError: a line is not a JSON object.
     """
-    found: list[dict[str, Any]] = []
-    # Not splitlines: a response may hold characters that it, too, takes for the end of a line.
+    objects: list[dict[str, Any]] = []
+    # Not splitlines: it would also split at other line separators, which responses may contain.
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -175,5 +176,5 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             shown = line[:80].decode(errors="replace")
             raise DataError(f"{file}, line {number} is not a JSON object: {shown}")
-        found.append(row)
-    return found
+        objects.append(row)
+    return objects

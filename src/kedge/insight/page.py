@@ -1,4 +1,4 @@
-"""One HTML file that shows a run: data, script and style inside, nothing from the network."""
+"""Renders a run as one self-contained HTML file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SCRIPTS = (
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page of what ``gather`` found.
+    """The HTML page for the result of ``gather``.
 
-    The data are compressed JSON in base64, so no text of a model can end the script or become
-    markup; a content security policy forbids the page every connection.
+    The data are compressed JSON in base64, so that generated text cannot end the script or become
+    markup; a content security policy blocks all connections.
     """
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     packed = gzip.compress(text.encode(errors="backslashreplace"), compresslevel=5, mtime=0)
@@ -37,11 +37,11 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def unpack(html: str) -> dict[str, Any]:
-    """The data of a page, for programs that would rather read them."""
+    """The data embedded in a page."""
     begin = html.index('<script id="data"')
     packed = html[html.index(">", begin) + 1 : html.index("</script>", begin)]
-    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
-    return found
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
+    return data
 
 
 def _asset(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run did, in sentences with numbers, and the words it came to use."""
+"""Summarizes a run in sentences with numbers, and its changes in vocabulary."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from kedge.insight.doctor import score_change
 from kedge.insight.log import RunLog
 
-WORDS = 12  # in each list
-RARE = 3  # a token seen less often says nothing
+WORDS = 12  # per list
+RARE = 3  # tokens with fewer uses are ignored
 
 
 def story(log: RunLog, rows: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     """Sentences on score, distance, certainty, length, updates, evaluation and time.
 
     Args:
-        log: the rows of training.
-        rows: all rows, evaluations too.
+        log: the training rows.
+        rows: all rows, including evaluations.
     """
-    told = [
+    sections = [
         ("Score", _score(log)),
         ("Evaluation", _evaluation(rows)),
         ("Distance", _distance(log)),
@@ -30,7 +30,7 @@ def story(log: RunLog, rows: Sequence[Mapping[str, float]]) -> list[dict[str, st
         ("Value", _value(log)),
         ("Time", _time(log)),
     ]
-    return [{"title": title, "text": text} for title, text in told if text]
+    return [{"title": title, "text": text} for title, text in sections if text]
 
 
 def _ends(log: RunLog, name: str) -> tuple[float, float] | None:
@@ -43,44 +43,46 @@ def _score(log: RunLog) -> str:
     if ends is None:
         return ""
     start, end = ends
-    text = f"The mean score of its responses went from {start:.3g} to {end:.3g}"
+    text = f"The mean score went from {start:.3g} to {end:.3g}"
     spread, change = log.first("objective/scores_std"), score_change(log)
     if not spread or change is None:
         return text + "."
     chance = change[2]
     if abs(end - start) < 2 * chance:
-        verdict = "no more than chance gives"
+        verdict = "within noise"
     else:
         way = "up" if end > start else "down"
-        verdict = f"{way} by {abs(end - start) / spread:.2g} standard deviations of a response"
-    return f"{text}: {verdict} (chance alone: {chance:.2g})."
+        verdict = f"{way} by {abs(end - start) / spread:.2g} standard deviations of a score"
+    return f"{text}: {verdict} (noise: {chance:.2g})."
 
 
 def _evaluation(rows: Sequence[Mapping[str, float]]) -> str:
-    said = []
+    parts = []
     for name, label in (
         ("eval_objective/scores", "score"),
         ("eval_win_rate", "win rate against the starting policy"),
-        ("eval_accuracy", "share solved"),
+        ("eval_accuracy", "accuracy"),
     ):
         values = [row[name] for row in rows if name in row]
         if values:
             change = (
                 f"{values[0]:.3g} to {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"
             )
-            said.append(f"{label} {change}")
-    return f"On the evaluation prompts: {', '.join(said)}." if said else ""
+            parts.append(f"{label} {change}")
+    return f"On the evaluation prompts: {', '.join(parts)}." if parts else ""
 
 
 def _distance(log: RunLog) -> str:
     kl, length = log.last("objective/kl"), log.last("completions/mean_length")
     if kl is None:
         return ""
-    per_token = f", {kl / length:.3f} a token" if length else ""
+    per_token = f", {kl / length:.3f} per token" if length else ""
     coef = log.last("objective/kl_coef")
     cost = log.last("objective/non_score_reward")
-    paid = f"; it pays {-cost:.3g} of score for that (kl_coef {coef:.3g})" if cost and coef else ""
-    return f"It ended {kl:.3g} nats a response from the reference{per_token}{paid}."
+    paid = (
+        f"; the KL penalty costs {-cost:.3g} of score (kl_coef {coef:.3g})" if cost and coef else ""
+    )
+    return f"KL to the reference at the end: {kl:.3g} nats per response{per_token}{paid}."
 
 
 def _certainty(log: RunLog) -> str:
@@ -88,19 +90,16 @@ def _certainty(log: RunLog) -> str:
     if ends is None:
         return ""
     start, end = ends
-    word = "surer" if end < 0.95 * start else "less sure" if end > 1.05 * start else "as sure"
-    return (
-        f"Entropy went from {start:.3g} to {end:.3g} nats a token: it is {word}"
-        f"{' as' if word == 'as sure' else ' than'} at the start."
-    )
+    trend = "fell" if end < 0.95 * start else "rose" if end > 1.05 * start else "stayed similar"
+    return f"Entropy {trend}: {start:.3g} nats per token at the start, {end:.3g} at the end."
 
 
 def _length(log: RunLog) -> str:
     ends, cut = _ends(log, "completions/mean_length"), log.last("completions/truncated_ratio")
     if ends is None:
         return ""
-    text = f"Responses went from {ends[0]:.3g} to {ends[1]:.3g} tokens"
-    return text + (f"; {cut:.1%} are cut off by the limit." if cut is not None else ".")
+    text = f"The mean response length went from {ends[0]:.3g} to {ends[1]:.3g} tokens"
+    return text + (f"; {cut:.1%} of responses are truncated." if cut is not None else ".")
 
 
 def _updates(log: RunLog) -> str:
@@ -108,10 +107,10 @@ def _updates(log: RunLog) -> str:
     if moved is None:
         return ""
     if moved < 1e-9:
-        return "Every batch was learned from in one step, so the ratio to what sampled it stays 1."
-    text = f"An update moves the policy by {moved:.2g} nats a token"
+        return "Every batch is used for one optimizer step, so the probability ratio stays 1."
+    text = f"An iteration moves the policy by {moved:.2g} nats per token"
     if clipped is not None:
-        text += f", and the clip holds back {clipped:.1%} of what it learns from"
+        text += f", with {clipped:.1%} of tokens clipped"
     ratio = log.series("val/ratio")
     low, high = min(ratio, default=1.0), max(ratio, default=1.0)
     between = f"; the mean ratio stayed between {low:.4g} and {high:.4g}" if ratio else ""
@@ -123,8 +122,8 @@ def _value(log: RunLog) -> str:
     if ends is None:
         return ""
     first, last = (f"{x:.0%}" if x >= 0.005 else "none" for x in ends)
-    text = f"The value explained {first} of the variance of the returns at the start, {last} at the"
-    worse = " (it predicts worse than their mean would)" if ends[1] < -0.05 else ""
+    text = f"The value model explained {first} of the return variance at the start, {last} at the"
+    worse = " (worse than predicting the mean)" if ends[1] < -0.05 else ""
     return f"{text} end{worse}."
 
 
@@ -134,7 +133,7 @@ def _time(log: RunLog) -> str:
         for name, label in (
             ("rollout", "sampling"),
             ("reward", "scoring"),
-            ("annotate", "annotating"),
+            ("annotate", "computing log-probabilities"),
             ("update", "optimizing"),
         )
     }
@@ -143,11 +142,11 @@ def _time(log: RunLog) -> str:
         return ""
     shares = ", ".join(f"{x / whole:.0%} {label}" for label, x in parts.items())
     speed = log.last("eps", 0.2)
-    return f"Time went to: {shares}" + (f"; {speed:.3g} responses a second." if speed else ".")
+    return f"Time went to: {shares}" + (f"; {speed:.3g} responses per second." if speed else ".")
 
 
 def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:
-    """Tokens used more and less often at the end than at the start, and what updates thought.
+    """Tokens used more and less often at the end than at the start, and their advantages.
 
     Args:
         tokens: tables of ``{"step", "rows"}``, in order; each row with lists per token.
@@ -160,9 +159,9 @@ def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]
         return {}
     third = max(1, len(tokens) // 3)
     early, late = _uses(tokens[:third]), _uses(tokens[-third:])
-    found: dict[str, list[list[Any]]] = {"more": [], "less": [], "praised": [], "blamed": []}
+    lists: dict[str, list[list[Any]]] = {"more": [], "less": [], "praised": [], "blamed": []}
     if len(tokens) > 1:
-        found["more"], found["less"] = _shifted(early, late)
+        lists["more"], lists["less"] = _shifted(early, late)
     sums: dict[str, list[float]] = {}
     for table in tokens[len(tokens) // 2 :]:
         for row in table["rows"]:
@@ -172,10 +171,10 @@ def vocabulary(tokens: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]
     means: list[list[Any]] = [
         [text, sum(xs) / len(xs), len(xs)] for text, xs in sums.items() if len(xs) >= RARE
     ]
-    means.sort(key=lambda each: each[1])
-    found["blamed"] = [each for each in means[:WORDS] if each[1] < 0]
-    found["praised"] = [each for each in means[::-1][:WORDS] if each[1] > 0]
-    return found
+    means.sort(key=lambda entry: entry[1])
+    lists["blamed"] = [entry for entry in means[:WORDS] if entry[1] < 0]
+    lists["praised"] = [entry for entry in means[::-1][:WORDS] if entry[1] > 0]
+    return lists
 
 
 def _uses(tables: Sequence[Mapping[str, Any]]) -> Counter[str]:
@@ -189,7 +188,7 @@ def _shifted(early: Counter[str], late: Counter[str]) -> tuple[list[list[Any]], 
         for text in {**early, **late}
         if early[text] + late[text] >= RARE
     ]
-    # By the change against its own noise, so that neither rare nor common tokens win by being so.
+    # Sorted by change over its noise, so that frequency alone does not decide.
     rates.sort(key=lambda r: (r[2] - r[1]) / (r[1] + r[2]) ** 0.5)
     less = [r for r in rates[:WORDS] if r[2] < r[1]]
     return [r for r in rates[::-1][:WORDS] if r[2] > r[1]], less

@@ -1,6 +1,6 @@
-"""Which of two answers is better, asked of a judge that training never used.
+"""Pairwise evaluation after training, by a judge that training never used.
 
-Imports the standard library alone.
+Imports only the standard library.
 """
 
 from kedge.judges.base import Answer, Judge, Pair, Prefer

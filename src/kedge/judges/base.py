@@ -1,4 +1,4 @@
-"""What a judge is asked, and what it says."""
+"""The judge protocol and its records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Prefer = Literal["first", "second", "tie", "invalid"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to a prompt, in the order in which the judge sees them."""
+    """Two answers to a prompt, in the order shown to the judge."""
 
     prompt: str
     first: str
@@ -20,14 +20,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a judge said of a pair.
+    """A judge's answer about a pair.
 
     Attributes:
-        prefer: the better answer; "invalid" if it cannot be told from what was said.
-        said: the judge's own words, if it has any.
-        prompt_tokens: read for it, as far as the judge says.
-        completion_tokens: written for it.
-        cached: it was known from before, and cost nothing.
+        prefer: the better answer; "invalid" if the reply names none.
+        said: the text of the reply, if any.
+        prompt_tokens: tokens read, as reported by the judge.
+        completion_tokens: tokens generated.
+        cached: whether the reply came from the cache, at no cost.
     """
 
     prefer: Prefer
@@ -38,17 +38,17 @@ class Answer:
 
 
 class Judge(Protocol):
-    """Says which of two answers is better."""
+    """Decides which of two answers is better."""
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         ...
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
-        """One answer a pair, in order.
+        """One answer per pair, in order.
 
         Raises:
-            JudgeError: it cannot be asked.
+            JudgeError: the judge failed or cannot be reached.
         """
         ...

@@ -1,4 +1,4 @@
-"""Answers that were paid for once."""
+"""Cache of replies that were already paid for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kedge.errors import JudgeError
 
 
 class Cache:
-    """Replies by what was asked, in a file that survives kills; several threads may use it.
+    """Replies keyed by request, in a file that survives kills; thread-safe.
 
     Args:
-        file: an SQLite database; made if it is not there.  None keeps replies in memory.
+        file: an SQLite database, created if missing; None: keep replies in memory.
 
     Raises:
-        JudgeError: the file is not such a database, or cannot be made.
+        JudgeError: the file is not such a database, or cannot be created.
     """
 
     def __init__(self, file: str | Path | None) -> None:
@@ -36,39 +36,39 @@ class Cache:
             self._base.commit()
         except (sqlite3.Error, OSError) as error:
             raise JudgeError(
-                f"the cache {where} cannot be opened: {error}; name another file"
+                f"the cache {where} cannot be opened: {error}; choose another file"
             ) from error
 
-    def get(self, asked: Mapping[str, Any]) -> Any:
-        """What was answered before, or None."""
+    def get(self, request: Mapping[str, Any]) -> Any:
+        """The cached reply, or None."""
         with self._turn:
-            found = self._base.execute(
-                "select reply from replies where key = ?", (cache_key(asked),)
+            row = self._base.execute(
+                "select reply from replies where key = ?", (cache_key(request),)
             ).fetchone()
-        return None if found is None else json.loads(found[0])
+        return None if row is None else json.loads(row[0])
 
-    def put(self, asked: Mapping[str, Any], reply: Any) -> None:
-        """Remember a reply, on disk when this returns.
+    def put(self, request: Mapping[str, Any], reply: Any) -> None:
+        """Store a reply; it is on disk when this returns.
 
         Raises:
-            JudgeError: the disk refused.
+            JudgeError: the reply cannot be written.
         """
         with self._turn:
             try:
                 self._base.execute(
                     "insert or replace into replies values (?, ?)",
-                    (cache_key(asked), json.dumps(reply)),
+                    (cache_key(request), json.dumps(reply)),
                 )
                 self._base.commit()
             except sqlite3.Error as error:
                 raise JudgeError(f"a reply cannot be written to {self._file}: {error}") from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._base.close()
 
 
-def cache_key(asked: Mapping[str, Any]) -> str:
-    """A name for everything that an answer depends on."""
-    text = json.dumps(asked, sort_keys=True, ensure_ascii=False)
+def cache_key(request: Mapping[str, Any]) -> str:
+    """A hash of everything that a reply depends on."""
+    text = json.dumps(request, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

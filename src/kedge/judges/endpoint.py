@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible endpoint as a judge."""
+"""Judge: a language model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ correct, complete, to the point, well written. Neither length nor order is a mer
 
 Say in one sentence what decides, then end with one line: "Winner: A", "Winner: B" or \
 "Winner: tie"."""
-_PLACES = re.compile(r"\{(prompt|first|second)\}")
+_PLACEHOLDERS = re.compile(r"\{(prompt|first|second)\}")
 _WORDS = re.compile(r"\bwinner\s*[:=]?\s*[\"'*(\[]*\s*(?:response[_ ])?(a|b|tie)\b", re.IGNORECASE)
 _BARE = re.compile(r"[\s\"'*().\[\]]*(a|b|tie)[\s\"'*().\[\]]*", re.IGNORECASE)
 MAX_REPLY = 16 << 20  # bytes; far more than any answer has
@@ -44,28 +44,27 @@ _MOST_WAIT = 60.0  # seconds between two requests
 
 
 class Endpoint:
-    """Asks ``POST base_url/chat/completions``: a hosted model, or a ``vllm serve`` of yours.
+    """Queries ``POST base_url/chat/completions``: a hosted model, or your own ``vllm serve``.
 
-    Replies are cached by everything that they depend on, so that a run that was killed resumes
-    where it was and pays for nothing twice.  The key is read from the environment alone, and sent
-    to no other host: redirects are refused.
+    Replies are cached by everything that they depend on, so an interrupted run resumes and pays
+    for nothing twice.  The key is only read from the environment and never sent to another host:
+    redirects are rejected.
 
     Args:
         base_url: such as ``http://127.0.0.1:8000/v1``.
-        model: as the endpoint calls it.
-        key_env: environment variable with the key; unset or empty there: no key is sent.
+        model: model name at the endpoint.
+        key_env: environment variable with the API key; unset or empty: no key is sent.
         template: text with ``{prompt}``, ``{first}`` and ``{second}``.
         temperature: of the judge.
-        max_tokens: most tokens that it may say.
-        concurrency: requests at the same time.
+        max_tokens: maximum tokens of a reply.
+        concurrency: concurrent requests.
         timeout: seconds for one request, from the connection to the last byte of the reply.
-        retries: how often a request that ran into a timeout, a rate limit or a server error is
-            repeated.
-        cache: file with the replies; None: this process's memory.
-        sleep: waits between requests.
+        retries: maximum retries after a timeout, rate limit or server error.
+        cache: file with the replies; None: in memory.
+        sleep: function that waits between requests.
 
     Raises:
-        JudgeError: a template without its places, or a cache that cannot be opened.
+        JudgeError: a template without its placeholders, or a cache that cannot be opened.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Endpoint:
     ) -> None:
         missing = [n for n in ("{prompt}", "{first}", "{second}") if n not in template]
         if missing:
-            raise JudgeError(f"the judge's template has no {', '.join(missing)}; add it")
+            raise JudgeError(f"template must contain {', '.join(missing)}")
         if not base_url.startswith(("http://", "https://")):
             raise JudgeError(f"base_url={base_url!r} must begin with http:// or https://")
         self.url = base_url.rstrip("/") + "/chat/completions"
@@ -97,21 +96,21 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The model name."""
         return self.model
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
-        """One answer per pair; every reply is in the cache, whatever happens to the other pairs.
+        """One answer per pair; every reply is cached even if other pairs fail.
 
         Raises:
-            JudgeError: the endpoint refuses, or some pairs have no reply.
+            JudgeError: the endpoint rejects requests, or some pairs have no reply.
         """
         self._stop.clear()
-        self._headers()  # a key that cannot be sent is refused before anything is asked
+        self._headers()  # reject an invalid key before the first request
         with ThreadPoolExecutor(self.concurrency) as threads:
             running = [threads.submit(self._ask, pair) for pair in pairs]
             try:
-                failures = [e for each in running if (e := each.exception()) is not None]
+                failures = [e for future in running if (e := future.exception()) is not None]
             except BaseException:  # Ctrl-C
                 self._stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -119,26 +118,26 @@ class Endpoint:
         if failures:
             done = len(pairs) - len(failures)
             raise JudgeError(
-                f"{self.url}: {failures[0]} ({done} of {len(pairs)} pairs have an answer, which is"
-                " cached; run it again to ask for the rest)"
+                f"{self.url}: {failures[0]} ({done} of {len(pairs)} pairs are answered and"
+                " cached; run again to continue with the rest)"
             ) from failures[0]
-        return [each.result() for each in running]
+        return [future.result() for future in running]
 
     def _ask(self, pair: Pair) -> Answer:
-        # In one pass, so that texts may contain braces.
-        text = _PLACES.sub(lambda place: str(getattr(pair, place[1])), self.template)
+        # One pass, so that texts may contain braces.
+        text = _PLACEHOLDERS.sub(lambda match: str(getattr(pair, match[1])), self.template)
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": text}],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        asked = {"url": self.url, **body}
-        reply = self._cache.get(asked)
+        request = {"url": self.url, **body}
+        reply = self._cache.get(request)
         known = reply is not None
         if not known:
             reply = self._reply(body)
-            self._cache.put(asked, reply)
+            self._cache.put(request, reply)
         return Answer(
             prefer=winner_in(reply["text"]),
             said=reply["text"],
@@ -148,12 +147,12 @@ class Endpoint:
         )
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What the endpoint says, after as many requests as it takes."""
-        found: dict[str, Any] = {}
+        """The reply of the endpoint, with retries."""
+        content: dict[str, Any] = {}
 
         def send() -> Reply:
             if self._stop.is_set():
-                return Reply(problem="not asked, since the endpoint refuses")
+                return Reply(problem="not sent, because the endpoint rejects requests")
             reply = post(
                 self.url,
                 json.dumps(body).encode(),
@@ -165,7 +164,7 @@ class Endpoint:
             if reply.status != 200:
                 return replace(reply, retry_after=min(reply.retry_after, _MOST_WAIT))
             try:
-                found.update(_read(reply.body))
+                content.update(_parse_reply(reply.body))
             except ValueError as error:
                 return replace(reply, status=0, problem=str(error), retry=True)
             return reply
@@ -173,13 +172,13 @@ class Endpoint:
         reply, sent = retried(
             send, retries=self.retries, backoff=1.0, longest_wait=_MOST_WAIT, sleep=self._sleep
         )
-        if found:
-            return found
+        if content:
+            return content
         if reply.retry:
             raise JudgeError(f"no reply after {sent} requests; the last: {reply.problem}")
-        if reply.status:  # a refusal, which all pairs would get
+        if reply.status:  # a rejection, which all pairs would get
             self._stop.set()
-            raise JudgeError(f"{reply.problem}; see model, key ({self.key_env}) and URL")
+            raise JudgeError(f"{reply.problem}; check model, key ({self.key_env}) and URL")
         raise JudgeError(reply.problem)
 
     def _headers(self) -> dict[str, str]:
@@ -192,36 +191,36 @@ class Endpoint:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _read(body: bytes) -> dict[str, Any]:
-    """Text and tokens of a reply.
+def _parse_reply(body: bytes) -> dict[str, Any]:
+    """Text and token counts of a reply.
 
     Raises:
-        ValueError: it is not a reply of the chat completions API.
+        ValueError: the body is not a reply of the chat completions API.
     """
     try:
-        found = json.loads(body)
-        text = str(found["choices"][0]["message"]["content"] or "")
-        used = found.get("usage") or {}
+        reply = json.loads(body)
+        text = str(reply["choices"][0]["message"]["content"] or "")
+        usage = reply.get("usage") or {}
         return {
-            # Half of a surrogate pair alone can be written to no file.
+            # A lone surrogate cannot be encoded in UTF-8.
             "text": text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
-            "prompt_tokens": int(used.get("prompt_tokens") or 0),
-            "completion_tokens": int(used.get("completion_tokens") or 0),
+            "prompt_tokens": int(usage.get("prompt_tokens") or 0),
+            "completion_tokens": int(usage.get("completion_tokens") or 0),
         }
     except (
         *(ValueError, KeyError, IndexError, TypeError),
         *(AttributeError, OverflowError, RecursionError),
     ) as error:
-        raise ValueError(f"a reply without choices: {excerpt(body)}") from error
+        raise ValueError(f"the reply has no choices: {excerpt(body)}") from error
 
 
 def winner_in(text: str) -> Prefer:
-    """What a judge's words come to: the last "Winner: ...", or an answer that is nothing else."""
-    found = _WORDS.findall(text)
-    if not found:
+    """The verdict in a reply: the last "Winner: ...", or a reply that is only A, B or tie."""
+    winners = _WORDS.findall(text)
+    if not winners:
         whole = _BARE.fullmatch(text)
-        found = [whole[1]] if whole else []
-    if not found:
+        winners = [whole[1]] if whole else []
+    if not winners:
         return "invalid"
-    said: dict[str, Prefer] = {"a": "first", "b": "second", "tie": "tie"}
-    return said[found[-1].lower()]
+    sides: dict[str, Prefer] = {"a": "first", "b": "second", "tie": "tie"}
+    return sides[winners[-1].lower()]

@@ -13,13 +13,13 @@ Score = Callable[[list[str], list[str]], Sequence[float | None]]
 
 
 class FunctionJudge:
-    """A function ``f(prompts, firsts, seconds)``: for each, how likely the first is better.
+    """Wraps ``f(prompts, firsts, seconds)``, which returns how likely each first answer is better.
 
-    1 is the first, 0 the second, 0.5 a tie, None no answer.
+    1: the first is better, 0: the second, 0.5: a tie, None: no answer.
 
     Args:
         function: see above.
-        name: for tables; the function's own if unset.
+        name: in tables; default: the name of the function.
     """
 
     def __init__(self, function: Preference, name: str | None = None) -> None:
@@ -28,27 +28,28 @@ class FunctionJudge:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return self._name
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
-        """One answer a pair.
+        """One answer per pair.
 
         Raises:
-            JudgeError: the function failed, or returned something else.
+            JudgeError: the function raised, or returned invalid values.
         """
         columns = [[getattr(p, n) for p in pairs] for n in ("prompt", "first", "second")]
-        found = _called(self._function, columns, len(pairs), self.name)
-        for value in found:
+        values = _call(self._function, columns, len(pairs), self.name)
+        for value in values:
             if value is not None and not 0 <= value <= 1:
                 raise JudgeError(
-                    f"judge {self.name} returned {value!r}; 1 is the first, 0 the second, 0.5 a tie"
+                    f"judge {self.name} must return numbers from 0 (second) to 1 (first),"
+                    f" got {value!r}"
                 )
-        return [Answer(prefer=_side(value, 0.5)) for value in found]
+        return [Answer(prefer=_preference(value, 0.5)) for value in values]
 
 
 class ScoreJudge:
-    """Compares the scores that a function ``f(prompts, answers)`` gives to each answer by itself.
+    """Compares the scores that ``f(prompts, answers)`` gives to each answer separately.
 
     Args:
         score: see above; None is no answer.
@@ -62,30 +63,30 @@ class ScoreJudge:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return self._name
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
-        """One answer a pair.
+        """One answer per pair.
 
         Raises:
-            JudgeError: the function failed, or returned something else.
+            JudgeError: the function raised, or returned invalid values.
         """
         prompts = [p.prompt for p in pairs]
         answers = [p.first for p in pairs] + [p.second for p in pairs]
-        scores = _called(self._score, [prompts * 2, answers], 2 * len(pairs), self.name)
-        found = []
+        scores = _call(self._score, [prompts * 2, answers], 2 * len(pairs), self.name)
+        verdicts = []
         for a, b in zip(scores[: len(pairs)], scores[len(pairs) :], strict=True):
             if a is None or b is None:
-                found.append(Answer(prefer="invalid"))
+                verdicts.append(Answer(prefer="invalid"))
             elif abs(a - b) <= self._margin:
-                found.append(Answer(prefer="tie", said=f"{a:.6g} {b:.6g}"))
+                verdicts.append(Answer(prefer="tie", said=f"{a:.6g} {b:.6g}"))
             else:
-                found.append(Answer(prefer=_side(a, b), said=f"{a:.6g} {b:.6g}"))
-        return found
+                verdicts.append(Answer(prefer=_preference(a, b), said=f"{a:.6g} {b:.6g}"))
+        return verdicts
 
 
-def _side(value: float | None, middle: float) -> Prefer:
+def _preference(value: float | None, middle: float) -> Prefer:
     if value is None:
         return "invalid"
     if value == middle:
@@ -93,13 +94,13 @@ def _side(value: float | None, middle: float) -> Prefer:
     return "first" if value > middle else "second"
 
 
-def _called(
+def _call(
     function: Callable[..., Sequence[float | None]], columns: list[list[str]], rows: int, name: str
 ) -> list[float | None]:
     try:
-        found = [None if x is None else float(x) for x in function(*columns)]
+        values = [None if x is None else float(x) for x in function(*columns)]
     except Exception as error:
         raise JudgeError(f"judge {name} raised {type(error).__name__}: {error}") from error
-    if len(found) != rows:
-        raise JudgeError(f"judge {name} returned {len(found)} values for {rows}")
-    return [None if x is None or math.isnan(x) else x for x in found]
+    if len(values) != rows:
+        raise JudgeError(f"judge {name} must return {rows} values, got {len(values)}")
+    return [None if x is None or math.isnan(x) else x for x in values]

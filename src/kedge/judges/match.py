@@ -1,4 +1,4 @@
-"""A match: which of two sets of answers a judge prefers, and how sure that is."""
+"""A match: which of two sets of answers a judge prefers, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """All rows of a match, and what they come to."""
+    """All rows of a match, and their statistics."""
 
     judge: str
     rows: list[Row]
 
     def count(self, outcome: Outcome) -> int:
-        """Rows with that outcome."""
+        """Number of rows with this outcome."""
         return sum(row.outcome == outcome for row in self.rows)
 
     @property
     def win_rate(self) -> float:
-        """Share of wins among the valid answers, a tie as half a win.
+        """Share of wins among the valid answers; a tie counts half.
 
         Raises:
             JudgeError: no answer is valid.
@@ -62,23 +62,23 @@ class Match:
 
     @property
     def controlled(self) -> float | None:
-        """Length-controlled win rate: what it would be if both answers were equally long.
+        """Length-controlled win rate: the estimate for answers of equal length.
 
         A logistic regression of the outcome on a constant and tanh(difference of lengths in
         characters / its standard deviation); the rate at difference 0.  This is the model of Dubois
         et al. 2024 (arXiv:2404.04475), equation 2, without its term for how hard a prompt is.
-        None where the answers do not differ in length, or outcome follows length alone.
+        None if the answers do not differ in length, or length alone determines the outcome.
         """
         rows = [row for row in self.rows if row.worth is not None]
         gaps = [len(row.ours) - len(row.theirs) for row in rows]
         spread = math.sqrt(sum(g * g for g in gaps) / max(len(gaps), 1))
         if not spread or len(set(gaps)) < 2:
             return None
-        found = _logistic([math.tanh(g / spread) for g in gaps], self._worths())
-        return None if found is None else 1 / (1 + math.exp(-found[0]))
+        fit = _logistic([math.tanh(g / spread) for g in gaps], self._worths())
+        return None if fit is None else 1 / (1 + math.exp(-fit[0]))
 
     def summary(self) -> dict[str, float | int | str | None]:
-        """Everything in numbers, as JSON values."""
+        """All statistics, as JSON values."""
         low, high = self.interval()
         answers = [row.answer for row in self.rows]
         return {
@@ -101,7 +101,7 @@ class Match:
         }
 
     def _worths(self) -> list[float]:
-        worths = [found for row in self.rows if (found := row.worth) is not None]
+        worths = [value for row in self.rows if (value := row.worth) is not None]
         if not worths:
             raise JudgeError(f"judge {self.judge} gave no valid answer to {len(self.rows)} pairs")
         return worths
@@ -115,22 +115,22 @@ def match(
     *,
     seed: int = 0,
 ) -> Match:
-    """Have a judge compare two answers to every prompt, in an order drawn for each.
+    """Have a judge compare two answers to every prompt, in random order.
 
     Args:
-        prompts: what was asked.
-        ours: answers whose win rate is wanted.
-        theirs: answers to beat.
-        judge: compares.
+        prompts: the prompts.
+        ours: answers to compute the win rate of.
+        theirs: answers to compare with.
+        judge: compares them.
         seed: of the order in which the judge sees the two.
 
     Raises:
-        JudgeError: there is nothing to compare, or the judge cannot be asked.
+        JudgeError: there is nothing to compare, or the judge failed.
     """
     if not prompts or not len(prompts) == len(ours) == len(theirs):
         raise JudgeError(
-            f"a match needs equally many prompts and answers, at least one: {len(prompts)} prompts,"
-            f" {len(ours)} of ours, {len(theirs)} of theirs"
+            f"prompts, ours and theirs must have the same, nonzero length; got {len(prompts)},"
+            f" {len(ours)} and {len(theirs)}"
         )
     swaps = [_coin(seed, i, prompt) for i, prompt in enumerate(prompts)]
     pairs = [
@@ -158,13 +158,13 @@ def interval(
     """Bootstrap interval of the mean over runs of each run's mean, percentile method.
 
     Runs are drawn with replacement, then rows within each drawn run (the two-level bootstrap of
-    Davison and Hinkley 1997, section 3.8), so that the interval holds what differs between seeds
-    and what differs between prompts.  With one run it is the bootstrap over rows.
+    Davison and Hinkley 1997, section 3.8), so that the interval covers the variation between
+    seeds and between prompts.  With one run it is the bootstrap over rows.
 
     Args:
-        runs: for each run, what each row is worth.
+        runs: for each run, the value of each row.
         level: of the interval.
-        seed: of the draws.
+        seed: of the resampling.
     """
     draw = random.Random(seed)
     means = []
@@ -177,28 +177,28 @@ def interval(
 
 
 def worth(outcome: Outcome) -> float | None:
-    """1 for a win, 0.5 for a tie, 0 for a loss, None where the answer is invalid."""
+    """1 for a win, 0.5 for a tie, 0 for a loss, None for an invalid answer."""
     return _WORTH.get(outcome)
 
 
 def rank(
     prompts: Sequence[str], answers: Mapping[str, Sequence[str]], judge: Judge, *, seed: int = 0
 ) -> dict[str, float]:
-    """Every player against every other: name -> mean win rate over its matches, best first."""
+    """Round robin: name -> mean win rate over its matches, best first."""
     if len(answers) < 2:
-        raise JudgeError(f"a ranking needs two sets of answers or more, got {len(answers)}")
+        raise JudgeError(f"a ranking needs at least two sets of answers, got {len(answers)}")
     rates: dict[str, list[float]] = {name: [] for name in answers}
     for one, other in combinations(answers, 2):
         rate = match(prompts, answers[one], answers[other], judge, seed=seed).win_rate
         rates[one].append(rate)
         rates[other].append(1 - rate)
-    means = {name: _mean(found) for name, found in rates.items()}
+    means = {name: _mean(values) for name, values in rates.items()}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
 def _coin(seed: int, row: int, prompt: str) -> bool:
-    asked = f"{seed}/{row}/{prompt}".encode(errors="surrogatepass")
-    digest = hashlib.blake2b(asked, digest_size=1).digest()
+    key = f"{seed}/{row}/{prompt}".encode(errors="surrogatepass")
+    digest = hashlib.blake2b(key, digest_size=1).digest()
     return bool(digest[0] & 1)
 
 
@@ -213,7 +213,7 @@ def _mean(xs: Sequence[float]) -> float:
 
 
 def _logistic(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
-    """Constant and slope of a logistic regression, by Newton's method; None if it has no end."""
+    """Constant and slope of a logistic regression by Newton's method; None if it diverges."""
     constant = slope = 0.0
     for _ in range(50):
         ps = [1 / (1 + math.exp(-max(-30.0, min(30.0, constant + slope * x)))) for x in xs]

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class ScriptedRollouts:
-    """A rollout engine that answers with given token ids.
+    """A rollout engine that returns scripted token ids.
 
     Args:
-        responses: ``responses[step][row]`` are the token ids (list or 1-D tensor) that row ``row``
-            of the whole batch answers at the engine's ``step``-th call.  A response ends after its
-            first stop token; what follows is ignored, as a sampler would not have drawn it.
+        responses: ``responses[step][row]`` are the token ids (list or 1-D tensor) for row ``row``
+            of the whole batch at the ``step``-th call.  A response ends after its first stop token;
+            later tokens are ignored.
     """
 
     shares_weights = True
@@ -33,42 +33,42 @@ class ScriptedRollouts:
         self.version = 0
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """The scripted responses of the next call.
+        """The scripted responses for the next call.
 
         Raises:
-            RolloutError: the script has no such step or row.
+            RolloutError: the script has too few steps or rows.
         """
         if self.calls >= len(self.responses):
             raise RolloutError(
-                f"the script holds {len(self.responses)} steps and step {self.calls} was asked for"
+                f"the script has {len(self.responses)} steps, but step {self.calls} was requested"
             )
         script = self.responses[self.calls]
         self.calls += 1
         if int(prompts.row.max()) >= len(script):
             raise RolloutError(
-                f"the script's step {self.calls - 1} holds {len(script)} rows and row"
-                f" {int(prompts.row.max())} was asked for"
+                f"step {self.calls - 1} of the script has {len(script)} rows, but row"
+                f" {int(prompts.row.max())} was requested"
             )
         rows = [torch.as_tensor(script[int(r)], dtype=torch.int64) for r in prompts.row]
-        picked = [row[: sampling.max_new_tokens] for row in rows]
-        ids = torch.nn.utils.rnn.pad_sequence(picked, batch_first=True)
-        lengths = torch.tensor([len(p) for p in picked])
+        truncated = [row[: sampling.max_new_tokens] for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(truncated, batch_first=True)
+        lengths = torch.tensor([len(p) for p in truncated])
         slots = torch.arange(ids.shape[1])
         stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=ids.dtype))
         stop &= slots < lengths[:, None]
         before = stop.long().cumsum(1) - stop.long()
-        present = (slots < lengths[:, None]) & (before == 0)
+        response_mask = (slots < lengths[:, None]) & (before == 0)
         return Rollout(
             prompts=prompts,
-            ids=ids * present,
-            loss_mask=present,
-            response_mask=present,
+            ids=ids * response_mask,
+            loss_mask=response_mask,
+            response_mask=response_mask,
             terminated=stop.any(1),
             version=torch.full((len(ids),), self.version),
         )
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Remember the version; there are no weights to load."""
+        """Store the version; there are no weights to load."""
         self.version = version
         return None
 
@@ -88,13 +88,13 @@ class ConstantReward:
 
 
 class FunctionReward:
-    """A reward source from a function of the record: ``f(rollout) -> float32 [B]``."""
+    """A reward source that calls ``f(rollout) -> float32 [B]``."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """What the function says."""
+        """The scores of the function."""
         scores = torch.as_tensor(self.function(rollout), dtype=torch.float32)
         return RewardOutput(scores=scores, valid=torch.ones(len(rollout), dtype=torch.bool))
 
@@ -113,7 +113,7 @@ def tiny_policy(
     """A randomly initialized causal language model of a few thousand weights, float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config
+    shape = _build_config(family, vocab_size, hidden_size, layers, heads, max_positions) | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
@@ -133,14 +133,14 @@ def tiny_reward_model(
     """A randomly initialized sequence-classification model with one label, float32."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    shape = _shape(family, vocab_size, hidden_size, layers, heads, max_positions) | config
+    shape = _build_config(family, vocab_size, hidden_size, layers, heads, max_positions) | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = AutoConfig.for_model(family, num_labels=1, pad_token_id=0, **shape)
-        return AutoModelForSequenceClassification.from_config(made)
+        model_config = AutoConfig.for_model(family, num_labels=1, pad_token_id=0, **shape)
+        return AutoModelForSequenceClassification.from_config(model_config)
 
 
-def _shape(
+def _build_config(
     family: str, vocab: int, hidden: int, layers: int, heads: int, positions: int
 ) -> dict[str, Any]:
     if family == "gpt2":

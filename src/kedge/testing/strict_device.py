@@ -1,18 +1,18 @@
-"""A pretend accelerator for tests on machines without one.
+"""A simulated accelerator for tests on machines without one.
 
-Its tensors hold CPU memory, so every value is real, but they behave as those of a GPU do:
+Its tensors live in CPU memory, so all values are real, but they behave like GPU tensors:
 
-* an operation that mixes them with CPU tensors of one dimension or more raises ``RuntimeError``;
+* mixing them with CPU tensors of one or more dimensions raises ``RuntimeError``;
 * ``numpy()`` without ``cpu()`` raises ``TypeError``;
-* every wait of the host for the device (``item``, ``tolist``, ``nonzero``, a boolean index) and
-  every copy between the two is counted, with the line of Kedge that asked for it.
+* every host-device synchronization (``item``, ``tolist``, ``nonzero``, a boolean index) and every
+  copy between the two is counted, with the line of Kedge that caused it.
 
-It needs nothing but torch and accelerate. It says nothing about kernels, speed or memory, cannot
-see an asynchronous copy that is read too early, and autocast casts matrix products and attention
-only. Every operation passes through Python, so keep the models tiny.
+It needs only torch and accelerate. It does not test kernels, speed or memory, cannot detect an
+asynchronous copy that is read too early, and autocast only casts matrix products and attention.
+Every operation passes through Python, so keep the models tiny.
 
     with strict_accelerator() as waits:
-        trainer = PPOTrainer(...)  # Accelerator().device is the pretend one
+        trainer = PPOTrainer(...)  # Accelerator().device is the simulated one
         trainer.train()
     print(waits.most_common(10))
 
@@ -47,10 +47,10 @@ _cpu_tensor, _cpu_as_tensor = torch.tensor, torch.as_tensor
 
 @contextlib.contextmanager
 def strict_accelerator() -> Iterator[Counter[str]]:
-    """Make the pretend accelerator the device of accelerate; not reentrant.
+    """Make the simulated accelerator the device of accelerate; not reentrant.
 
     Yields:
-        Waits and copies so far: ``"item engine/stages.py:109"`` to how often.
+        Counts of synchronizations and copies so far, keyed like ``"item engine/stages.py:109"``.
     """
     from accelerate import Accelerator
 
@@ -87,7 +87,7 @@ def strict_device() -> torch.device:
             return [torch.bfloat16, torch.float16]
 
         def get_rng_state(self, device: Any = None) -> Tensor:
-            return torch.get_rng_state()  # random numbers come from the generator of the CPU
+            return torch.get_rng_state()  # random numbers come from the CPU generator
 
         def set_rng_state(self, state: Tensor, device: Any = None) -> None:
             pass
@@ -105,24 +105,24 @@ def strict_device() -> torch.device:
 
 
 class _StrictTensor(torch.Tensor):
-    """A tensor on the pretend device; ``held`` is the CPU tensor with its values."""
+    """A tensor on the simulated device; ``cpu_tensor`` is the CPU tensor with its values."""
 
-    held: Tensor
+    cpu_tensor: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> _StrictTensor:
+    def __new__(cls, cpu_tensor: Tensor) -> _StrictTensor:
         new: _StrictTensor = torch.Tensor._make_wrapper_subclass(
             cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
+            cpu_tensor.size(),
+            strides=cpu_tensor.stride(),
+            storage_offset=cpu_tensor.storage_offset(),
+            dtype=cpu_tensor.dtype,
+            layout=cpu_tensor.layout,
             device=strict_device(),
             requires_grad=False,
         )
-        new.held = held
+        new.cpu_tensor = cpu_tensor
         return new
 
     @classmethod
@@ -133,31 +133,31 @@ class _StrictTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         _count("tolist")
-        return self.held.detach().tolist()
+        return self.cpu_tensor.detach().tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("cannot convert a tensor of an accelerator to numpy; call .cpu() first")
+        raise TypeError("cannot convert an accelerator tensor to numpy; call .cpu() first")
 
     def data_ptr(self) -> int:
-        return self.held.data_ptr()
+        return self.cpu_tensor.data_ptr()
 
     def untyped_storage(self) -> Any:
-        return self.held.untyped_storage()
+        return self.cpu_tensor.untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            copied: Tensor = _StrictTensor(self.held.detach().clone())
+            copied: Tensor = _StrictTensor(self.cpu_tensor.detach().clone())
             if getattr(self, "_is_param", False):
                 copied = torch.nn.Parameter(copied, self.requires_grad)
             memo[id(self)] = copied
         return memo[id(self)]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.held})"
+        return f"{type(self).__name__}({self.cpu_tensor})"
 
 
 class _Factories(TorchDispatchMode):
-    """Sees the operations without a tensor argument, too: those with ``device=`` alone."""
+    """Intercepts operations without a tensor argument, such as factories with ``device=``."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -180,14 +180,14 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ob
         _check_and_count(func, args, [x for x in tensors if not isinstance(x, _StrictTensor)])
     if to_strict:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    result = func(*_map(_held, args), **_map(_held, kwargs))
+    result = func(*_map(_unwrap, args), **_map(_unwrap, kwargs))
     if func is _aten._local_scalar_dense.default:
         return result
-    same = {id(x.held): x for x in strict}  # an operation in place returns its own argument
-    return _map(lambda x: _again(x, same), result)
+    same = {id(x.cpu_tensor): x for x in strict}  # an in-place operation returns its argument
+    return _map(lambda x: _wrap(x, same), result)
 
 
-def _again(x: Any, same: Mapping[int, Tensor]) -> Any:
+def _wrap(x: Any, same: Mapping[int, Tensor]) -> Any:
     if not isinstance(x, Tensor):
         return x
     return same[id(x)] if id(x) in same else _StrictTensor(x)
@@ -200,7 +200,7 @@ def _leaves(x: Any) -> list[Any]:
 
 
 def _map(change: Callable[[Any], Any], x: Any) -> Any:
-    """``change`` of every leaf; torch's own ``tree_map`` takes several times as long."""
+    """Apply ``change`` to every leaf; several times faster than torch's ``tree_map``."""
     if isinstance(x, list | tuple):
         return type(x)([_map(change, part) for part in x])
     if isinstance(x, Mapping):
@@ -233,19 +233,19 @@ def _to_copy(source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     if isinstance(source, _StrictTensor) != to_strict:
         _count("to device" if to_strict else "to host")
     rest = {k: v for k, v in kwargs.items() if k != "device"}
-    copied: Tensor = _aten._to_copy.default(_held(source), **rest)
+    copied: Tensor = _aten._to_copy.default(_unwrap(source), **rest)
     return _StrictTensor(copied) if to_strict else copied
 
 
 def _copy_(target: Tensor, source: Tensor, *rest: Any) -> Tensor:
     if isinstance(target, _StrictTensor) != isinstance(source, _StrictTensor):
         _count("to device" if isinstance(target, _StrictTensor) else "to host")
-    _held(target).copy_(_held(source))
+    _unwrap(target).copy_(_unwrap(source))
     return target
 
 
-def _held(x: Any) -> Any:
-    return x.held if isinstance(x, _StrictTensor) else x
+def _unwrap(x: Any) -> Any:
+    return x.cpu_tensor if isinstance(x, _StrictTensor) else x
 
 
 def _is_strict(device: Any) -> bool:
@@ -264,11 +264,11 @@ def _count(kind: str) -> None:
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
-    made = _cpu_tensor(data, dtype=dtype, **options)
+    tensor = _cpu_tensor(data, dtype=dtype, **options)
     if not _is_strict(device):
-        return made
+        return tensor
     _count("to device")
-    return _StrictTensor(_held(made))
+    return _StrictTensor(_unwrap(tensor))
 
 
 def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:

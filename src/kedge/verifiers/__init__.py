@@ -1,8 +1,8 @@
-"""Rewards that can be checked: verifiers, format and length rewards, and how to combine them.
+"""Verifiable rewards: verifiers, format and length rewards, and how to combine them.
 
 Each is a plain reward function, ``f(completions, **columns) -> one number (or None) per row``, and
 goes into ``reward_funcs=[...]`` of any trainer or into ``--reward_funcs kedge.verifiers:gsm8k``.
-Importing this package loads the standard library alone.
+Importing this package loads only the standard library.
 """
 
 from kedge.verifiers.base import Verifier, text_of

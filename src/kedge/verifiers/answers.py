@@ -1,4 +1,4 @@
-"""Where in a response its final answer stands."""
+"""Locates the final answer in a response."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _HEADING = re.compile(r"[^0-9A-Za-z\\]*[A-Za-z]")
 
 
 def marked_answer(text: str) -> str | None:
-    r"""What the last explicit mark of a response encloses, or None where there is no mark.
+    r"""The content of the last explicit answer mark in a response, or None without a mark.
 
     Marks are ``\boxed{...}`` (and ``\fbox``), ``<answer>...</answer>``, and ``#### ...`` to the
-    end of the line (not where a word follows: that is a heading).  Of nested marks the innermost
-    counts.  A mark that is never closed counts as absent.
+    end of the line (unless a word follows: that is a heading).  Of nested marks the innermost
+    counts.  A mark that is never closed is ignored.
     """
-    found = [f for f in (_last_box(text), _last_tag(text), _last_hashes(text)) if f is not None]
-    return max(found)[1] if found else None
+    marks = [m for m in (_last_box(text), _last_tag(text), _last_hashes(text)) if m is not None]
+    return max(marks)[1] if marks else None
 
 
 def stated_answer(text: str) -> str | None:
-    """What follows the last "the answer is" (or result, solution), to the end of the line."""
+    """The text after the last "the answer is" (or result, solution), to the end of the line."""
     last = None
     for match in _PHRASE.finditer(text):
         last = match
@@ -36,7 +36,7 @@ def stated_answer(text: str) -> str | None:
 def _last_box(text: str) -> tuple[int, str] | None:
     text = text.replace("\\fbox", "\\fboxed")
     last: tuple[int, int, int] | None = None
-    open_braces: list[tuple[int, int] | None] = []  # of a box: where it and its content begin
+    open_braces: list[tuple[int, int] | None] = []  # of a box: its start and that of its content
     for token in _BRACES.finditer(text):
         if token[0] == "}":
             box = open_braces.pop() if open_braces else None
@@ -46,10 +46,10 @@ def _last_box(text: str) -> tuple[int, str] | None:
             open_braces.append(None)
         elif token[0].endswith("{") and len(token[0]) > 2:
             open_braces.append(token.span())
-    found = None if last is None else (last[0], text[last[1] : last[2]].strip())
+    answer = None if last is None else (last[0], text[last[1] : last[2]].strip())
     for bare in _BARE_BOX.finditer(text, last[0] if last else 0):
-        found = bare.start(), bare[1].rstrip(".,;")
-    return found
+        answer = bare.start(), bare[1].rstrip(".,;")
+    return answer
 
 
 def _last_tag(text: str) -> tuple[int, str] | None:

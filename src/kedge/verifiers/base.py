@@ -1,4 +1,4 @@
-"""What every verifier is: a reward function that compares each response with its ground truth."""
+"""The verifier base class: a reward function that compares each response with its ground truth."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Check = Callable[[str, Any], float]
 
 
 class Unanswered(Exception):
-    """A response that could not be judged: it took too long, or broke what judged it.
+    """A response that could not be checked: the check timed out or crashed.
 
     Args:
-        kind: one word for the metric, such as ``timeouts``.
+        kind: the metric to count it in, such as ``timeouts``.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -27,17 +27,17 @@ class Unanswered(Exception):
 class Verifier:
     """A reward function made of one comparison, ``check(response, ground_truth)``.
 
-    It returns one number per row, and None for a row whose ground truth is None.  Nothing that a
-    response contains makes it raise: a response that cannot be judged scores 0 and is counted in
-    the metric ``<kind>/<name>``, for example ``timeouts/math``, rows per call.  A ground truth that
-    cannot be used is a mistake in the dataset and raises.
+    It returns one number per row, and None for a row whose ground truth is None.  No response makes
+    it raise: a response that cannot be checked scores 0 and is counted in the metric
+    ``<kind>/<name>``, for example ``timeouts/math`` (rows per call).  An invalid ground truth is a
+    mistake in the dataset and raises.
 
     Args:
-        check: score of one response; raises RewardError for an unusable ground truth and
-            Unanswered for a response that cannot be judged.
-        name: of the part in the reward output, and of the metrics.
+        check: scores one response; raises RewardError for an invalid ground truth and
+            Unanswered for a response that cannot be checked.
+        name: reward source in the reward output, and suffix of the metrics.
         column: dataset column with the ground truth; None if the check needs none.
-        threads: responses judged at the same time.
+        threads: responses checked concurrently.
         prepare: called before training; raises if the check cannot run on this machine.
     """
 
@@ -70,11 +70,11 @@ class Verifier:
         """Score all rows.
 
         Args:
-            completions: text, or chat messages, per row.
-            columns: dataset columns and what else reward functions are given.
+            completions: one text or list of chat messages per row.
+            columns: dataset columns and the other arguments of reward functions.
 
         Raises:
-            RewardError: the column is missing, or a ground truth cannot be used.
+            RewardError: the column is missing, or a ground truth is invalid.
         """
         name = self.__name__
         truths = [None] * len(completions)
@@ -84,7 +84,7 @@ class Verifier:
         rows = [i for i, t in enumerate(truths) if t is not None or self.column is None]
         problems: list[str] = []
 
-        def judge(row: int) -> float:
+        def score_row(row: int) -> float:
             try:
                 return float(self.check(texts[row], truths[row]))
             except Unanswered as problem:
@@ -92,7 +92,7 @@ class Verifier:
                 return 0.0
 
         scores: list[float | None] = [None] * len(completions)
-        for row, score in zip(rows, parallel(judge, rows, self.threads), strict=True):
+        for row, score in zip(rows, parallel(score_row, rows, self.threads), strict=True):
             scores[row] = score
         log = columns.get("log_metric")
         if log is not None:
@@ -102,7 +102,7 @@ class Verifier:
 
 
 def parallel(function: Callable[[Any], Any], items: Sequence[Any], threads: int) -> list[Any]:
-    """``[function(item) for item in items]``, in as many threads; the first error is raised."""
+    """``[function(item) for item in items]`` in parallel threads; raises the first error."""
     if threads <= 1 or len(items) <= 1:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items)), "kedge-verify") as pool:
@@ -113,7 +113,7 @@ def text_of(completion: Any) -> str:
     """The text of a completion: a string, or the content of its assistant messages.
 
     Raises:
-        RewardError: it is neither text nor chat messages.
+        RewardError: the completion is neither text nor chat messages.
     """
     if isinstance(completion, str):
         return completion
@@ -123,8 +123,8 @@ def text_of(completion: Any) -> str:
         replies = [m for m in completion if m.get("role", "assistant") == "assistant"]
         return "\n".join(_content(message.get("content")) for message in replies)
     raise RewardError(
-        f"a completion is a {type(completion).__name__} ({str(completion)[:80]!r}); verifiers read"
-        " text or chat messages"
+        "verifiers expect completions as text or chat messages, got"
+        f" {type(completion).__name__}: {str(completion)[:80]!r}"
     )
 
 
@@ -140,13 +140,13 @@ def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -
     """The values of a dataset column, one per row.
 
     Raises:
-        RewardError: there is no such column, or it has another length.
+        RewardError: the column is missing, or its length differs from ``rows``.
     """
     if column not in columns:
         known = [key for key, value in columns.items() if isinstance(value, list)]
         raise RewardError(
-            f"verifier {name} reads the column {column!r}, which the dataset does not have; it has"
-            f" {', '.join(sorted(known)) or 'none'} (verifier.on('...') reads another)"
+            f"verifier {name} needs the dataset column {column!r}; available columns:"
+            f" {', '.join(sorted(known)) or 'none'} (choose another with verifier.on('...'))"
         )
     values = list(columns[column])
     if len(values) != rows:
@@ -157,10 +157,10 @@ def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -
 
 
 def read_record(truth: Any, name: str, example: str) -> dict[str, Any]:
-    """A ground truth that is a mapping, or the JSON text of one; keys with None are left out.
+    """A ground truth given as a mapping or as a JSON object; keys with value None are dropped.
 
     Raises:
-        RewardError: it is neither.
+        RewardError: the ground truth is neither.
     """
     value = truth
     if isinstance(truth, str):
@@ -170,7 +170,7 @@ def read_record(truth: Any, name: str, example: str) -> dict[str, Any]:
             value = None
     if not isinstance(value, Mapping):
         raise RewardError(
-            f"verifier {name}: the ground truth {str(truth)[:80]!r} is no mapping or JSON object;"
-            f" expected for example {example}"
+            f"verifier {name}: the ground truth must be a mapping or a JSON object such as"
+            f" {example}, got {str(truth)[:80]!r}"
         )
     return {key: entry for key, entry in value.items() if entry is not None}

@@ -1,4 +1,4 @@
-"""Each row of the dataset names the verifier that judges it."""
+"""Scores each row with the verifier that a dataset column names."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ REPORTS = ("log_metric", "log_extra", "trainer_state")
 
 
 class ByColumn:
-    """A reward function that passes every row on to the verifier it names.
+    """A reward function that routes every row to the verifier it names.
 
-    A row names one verifier, or a list of them with a list of as many ground truths; the scores of
-    several add up, each times its weight.  A row that names none (None) gets None.  A name that is
-    not known is an error, never a score.
+    A row names one verifier, or several with a list of equally many ground truths; their weighted
+    scores are summed.  A row with None instead of a name gets None.  An unknown name raises.
 
     It logs ``<verifier>_reward`` and ``<verifier>_correct_rate`` (share of scores above 0) for
-    every verifier that was used, and ``verifiable_correct_rate`` for all rows together.
+    every verifier in use, and ``verifiable_correct_rate`` over all rows.
 
     Args:
         verifiers: reward functions by name.
-        column: dataset column with the name.
-        truth: dataset column with the ground truth; a verifier finds its own there, whatever column
-            it would read by itself.
-        weights: of verifiers by name; 1 where nothing is said.
-        rename: other names for verifiers, {name in the dataset: name here}.
-        name: of the part in the judgement.
+        column: dataset column with the verifier names.
+        truth: dataset column with the ground truths; it replaces each verifier's default column.
+        weights: weights of verifiers by name; default 1.
+        rename: aliases, {name in the dataset: name in ``verifiers``}.
+        name: reward source in the reward output.
 
     Raises:
-        ConfigError: there is no verifier, one cannot be called, or an option names none of them.
+        ConfigError: no verifier, one that is not a synchronous function, or an unknown name in
+            ``weights`` or ``rename``.
     """
 
     def __init__(
@@ -52,63 +51,68 @@ class ByColumn:
         self.verifiers, self.weights = dict(verifiers), dict(weights or {})
         self.rename = dict(rename or {})
         if not self.verifiers:
-            raise ConfigError("there is no verifier; give {'name': function}")
-        for own, function in self.verifiers.items():
+            raise ConfigError("verifiers must not be empty; pass {'name': function}")
+        for key, function in self.verifiers.items():
             if not callable(function) or inspect.iscoroutinefunction(function):
-                raise ConfigError(f"verifier {own!r} must be a synchronous function")
-        for own in (*self.weights, *self.rename.values()):
-            if own not in self.verifiers:
-                raise ConfigError(self._unknown(own, "the options"))
+                raise ConfigError(f"verifier {key!r} must be a synchronous function")
+        for key in (*self.weights, *self.rename.values()):
+            if key not in self.verifiers:
+                raise ConfigError(self._unknown(key, "weights or rename"))
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Score all rows.
 
         Raises:
-            RewardError: a row names no known verifier, or has not as many ground truths as names.
+            RewardError: a row names an unknown verifier, or has fewer or more ground truths than
+                names.
         """
         rows = len(completions)
         names = read_column(columns, self.column, rows, self.__name__)
         truths = read_column(columns, self.truth, rows, self.__name__)
         jobs: dict[str, list[tuple[int, Any]]] = {}
-        for row, (given, truth) in enumerate(zip(names, truths, strict=True)):
-            for name, own in self._named(f"row {row}" if rows > 1 else "a row", given, truth):
-                jobs.setdefault(name, []).append((row, own))
+        for row, (names_of_row, truth) in enumerate(zip(names, truths, strict=True)):
+            for name, truth_of_name in self._verifiers_of(
+                f"row {row}" if rows > 1 else "a row", names_of_row, truth
+            ):
+                jobs.setdefault(name, []).append((row, truth_of_name))
         scores: list[float | None] = [None] * rows
         log = columns.get("log_metric")
         for name, job in jobs.items():
-            found = self._judge(name, job, {**columns, "completions": completions}, rows)
-            for (row, _), score in zip(job, found, strict=True):
+            job_scores = self._score(name, job, {**columns, "completions": completions}, rows)
+            for (row, _), score in zip(job, job_scores, strict=True):
                 if score is not None:
                     scores[row] = (scores[row] or 0.0) + self.weights.get(name, 1.0) * score
-            _report(log, name, found)
+            _report(log, name, job_scores)
         _report(log, self.__name__, scores)
         return scores
 
     def check(self, names: Iterable[Any]) -> None:
-        """Look through the names in a dataset before training, and prepare those verifiers.
+        """Validate the names in a dataset before training, and prepare those verifiers.
 
         Args:
-            names: the values of the column.
+            names: the values of ``column``.
 
         Raises:
-            RewardError: one is not known.
-            ConfigError: one cannot run on this machine.
+            RewardError: a name is unknown.
+            ConfigError: a verifier cannot run on this machine.
         """
         used: set[str] = set()
-        for row, given in enumerate(names):
-            several = isinstance(given, (list, tuple))
-            known = self._named(f"row {row}", given, [None] * len(given) if several else None)
+        for row, names_of_row in enumerate(names):
+            several = isinstance(names_of_row, (list, tuple))
+            known = self._verifiers_of(
+                f"row {row}", names_of_row, [None] * len(names_of_row) if several else None
+            )
             used.update(name for name, _ in known)
         for name in sorted(used):
             verifier = self.verifiers[name]
             if isinstance(verifier, Verifier):
                 verifier.prepare()
 
-    def _named(self, row: str, given: Any, truth: Any) -> list[tuple[str, Any]]:
-        if given is None:
+    def _verifiers_of(self, row: str, names_of_row: Any, truth: Any) -> list[tuple[str, Any]]:
+        if names_of_row is None:
             return []
-        several = isinstance(given, (list, tuple))
-        names = list(given) if several else [given]
+        several = isinstance(names_of_row, (list, tuple))
+        names = list(names_of_row) if several else [names_of_row]
         truths = truth if several else [truth]
         if not isinstance(truths, (list, tuple)) or len(truths) != len(names):
             raise RewardError(
@@ -117,24 +121,24 @@ class ByColumn:
             )
         known = []
         for name in names:
-            own = self.rename.get(name, name) if isinstance(name, str) else name
-            if isinstance(own, str) and own not in self.verifiers:
-                own = own.lower()  # datasets write GSM8K and MATH
-            if not isinstance(own, str) or own not in self.verifiers:
-                raise RewardError(self._unknown(own, row))
-            known.append(own)
+            known_name = self.rename.get(name, name) if isinstance(name, str) else name
+            if isinstance(known_name, str) and known_name not in self.verifiers:
+                known_name = known_name.lower()  # datasets write GSM8K and MATH
+            if not isinstance(known_name, str) or known_name not in self.verifiers:
+                raise RewardError(self._unknown(known_name, row))
+            known.append(known_name)
         return list(zip(known, truths, strict=True))
 
     def _unknown(self, name: Any, where: str) -> str:
         near = difflib.get_close_matches(str(name), self.verifiers, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return (
-            f"{self.__name__}: {where} names the verifier {name!r}, which is not known{hint} (there"
-            f" are {', '.join(self.verifiers)}; others: ByColumn({{..., {str(name)!r}: function}})"
-            " or rename)"
+            f"{self.__name__}: unknown verifier {name!r} in {where}{hint} (known:"
+            f" {', '.join(self.verifiers)}; add yours with ByColumn({{..., {str(name)!r}:"
+            " function}) or map the name with rename)"
         )
 
-    def _judge(
+    def _score(
         self, name: str, job: list[tuple[int, Any]], columns: dict[str, Any], rows: int
     ) -> list[float | None]:
         function = self.verifiers[name]
@@ -146,19 +150,19 @@ class ByColumn:
         truths = [truth for _, truth in job]
         chosen |= {self.truth: truths, getattr(function, "column", None) or self.truth: truths}
         chosen |= {key: columns[key] for key in REPORTS if key in columns and key != "log_extra"}
-        found = list(function(**accepted(function, chosen)))
-        if len(found) != len(job):
+        scores = list(function(**accepted(function, chosen)))
+        if len(scores) != len(job):
             raise RewardError(
-                f"verifier {name} returned {len(found)} scores for {len(job)} completions"
+                f"verifier {name} returned {len(scores)} scores for {len(job)} completions"
             )
-        for score in found:
+        for score in scores:
             if score is not None and not math.isfinite(score):
                 raise RewardError(f"verifier {name} returned {score}, not a finite number")
-        return found
+        return scores
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function takes."""
+    """The keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered

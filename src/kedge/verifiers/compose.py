@@ -1,4 +1,4 @@
-"""The usual mixture: a reward model, verifiers, a format reward, and a penalty for not stopping."""
+"""The usual mixture: reward model, verifiers, format reward, and a penalty for missing EOS."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ VERIFIERS: dict[str, RewardFunc] = {
 
 
 def by_column(verifiers: Mapping[str, RewardFunc] | None = None, **options: Any) -> ByColumn:
-    """Verifiers chosen by a dataset column: the built-in ones, and yours.
+    """Verifiers selected by a dataset column: the built-in ones and your own.
 
     Args:
-        verifiers: more of them, or others under the same names.
+        verifiers: additional verifiers, or replacements under the same names.
         options: of ``ByColumn``: column, truth, weights, rename, name.
     """
     return ByColumn(VERIFIERS | dict(verifiers or {}), **options)
@@ -41,7 +41,7 @@ def by_column(verifiers: Mapping[str, RewardFunc] | None = None, **options: Any)
 
 @dataclass(frozen=True, slots=True)
 class RewardMix:
-    """What a trainer and its config are given for a mixture of rewards.
+    """Arguments for a trainer and its config that set up a mixture of rewards.
 
     Attributes:
         trainer: keyword arguments of the trainer: reward_model, reward_funcs, reward_weights.
@@ -64,10 +64,10 @@ def reward_mix(
     non_stop_penalty: bool = False,
     penalty_reward_value: float = -1.0,
 ) -> RewardMix:
-    """The mixture of open-instruct's PPO, under its names.
+    """The reward mixture of open-instruct's PPO, with its option names.
 
         score = multiplier * model + verification_reward * verifiers + format
-        score = penalty_reward_value, instead, where the response did not stop
+        score = penalty_reward_value               if the response did not stop
 
     Use it as ``PPOTrainer(PPOConfig(..., **mix.config), ..., **mix.trainer)``.
 
@@ -75,20 +75,23 @@ def reward_mix(
         reward_model: a model, or its name or path.
         reward_model_multiplier: weight of the model; at 0 it is not loaded.
         verifiers: one or several; the default is ``by_column()``.
-        apply_verifiable_reward: whether verifiers count; the default: if any are given.
+        apply_verifiable_reward: whether to use verifiers; default: if any are given.
         verification_reward: weight of the verifiers.
         add_r1_style_format_reward: reward ``...</think> <answer>...</answer>``.
-        r1_style_format_reward: how much.
-        non_stop_penalty: whether a response without stop token scores ``penalty_reward_value``.
+        r1_style_format_reward: size of that reward.
+        non_stop_penalty: a response without stop token scores ``penalty_reward_value``.
         penalty_reward_value: see above.
 
     Raises:
-        ConfigError: nothing is left to score with, or verifiers are given and switched off.
+        ConfigError: no reward is left, or verifiers are given but switched off.
     """
     if apply_verifiable_reward is None:
         apply_verifiable_reward = verifiers is not None
     if verifiers is not None and not apply_verifiable_reward:
-        raise ConfigError("verifiers are given, but apply_verifiable_reward=False leaves them out")
+        raise ConfigError(
+            "verifiers were given, but apply_verifiable_reward=False ignores them; drop one of"
+            " the two"
+        )
     functions: list[RewardFunc] = []
     weights: list[float] = []
     model = reward_model if reward_model_multiplier else None
@@ -101,8 +104,8 @@ def reward_mix(
         weights.append(r1_style_format_reward)
     if model is None and not functions:
         raise ConfigError(
-            f"nothing is left to score with: reward_model_multiplier={reward_model_multiplier} and"
-            " no verifier; set apply_verifiable_reward=True, or give a reward_model"
+            f"no reward is left: reward_model_multiplier={reward_model_multiplier} and no verifier;"
+            " set apply_verifiable_reward=True, or pass a reward_model with a nonzero multiplier"
         )
     trainer: dict[str, Any] = {"reward_weights": weights}
     if model is not None:

@@ -1,7 +1,7 @@
-"""One function per instruction type of IFEval: does a text follow it?
+"""One function per IFEval instruction type: does a text follow it?
 
-Every function takes the text and the arguments under the dataset's names.  An argument that makes
-no sense raises ValueError or TypeError; a text never makes one raise.
+Every function takes the text and the arguments under the dataset's names.  An invalid argument
+raises ValueError or TypeError; no text raises.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _QUOTES = ('"', "\N{LEFT DOUBLE QUOTATION MARK}", "\N{RIGHT DOUBLE QUOTATION MAR
 
 
 def related(count: int, relation: str, number: float) -> bool:
-    """Whether ``count`` stands in a relation to ``number``.
+    """Whether a relation between ``count`` and ``number`` holds.
 
     Raises:
-        ValueError: there is no such relation.
+        ValueError: the relation is unknown.
     """
     relations: dict[str, bool] = {
         "at least": count >= number,
@@ -46,11 +46,11 @@ def related(count: int, relation: str, number: float) -> bool:
 
 
 def sentences(text: str) -> int:
-    """How many sentences a text has; the end of a paragraph ends one too."""
-    return sum(_sentences_of(paragraph) for paragraph in re.split(r"\n[^\S\n]*\n", text))
+    """Number of sentences; the end of a paragraph also ends a sentence."""
+    return sum(_count_sentences(paragraph) for paragraph in re.split(r"\n[^\S\n]*\n", text))
 
 
-def _sentences_of(paragraph: str) -> int:
+def _count_sentences(paragraph: str) -> int:
     count = start = 0
     for end in _END.finditer(paragraph):
         if _ends(paragraph, end):
@@ -60,7 +60,7 @@ def _sentences_of(paragraph: str) -> int:
 
 
 def _ends(paragraph: str, mark: re.Match[str]) -> bool:
-    """Whether a mark ends a sentence, and is not part of 3.14, example.com or Dr. No."""
+    """Whether a punctuation mark ends a sentence (not in 3.14, example.com or Dr. No)."""
     after = paragraph[mark.end() : mark.end() + 1]
     if mark[0].isascii() and after and not (after.isspace() or after in _CLOSING):
         return False
@@ -69,49 +69,49 @@ def _ends(paragraph: str, mark: re.Match[str]) -> bool:
 
 
 def existence(text: str, *, keywords: Sequence[str]) -> bool:
-    """All keywords occur, in any case, also within words."""
+    """All keywords occur, ignoring case, also inside words."""
     folded = text.casefold()
     return all(word.casefold() in folded for word in _words(keywords))
 
 
 def forbidden(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    """None of the words occurs as a word of its own, in any case."""
-    found = rf"(?<!\w)(?:{'|'.join(re.escape(word) for word in _words(forbidden_words))})(?!\w)"
-    return re.search(found, text, re.IGNORECASE) is None
+    """None of the words occurs as a whole word, ignoring case."""
+    pattern = rf"(?<!\w)(?:{'|'.join(re.escape(word) for word in _words(forbidden_words))})(?!\w)"
+    return re.search(pattern, text, re.IGNORECASE) is None
 
 
 def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """A keyword occurs so many times, in any case, also within words."""
+    """The keyword count satisfies the relation, ignoring case, also inside words."""
     (word,) = _words([keyword])
     return related(text.casefold().count(word.casefold()), relation, frequency)
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """A letter or sign occurs so many times, in any case."""
+    """The count of a character satisfies the relation, ignoring case."""
     if len(letter) != 1:
         raise ValueError(f"letter={letter!r} must be one character")
     return related(text.casefold().count(letter.casefold()), let_relation, let_frequency)
 
 
 def response_language(text: str, *, language: str) -> bool:
-    """The text is in a language, named by its two-letter code."""
+    """The text is in a language, given by its two-letter code."""
     if language not in KNOWN:
         raise ValueError(f"language={language!r} is not among {', '.join(sorted(KNOWN))}")
     return written_in(text, language)
 
 
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
-    """So many sentences."""
+    """The number of sentences satisfies the relation."""
     return related(sentences(text), relation, num_sentences)
 
 
 def number_words(text: str, *, num_words: int, relation: str) -> bool:
-    """So many words: runs of letters, digits and underscores."""
+    """The number of words (runs of letters, digits, underscores) satisfies the relation."""
     return related(sum(1 for _ in _WORD.finditer(text)), relation, num_words)
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """So many paragraphs, with the divider *** between them, none empty."""
+    """Exactly this many non-empty paragraphs, separated by ***."""
     parts = [part.strip() for part in _DIVIDER.split(text)]
     parts = parts[not parts[0] : len(parts) - (not parts[-1])]
     return len(parts) == num_paragraphs and all(parts)
@@ -120,9 +120,11 @@ def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
 def nth_paragraph_first_word(
     text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """So many paragraphs, with blank lines between them, and one of them begins with a word."""
+    """This many paragraphs, separated by blank lines; the nth begins with a given word."""
     if not 1 <= nth_paragraph <= num_paragraphs:
-        raise ValueError(f"nth_paragraph={nth_paragraph} of num_paragraphs={num_paragraphs}")
+        raise ValueError(
+            f"nth_paragraph={nth_paragraph} must be between 1 and num_paragraphs={num_paragraphs}"
+        )
     parts = [part for part in re.split(r"\n[^\S\n]*\n", text) if part.strip()]
     if len(parts) != num_paragraphs:
         return False
@@ -131,12 +133,12 @@ def nth_paragraph_first_word(
 
 
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """At least so many placeholders such as [address]."""
+    """At least this many placeholders such as [address]."""
     return len(_PLACEHOLDER.findall(text)) >= num_placeholders
 
 
 def postscript(text: str, *, postscript_marker: str) -> bool:
-    """A postscript: the marker, and words behind it."""
+    """A postscript: the marker followed by words."""
     letters = re.findall(r"[A-Za-z]", postscript_marker)
     if not letters:
         raise ValueError(f"postscript_marker={postscript_marker!r} has no letters")
@@ -145,7 +147,7 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
 
 
 def number_bullets(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many bullet points."""
+    """Exactly this many bullet points."""
     return len(_BULLET.findall(text)) == num_bullets
 
 
@@ -155,19 +157,19 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlights(text: str, *, num_highlights: int) -> bool:
-    """At least so many highlighted parts, such as *this* or **this**."""
+    """At least this many highlighted spans, such as *this* or **this**."""
     return sum(1 for _ in _HIGHLIGHT.finditer(text)) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many sections, each begun by a word and a number."""
+    """At least this many sections, each starting with the word and a number."""
     (word,) = _words([section_spliter.strip()])
-    found = re.findall(rf"(?<!\w){re.escape(word)}[^\S\n]?(?:[0-9]+|[IVXLC]+)\b", text)
-    return len(found) >= num_sections
+    headings = re.findall(rf"(?<!\w){re.escape(word)}[^\S\n]?(?:[0-9]+|[IVXLC]+)\b", text)
+    return len(headings) >= num_sections
 
 
 def json_format(text: str) -> bool:
-    """All of it is a JSON object or list; a fence of three backticks may stand around it."""
+    """The whole text is a JSON object or list, optionally in a ``` code fence."""
     body = text.strip()
     if body.startswith("```") and body.endswith("```") and "\n" in body:
         body = body[:-3].partition("\n")[2]
@@ -178,19 +180,19 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """A title in double angular brackets."""
+    """Contains a title in double angle brackets."""
     return _TITLE.search(text) is not None
 
 
 def two_responses(text: str) -> bool:
-    """Two different responses with ****** between them."""
+    """Two different responses, separated by ******."""
     parts = [part.strip() for part in _STARS.split(text)]
     parts = parts[not parts[0] : len(parts) - (not parts[-1])]
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 
 def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    """It begins with the request, word for word."""
+    """Begins with the request, word for word."""
     request = " ".join(prompt_to_repeat.casefold().split())
     if not request:
         raise ValueError("prompt_to_repeat is empty")
@@ -198,41 +200,41 @@ def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
 
 
 def end_checker(text: str, *, end_phrase: str) -> bool:
-    """It ends with a phrase."""
+    """Ends with a phrase."""
     end = text.strip().strip("".join(_QUOTES)).strip().casefold()
     return end.endswith(end_phrase.strip().strip('"').casefold())
 
 
 def quotation(text: str) -> bool:
-    """All of it stands in double quotation marks."""
+    """The whole text is in double quotation marks."""
     text = text.strip()
     return len(text) > 2 and text[0] in _QUOTES and text[-1] in _QUOTES
 
 
 def capital(text: str) -> bool:
-    """English, in capital letters."""
+    """English, all uppercase."""
     return text.isupper() and detect_language(text) in ("en", None)
 
 
 def lowercase(text: str) -> bool:
-    """English, in small letters."""
+    """English, all lowercase."""
     return text.islower() and detect_language(text) in ("en", None)
 
 
 def capital_words(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """So many words all in capitals."""
+    """The number of all-uppercase words satisfies the relation."""
     count = sum(word[0].isupper() for word in _SPELLED.finditer(text))
     return related(count, capital_relation, capital_frequency)
 
 
 def no_comma(text: str) -> bool:
-    """No comma, of any script."""
+    """No comma in any script."""
     return not any(comma in text for comma in (",", "\uff0c", "\u060c"))
 
 
 def _words(words: Sequence[str]) -> list[str]:
     if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
-        raise ValueError(f"expected a list of words, found {words!r}")
+        raise ValueError(f"expected a list of words, got {words!r}")
     return list(words)
 
 

@@ -1,4 +1,4 @@
-"""Instructions whose following can be checked (IFEval)."""
+"""Verifiable instruction following (IFEval)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ EXAMPLE = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
 class ConstraintVerifier:
     """A verifier of the instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
-    A row holds ``instruction_id_list`` and ``kwargs`` (one mapping each) in columns of their own,
-    as in the dataset, or both as a mapping, or JSON of one, in the column with the ground truth.
-    What stands before ``</think>`` is not looked at, nor are ``<answer>`` tags.  A blank response
-    follows no instruction.
+    A row holds ``instruction_id_list`` and ``kwargs`` (one mapping per instruction) in two columns,
+    as in the dataset, or both as a mapping or JSON object in the ground-truth column.  Text before
+    ``</think>`` and ``<answer>`` tags are ignored.  A blank response follows no instruction.
 
     Args:
         score: ``"mean"``, the share of instructions followed, or ``"all"``, 1 only if all are.
@@ -46,7 +45,7 @@ class ConstraintVerifier:
         """Score all rows.
 
         Raises:
-            RewardError: an instruction is not known, or its arguments are missing or unusable.
+            RewardError: an instruction is unknown, or its arguments are missing or invalid.
         """
         if self.column in columns:
             truths = read_column(columns, self.column, len(completions), self.__name__)
@@ -66,27 +65,26 @@ def followed(response: str, instruction: str, arguments: dict[str, Any], name: s
     """Whether a response follows one instruction.
 
     Args:
-        response: all of it.
+        response: the whole response.
         instruction: a key of ``CHECKS``, such as ``"punctuation:no_comma"``.
-        arguments: of the instruction; those that are None count as missing.
+        arguments: of the instruction; None counts as missing.
         name: of the verifier, for messages.
 
     Raises:
-        RewardError: the instruction is not known, or its arguments are missing or unusable.
+        RewardError: the instruction is unknown, or its arguments are missing or invalid.
     """
     check: Callable[..., bool] | None = CHECKS.get(instruction)
     if check is None:
         raise RewardError(
-            f"verifier {name}: the instruction {instruction!r} is not known; there are"
-            f" {', '.join(CHECKS)}"
+            f"verifier {name}: unknown instruction {instruction!r}; known: {', '.join(CHECKS)}"
         )
-    given = {key: value for key, value in arguments.items() if value is not None}
+    known = {key: value for key, value in arguments.items() if value is not None}
     text = _visible(response)
     try:
-        return bool(text.strip()) and check(text, **given)
+        return bool(text.strip()) and check(text, **known)
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardError(
-            f"verifier {name}: the arguments {given} of {instruction!r} cannot be used: {error}"
+            f"verifier {name}: invalid arguments {known} for {instruction!r}: {error}"
         ) from error
 
 
@@ -95,19 +93,18 @@ def _check(text: str, truth: Any, *, every: bool, name: str) -> float:
     ids, kwargs = record.get("instruction_id_list"), record.get("kwargs")
     if not isinstance(ids, list) or not ids:
         raise RewardError(
-            f"verifier {name}: the ground truth lists no instructions; expected for example"
-            f" {EXAMPLE}"
+            f"verifier {name}: the ground truth must list instructions, for example {EXAMPLE}"
         )
     kwargs = [{}] * len(ids) if kwargs is None else kwargs
     if not isinstance(kwargs, list) or len(kwargs) != len(ids):
         raise RewardError(
             f"verifier {name}: kwargs must be a list of {len(ids)} mappings, one for each of {ids}"
         )
-    done = [
-        followed(text, instruction, dict(own or {}), name)
-        for instruction, own in zip(ids, kwargs, strict=True)
+    results = [
+        followed(text, instruction, dict(options or {}), name)
+        for instruction, options in zip(ids, kwargs, strict=True)
     ]
-    return float(all(done)) if every else sum(done) / len(done)
+    return float(all(results)) if every else sum(results) / len(results)
 
 
 def _visible(response: str) -> str:

@@ -1,4 +1,4 @@
-"""Rewards for the form of a response: ``<think>...</think> <answer>...</answer>``."""
+"""Rewards for the format of a response: ``<think>...</think> <answer>...</answer>``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kedge.verifiers.base import Verifier
 
 
 def has_think_answer(text: str, *, strict: bool = True, opened: bool = False) -> bool:
-    """Whether a response thinks, then answers.
+    """Whether a response has a thinking part followed by an answer.
 
-    Strict: ``<think>thought</think> <answer>answer</answer>`` and nothing else, each tag once,
-    neither part blank.  Otherwise: somewhere ``</think>``, only blanks, ``<answer>``, and later
-    ``</answer>``.
+    Strict: exactly ``<think>thought</think> <answer>answer</answer>``, each tag once, neither part
+    blank.  Otherwise: ``</think>``, optional whitespace, ``<answer>``, and later ``</answer>``
+    anywhere in the response.
 
     Args:
         text: the response.
         strict: see above.
-        opened: the prompt already ended in ``<think>``, so that the response begins inside.
+        opened: the prompt already ends in ``<think>``, so the response starts inside the thought.
     """
     if not strict:
         return _loose(text)
@@ -40,8 +40,8 @@ def has_think_answer(text: str, *, strict: bool = True, opened: bool = False) ->
 def _loose(text: str) -> bool:
     end = text.rfind("</answer>")
     head = text[: max(end, 0)]
-    pieces = head.split("</think>")[1:]  # each begins right behind a </think>
-    return any(piece.lstrip()[:8] == "<answer>" for piece in pieces)
+    tails = head.split("</think>")[1:]  # each starts right after a </think>
+    return any(tail.lstrip()[:8] == "<answer>" for tail in tails)
 
 
 def format_reward(*, strict: bool = True, opened: bool = False, name: str = "format") -> Verifier:
@@ -62,13 +62,13 @@ def _check(text: str, _: Any, *, strict: bool, opened: bool) -> float:
 def tag_count_reward(
     tags: Sequence[str] = ("<think>", "</think>", "<answer>", "</answer>"),
 ) -> Verifier:
-    """A reward that grows with the tags that are there: the share that occurs exactly once.
+    """A reward for the share of tags that occur exactly once.
 
     Args:
-        tags: what is looked for.
+        tags: the tags to count.
 
     Raises:
-        ConfigError: there is no tag.
+        ConfigError: no tag, or an empty one.
     """
     if not tags or not all(tags):
         raise ConfigError(f"tags={list(tags)} must name at least one tag, none empty")
@@ -80,7 +80,7 @@ def _share(text: str, _: Any, *, tags: tuple[str, ...]) -> float:
 
 
 def _thinks_first(text: str, _: Any) -> float:
-    """1 where the text begins with ``<think>``, the only one, and closes it."""
+    """1 if the text begins with its only ``<think>`` and closes it."""
     rest = text.removeprefix("<think>")
     return float(rest != text and "<think>" not in rest and "</think>" in rest)
 

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001  (letters of many scripts)
-"""Which language a text is written in: by its script, then by its commonest words.
+"""Language detection by script, then by the most common words.
 
-Enough to tell whether an instruction to answer in a language was followed; no more.
+Accurate enough to check an instruction to answer in a language; not a general detector.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-MAX_LETTERS = 20_000  # of a text that are looked at
-SHARE = 0.5  # of the letters that must be in the language's script
+MAX_LETTERS = 20_000  # read from a text
+SHARE = 0.5  # of the letters that must be in the script of the language
 
 _SCRIPTS = {
     "latin": ((0x41, 0x5A), (0x61, 0x7A), (0xC0, 0x24F), (0x1E00, 0x1EFF)),
@@ -99,7 +99,7 @@ _WORDS = {
         "थियो छौं गर्नुहोस् गर्छ तर एक",
     },
 }  # fmt: skip
-_LETTERS = {  # that few other languages of the script use
+_LETTERS = {  # rare in the other languages of the script
     "vi": "ăđơưạảấầẩẫậắằẳẵặẹẻẽếềểễệỉịọỏốồổỗộớờởỡợụủứừửữựỳỵỷỹ",
     "de": "ßäöü", "fi": "äö", "sv": "åäö",
     "da": "æø", "no": "æø", "fr": "çœêèàù", "es": "ñ¿¡", "pt": "ãõç", "tr": "ğışç", "pl": "ąęłśżźć",
@@ -118,7 +118,7 @@ _TOKEN = re.compile(r"[^\s\d.,;:!?()\[\]{}\"“”«»*_#/|<>।؟،…—–-]+
 
 
 def detect_language(text: str) -> str | None:
-    """The two-letter code of the language, or None if there is too little to tell."""
+    """The two-letter code of the language, or None if the text is too short or mixed."""
     text = text[:MAX_LETTERS].casefold()
     scripts = Counter(_script(ord(letter)) for letter in text if letter.isalpha())
     total = sum(scripts.values())
@@ -133,10 +133,10 @@ def detect_language(text: str) -> str | None:
 
 
 def written_in(text: str, code: str) -> bool:
-    """Whether a text is in a language.
+    """Whether a text is written in a language.
 
     Args:
-        text: what to look at.
+        text: the text.
         code: one of ``KNOWN``.
     """
     return detect_language(text) == code

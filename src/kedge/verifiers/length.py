@@ -12,7 +12,7 @@ LengthReward = Callable[..., list[float | None]]
 
 
 def soft_overlong_punishment(*, max_length: int, cache: int) -> LengthReward:
-    """A punishment that grows over the last tokens before the limit.
+    """A penalty that grows over the last tokens before the limit.
 
         0                                  for |y| <= max_length - cache
         (max_length - cache - |y|) / cache for |y| <= max_length
@@ -22,10 +22,10 @@ def soft_overlong_punishment(*, max_length: int, cache: int) -> LengthReward:
 
     Args:
         max_length: longest response, in tokens.
-        cache: width of the punished interval, in tokens.
+        cache: width of the penalized interval, in tokens.
 
     Raises:
-        ConfigError: the sizes do not fit.
+        ConfigError: ``cache`` is not in 1..``max_length``.
     """
     if not 0 < cache <= max_length:
         raise ConfigError(f"cache={cache} must be at least 1 and at most max_length={max_length}")
@@ -38,20 +38,20 @@ def soft_overlong_punishment(*, max_length: int, cache: int) -> LengthReward:
 
 
 def length_close_to(*, column: str = "ground_truth", slope: float = 1.0) -> LengthReward:
-    """1 at the wanted length, falling in proportion to the relative distance, never below 0.
+    """1 at the target length, decreasing linearly with the relative distance, never below 0.
 
-        max(0, 1 - slope * | |y| - wanted | / wanted)
+        max(0, 1 - slope * | |y| - target | / target)
 
     Args:
-        column: dataset column with the wanted length in tokens.
+        column: dataset column with the target length in tokens.
         slope: steepness.
     """
 
     def length_close(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
-        wanted = _wanted(columns, column, len(completion_ids), "length_close")
+        targets = _read_lengths(columns, column, len(completion_ids), "length_close")
         return [
             None if n is None else max(0.0, 1.0 - slope * abs(len(ids) - n) / n)
-            for ids, n in zip(completion_ids, wanted, strict=True)
+            for ids, n in zip(completion_ids, targets, strict=True)
         ]
 
     return length_close
@@ -60,7 +60,7 @@ def length_close_to(*, column: str = "ground_truth", slope: float = 1.0) -> Leng
 def length_at_most(
     *, column: str = "ground_truth", slope: float = 0.01, offset: float = 0.5
 ) -> LengthReward:
-    """Falls with the tokens used, and lies between 0 and 1.
+    """Decreases with the number of tokens; between 0 and 1.
 
         clip(slope * (allowed - |y|) + offset, 0, 1)
 
@@ -73,7 +73,7 @@ def length_at_most(
     """
 
     def length_max(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
-        allowed = _wanted(columns, column, len(completion_ids), "length_max")
+        allowed = _read_lengths(columns, column, len(completion_ids), "length_max")
         return [
             None if n is None else min(1.0, max(0.0, slope * (n - len(ids)) + offset))
             for ids, n in zip(completion_ids, allowed, strict=True)
@@ -82,7 +82,7 @@ def length_at_most(
     return length_max
 
 
-def _wanted(columns: dict[str, Any], column: str, rows: int, name: str) -> list[int | None]:
+def _read_lengths(columns: dict[str, Any], column: str, rows: int, name: str) -> list[int | None]:
     values = read_column(columns, column, rows, name)
     for value in values:
         usable = isinstance(value, (int, float)) and not isinstance(value, bool)

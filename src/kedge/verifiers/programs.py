@@ -1,4 +1,4 @@
-"""Rewards for programs: does the code of a response pass its tests?"""
+"""Rewards for code: does the program in a response pass its tests?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kedge.errors import RewardError
 from kedge.verifiers.base import Unanswered, Verifier, read_record
 from kedge.verifiers.sandbox.sandbox import Sandbox
 
-MAX_LETTERS = 200_000  # of a program; a longer one scores 0
+MAX_LETTERS = 200_000  # per program; a longer one scores 0
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3"]} or {"inputs": ["1 2"], "outputs": ["3"]}'
 _PYTHON = ("", "python", "py", "python3")
 _TILDES = re.compile(r"^([ \t]*)~~~", re.MULTILINE)
@@ -30,31 +30,31 @@ def code_verifier(
 ) -> Verifier:
     """A verifier of Python programs: 1 if the code of a response passes all its tests, else 0.
 
-    The code is the last fenced block of the response that defines what is under test (without
-    ``entry_point``: anything that a test names), else its last Python block, else all of it.  The
-    ground truth is a mapping, or JSON of one:
+    The code is the last fenced block that defines the code under test (without ``entry_point``: any
+    name used in a test), else the last Python block, else the whole response.  The ground truth is
+    a mapping or a JSON object:
 
-    * ``tests`` (or ``test``): text, or a list of texts, each Python that raises unless the solution
-      is right.  They see functions, classes and constants of the solution by name.
-    * ``entry_point``: optional; the function or class under test, to which a test may also refer as
+    * ``tests`` (or ``test``): a string or list of strings of Python that raises unless the solution
+      is correct.  Functions, classes and constants of the solution are available by name.
+    * ``entry_point``: optional; the function or class under test, also available to tests as
       ``candidate``.  If a test defines ``check``, ``check(candidate)`` is called, as in HumanEval.
-    * ``prefix`` (or ``prompt``): optional; trusted code in front of the response's.
-    * or ``inputs`` and ``outputs``: lists of texts; the program reads one from standard input and
-      must print the other.  Blanks at the end of lines do not count.
+    * ``prefix`` (or ``prompt``): optional; trusted code placed before that of the response.
+    * or ``inputs`` and ``outputs``: lists of strings; the program reads one from standard input and
+      must print the other.  Trailing whitespace is ignored.
 
-    Code that takes too long or breaks its process scores 0 and is counted in ``timeouts/<name>`` or
+    Code that times out or crashes its process scores 0 and is counted in ``timeouts/<name>`` or
     ``crashes/<name>``.
 
-    Programs run only where the kernel isolates them: with bubblewrap or in user namespaces.
-    Elsewhere the first call, and a trainer before it loads a model, raises ConfigError.
+    Programs run only under kernel isolation: bubblewrap or user namespaces.  Without it, the first
+    call raises ConfigError, and so does a trainer before it loads a model.
 
     Args:
         column: dataset column with the ground truth.
-        sandbox: limits and isolation, or the isolation alone: ``"bubblewrap"``, ``"namespaces"`` or
-            ``"audit"``, which does not need the kernel's help and does not stop a program that
-            attacks the interpreter.  The default is ``Sandbox()``.
+        sandbox: limits and isolation, or only the isolation: ``"bubblewrap"``, ``"namespaces"`` or
+            ``"audit"``, which needs no kernel support but does not stop a program that attacks the
+            interpreter.  Default: ``Sandbox()``.
         partial_credit: score the share of tests passed.
-        workers: solutions run at the same time; the default is the number of processors.
+        workers: solutions run concurrently; default: the number of CPUs.
         name: of the verifier.
     """
     chosen = Sandbox(isolation=sandbox) if isinstance(sandbox, str) else sandbox or Sandbox()
@@ -71,18 +71,18 @@ def extract_code(response: str, entry_point: str = "", tests: Sequence[str] = ()
     """The program in a response.
 
     Args:
-        response: all of it.
-        entry_point: what is under test, if it has a name.
-        tests: without one, blocks that define a name in these go before those that do not.
+        response: the whole response.
+        entry_point: name of the function or class under test, if known.
+        tests: without ``entry_point``, blocks that define a name used in these are preferred.
     """
-    pieces = _TILDES.sub(r"\1```", response).split("```")
+    parts = _TILDES.sub(r"\1```", response).split("```")
     blocks = []
-    for before, block in zip(pieces[::2], pieces[1::2], strict=False):
+    for before, block in zip(parts[::2], parts[1::2], strict=False):
         language, _, body = block.partition("\n")
         if (language.split() or [""])[0].strip("{}.").lower() not in _PYTHON:
             continue
         indent = before.rpartition("\n")[2]
-        if indent and indent.isspace():  # within a list
+        if indent and indent.isspace():  # inside a list
             body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
         blocks.append(body)
     if not blocks:
@@ -100,7 +100,7 @@ def _check(text: str, truth: Any, *, sandbox: Sandbox, share: bool, name: str) -
     code = extract_code(text, entry_point, tests)
     if len(code) > MAX_LETTERS:
         return 0.0
-    joint = "\n" if code is not text else ""  # a bare response goes on where the prefix ends
+    joint = "\n" if code is not text else ""  # a bare response continues the prefix directly
     program = f"{prefix}{joint}{code}".replace("\x00", "")
     if "inputs" in record:
         inputs, outputs = _cases(record, name)
@@ -122,11 +122,13 @@ def _tests(record: dict[str, Any], entry_point: str, name: str) -> list[str]:
     tests = [tests] if isinstance(tests, str) else tests
     if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
         raise RewardError(
-            f"verifier {name}: the ground truth has no tests (keys {sorted(record)}); expected for"
-            f" example {EXAMPLE}"
+            f"verifier {name}: the ground truth must have tests, for example {EXAMPLE}; got keys"
+            f" {sorted(record)}"
         )
     if entry_point and not entry_point.isidentifier():
-        raise RewardError(f"verifier {name}: entry_point={entry_point!r} is no name of a function")
+        raise RewardError(
+            f"verifier {name}: entry_point must be the name of a function, got {entry_point!r}"
+        )
     call = "\ncheck(candidate)" if entry_point else ""
     return [f"{test}{call if 'def check(' in test else ''}" for test in tests]
 
@@ -136,8 +138,8 @@ def _cases(record: dict[str, Any], name: str) -> tuple[list[str], list[str]]:
     lists = isinstance(inputs, list) and isinstance(outputs, list)
     if not lists or not inputs or len(inputs) != len(outputs or ()):
         raise RewardError(
-            f"verifier {name}: inputs and outputs must be lists of texts of equal length; expected"
-            f" for example {EXAMPLE}"
+            f"verifier {name}: inputs and outputs must be non-empty lists of strings of equal"
+            f" length, for example {EXAMPLE}"
         )
     return [str(text) for text in inputs], [str(text) for text in outputs or ()]
 
@@ -151,12 +153,12 @@ def _run_cases(
     stop_early: bool,
 ) -> tuple[list[bool], str]:
     passed, stopped = [], ""
-    for given, wanted in zip(inputs, outputs, strict=True):
-        outcome = sandbox.run(program, given)
-        right = not outcome.stopped and _lines(outcome.output) == _lines(wanted)
-        passed.append(right)
+    for stdin, expected in zip(inputs, outputs, strict=True):
+        outcome = sandbox.run(program, stdin)
+        correct = not outcome.stopped and _lines(outcome.output) == _lines(expected)
+        passed.append(correct)
         stopped = stopped or outcome.stopped
-        if stop_early and not right:
+        if stop_early and not correct:
             break
     return passed, stopped
 

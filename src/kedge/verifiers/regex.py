@@ -1,4 +1,4 @@
-"""Rewards from regular expressions, also from those that backtrack for ever."""
+"""Rewards from regular expressions, safe against catastrophic backtracking."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def regex_reward(
 ) -> Verifier:
     """A reward of 1 for responses that a regular expression matches, else 0.
 
-    Matching happens in a helper process: a match that takes too long scores 0 and is counted in
-    ``timeouts/<name>``.  ``.`` matches line breaks.
+    Matching runs in a helper process: a match that times out scores 0 and is counted in
+    ``timeouts/<name>``.  ``.`` also matches newlines.
 
     Args:
-        pattern: for all rows; None reads it from ``column``.
+        pattern: used for all rows; None: read from ``column``.
         column: dataset column with the pattern.
         mode: ``"search"`` (anywhere), ``"match"`` (from the start) or ``"fullmatch"``.
-        ignore_case: whether capitals count as small letters.
+        ignore_case: match case-insensitively.
         timeout: seconds of wall clock for one response.
         workers: helper processes.
         name: of the reward.
 
     Raises:
-        ConfigError: the pattern is no regular expression, or an option does not fit.
+        ConfigError: the pattern is not a valid regular expression, or ``mode`` is unknown.
     """
     if mode not in _MODES:
         raise ConfigError(f"mode={mode!r} must be one of {', '.join(_MODES)}")
@@ -46,14 +46,16 @@ def regex_reward(
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ConfigError(f"pattern={pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"pattern={pattern!r} is not a valid regular expression: {error}"
+            ) from error
     pool = WorkerPool(
         "kedge.verifiers.regex:matches", timeout=timeout, size=workers, memory_mb=1024
     )
 
     check = partial(_check, pattern, pool=pool, options=(mode, ignore_case), name=name)
-    column_read = column if pattern is None else None
-    return Verifier(check, name=name, column=column_read, threads=workers)
+    truth_column = column if pattern is None else None
+    return Verifier(check, name=name, column=truth_column, threads=workers)
 
 
 def _check(
@@ -65,19 +67,22 @@ def _check(
     options: tuple[str, bool],
     name: str,
 ) -> float:
-    wanted = truth if pattern is None else pattern
-    if not isinstance(wanted, str):
-        raise RewardError(f"verifier {name}: the ground truth {wanted!r} is no regular expression")
+    expression = truth if pattern is None else pattern
+    if not isinstance(expression, str):
+        raise RewardError(
+            f"verifier {name}: the ground truth must be a regular expression as text, got"
+            f" {expression!r}"
+        )
     try:
-        return float(pool.call(wanted, text, *options))
+        return float(pool.call(expression, text, *options))
     except TaskError as error:
         raise RewardError(
-            f"verifier {name}: the pattern {wanted[:80]!r} cannot be matched: {error}"
+            f"verifier {name}: the pattern {expression[:80]!r} cannot be matched: {error}"
         ) from error
 
 
 def matches(pattern: str, text: str, mode: str, ignore_case: bool) -> bool:
-    """Whether ``pattern`` matches ``text``; what the worker runs."""
+    """The worker task: whether ``pattern`` matches ``text``."""
     flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
     return getattr(re.compile(pattern, flags), mode)(text) is not None
 

@@ -1,8 +1,8 @@
-"""Rewards from another machine, over HTTP.
+"""Rewards from a remote server, over HTTP.
 
 A request is ``POST`` with the JSON
 ``{"prompts": [...], "completions": [...], "columns": {name: [...]}}``;
-the answer is ``{"rewards": [...]}``, one number per completion, or null where it does not apply.
+the response is ``{"rewards": [...]}``, one number or null (not applicable) per completion.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ from kedge.verifiers.base import parallel
 logger = logging.getLogger(__name__)
 
 TOKEN_ENV = "KEDGE_REWARD_TOKEN"
-LONGEST_WAIT = 30.0  # seconds between two attempts
+LONGEST_WAIT = 30.0  # seconds between attempts
 REPORTS = ("log_metric", "log_extra", "trainer_state", "prompt_ids")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class RemoteReward:
-    """A reward function that asks a server, such as ``kedge serve-reward``.
+    """A reward function that queries a server, such as ``kedge serve-reward``.
 
-    The rows are sent in batches, several at a time.  A request that fails for a reason that may
-    pass (no connection, no answer in time, a server that is busy or broken) is repeated, each time
-    after a longer wait; a request that the server refuses is not.
+    Rows are sent in concurrent batches.  Transient failures (no connection, timeout, a busy or
+    failing server) are retried with exponential backoff; rejected requests are not.
 
     Args:
         url: of the server, ``http://`` or ``https://``; without a path, ``/score`` is added.
-        token: sent as ``Authorization: Bearer``; by default the environment variable
-            ``KEDGE_REWARD_TOKEN``, if it is set.
-        batch_size: rows in one request.
-        concurrency: requests at the same time.
+        token: sent as ``Authorization: Bearer``; default: the environment variable
+            ``KEDGE_REWARD_TOKEN``, if set.
+        batch_size: rows per request.
+        concurrency: concurrent requests.
         timeout: seconds for one request, from the first byte to the last.
-        time_limit: seconds for all requests and waits of one call.
-        retries: how often a request is repeated.
-        backoff: seconds before the first repetition, doubled every time.
-        columns: dataset columns to send; None sends all.
-        send_ids: send ``completion_ids``, too.
-        name: of the part in the judgement.
+        time_limit: seconds for one call with all its requests and waits.
+        retries: maximum retries per request.
+        backoff: seconds before the first retry, doubled each time.
+        columns: dataset columns to send; None: all.
+        send_ids: also send ``completion_ids``.
+        name: reward source in the reward output.
 
     Raises:
-        ConfigError: the address cannot be used, or a number does not fit.
+        ConfigError: the URL is invalid, or a number is out of range.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class RemoteReward:
             if not value >= bound:
                 raise ConfigError(f"{option}={value} must be at least {bound}")
         self.__name__ = name
-        self._address = _address(url)
+        self._address = _parse_url(url)
         self._token = token if token is not None else os.environ.get(TOKEN_ENV)
         if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
             raise ConfigError("the token of a remote reward must be one line of printable ASCII")
@@ -87,7 +86,7 @@ class RemoteReward:
         plain = not self._address.secure and self._address.host not in LOOPBACK
         if self._token and plain:
             logger.warning(
-                "the token for %s travels unencrypted: use https, or a tunnel", self._address.shown
+                "the token for %s is sent unencrypted; use https or a tunnel", self._address.shown
             )
 
     def __repr__(self) -> str:
@@ -99,34 +98,34 @@ class RemoteReward:
         """Score all rows.
 
         Raises:
-            RewardError: the server refused, did not answer in time, or answered nonsense.
+            RewardError: the server rejected a request, timed out, or sent an invalid response.
         """
         until = time.monotonic() + self._time_limit
-        sent = self._chosen(columns, len(completions))
+        selected = self._select_columns(columns, len(completions))
         starts = range(0, len(completions), self._batch)
 
-        def ask(start: int) -> list[float | None]:
+        def score_batch(start: int) -> list[float | None]:
             rows = slice(start, start + self._batch)
             body: dict[str, Any] = {
                 "completions": list(completions[rows]),
-                "columns": {name: values[rows] for name, values in sent.items()},
+                "columns": {name: values[rows] for name, values in selected.items()},
             }
             if prompts is not None:
                 body["prompts"] = list(prompts[rows])
-            return self._ask(self._encoded(body), len(body["completions"]), until)
+            return self._request(self._encode(body), len(body["completions"]), until)
 
-        answers = parallel(ask, list(starts), self._concurrency)
+        answers = parallel(score_batch, list(starts), self._concurrency)
         return [reward for answer in answers for reward in answer]
 
-    def _chosen(self, columns: dict[str, Any], rows: int) -> dict[str, list[Any]]:
+    def _select_columns(self, columns: dict[str, Any], rows: int) -> dict[str, list[Any]]:
         skipped = REPORTS if self._send_ids else (*REPORTS, "completion_ids")
         wanted = [key for key in columns if key not in skipped]
         if self._columns is not None:
             missing = [key for key in self._columns if key not in columns]
             if missing:
                 raise RewardError(
-                    f"{self.__name__}: the dataset has no column {', '.join(missing)}; it has"
-                    f" {', '.join(wanted)}"
+                    f"{self.__name__}: columns={list(self._columns)} must exist in the dataset;"
+                    f" missing: {', '.join(missing)}; available: {', '.join(wanted)}"
                 )
             wanted = [*self._columns, *(["completion_ids"] if self._send_ids else [])]
         chosen = {key: list(columns[key]) for key in wanted}
@@ -137,18 +136,18 @@ class RemoteReward:
                 )
         return chosen
 
-    def _encoded(self, body: dict[str, Any]) -> bytes:
+    def _encode(self, body: dict[str, Any]) -> bytes:
         try:
             return json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"{self.__name__}: the dataset has values that JSON cannot hold ({error}); name the"
+                f"{self.__name__}: a dataset column cannot be sent as JSON ({error}); list the"
                 " columns to send with columns=[...]"
             ) from error
 
-    def _ask(self, body: bytes, rows: int, until: float) -> list[float | None]:
+    def _request(self, body: bytes, rows: int, until: float) -> list[float | None]:
         shown = self._address.shown
-        reply, sent = retried(
+        reply, attempts = retried(
             lambda: self._send(body, until),
             retries=self._retries,
             backoff=self._backoff,
@@ -159,11 +158,11 @@ class RemoteReward:
             ),
         )
         if reply.status == 200:
-            return _rewards(reply.body, rows, shown)
-        hint = f"; give token=, or set {TOKEN_ENV}" if reply.status == 401 else ""
-        spent = self._time_limit - (until - time.monotonic())
+            return _parse_rewards(reply.body, rows, shown)
+        hint = f"; pass token= or set {TOKEN_ENV}" if reply.status == 401 else ""
+        elapsed = self._time_limit - (until - time.monotonic())
         raise RewardError(
-            f"reward server {shown} {reply.problem}{hint} ({sent} attempts, {spent:.1f} s)"
+            f"reward server {shown} {reply.problem}{hint} ({attempts} attempts, {elapsed:.1f} s)"
         )
 
     def _send(self, body: bytes, until: float) -> Reply:
@@ -182,34 +181,38 @@ class _Address:
     shown: str  # without the query, which may hold a secret
 
 
-def _address(url: str) -> _Address:
+def _parse_url(url: str) -> _Address:
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises for a port that is not a number
     except ValueError as error:
-        raise ConfigError(f"url={url!r} is not an address: {error}") from error
+        raise ConfigError(f"url={url!r} is not a valid URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"url={url!r} must be http://host:port/path or https://host/path")
     if parts.username or parts.password:
-        raise ConfigError("the url of a reward server must not hold a password: use token=")
+        raise ConfigError("the URL of a reward server must not contain a password; use token=")
     path = parts.path if parts.path not in ("", "/") else "/score"
     shown = f"{parts.scheme}://{parts.netloc}{path}"
     query = f"?{parts.query}" if parts.query else ""
     return _Address(shown + query, parts.scheme == "https", parts.hostname, shown)
 
 
-def _rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
+def _parse_rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
     try:
         rewards = json.loads(body)["rewards"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RewardError(
-            f'reward server {shown} answered {body[:200]!r}, not {{"rewards": [...]}}'
+            f'reward server {shown} must answer {{"rewards": [...]}}, got {body[:200]!r}'
         ) from error
     if not isinstance(rewards, list) or len(rewards) != rows:
-        found = len(rewards) if isinstance(rewards, list) else rewards
-        raise RewardError(f"reward server {shown} gave {found!r} rewards for {rows} completions")
+        count = len(rewards) if isinstance(rewards, list) else rewards
+        raise RewardError(
+            f"reward server {shown} returned {count!r} rewards for {rows} completions"
+        )
     for reward in rewards:
         number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
         if reward is not None and not (number and abs(reward) <= sys.float_info.max):
-            raise RewardError(f"reward server {shown} gave {str(reward)[:80]}, not a finite number")
+            raise RewardError(
+                f"reward server {shown} returned {str(reward)[:80]}, not a finite number or null"
+            )
     return [None if reward is None else float(reward) for reward in rewards]

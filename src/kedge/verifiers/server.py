@@ -1,4 +1,4 @@
-"""Serves reward functions over HTTP, with the standard library alone."""
+"""Serves reward functions over HTTP, with only the standard library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kedge.verifiers.by_column import accepted
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 120.0  # that a request waits for its turn
-IDLE_SECONDS = 60.0  # that a client may take for its next bytes
-DRAIN_SECONDS = 5.0  # that a refused client has to send the rest of its request
-MAX_DRAINED = 64 << 20  # bytes of it that are read
-MAX_CONNECTIONS = 1024  # at the same time, each with a thread; more are told to come back
+WAIT_SECONDS = 120.0  # a request waits for a free worker
+IDLE_SECONDS = 60.0  # a client may take to send its next bytes
+DRAIN_SECONDS = 5.0  # a rejected client has to send the rest of its request
+MAX_DRAINED = 64 << 20  # bytes of that rest that are read
+MAX_CONNECTIONS = 1024  # concurrent, each with a thread; further ones get 503
 BUSY = (
     b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
     b'\r\n{"error": "too many connections; try again later"}'
@@ -34,11 +34,11 @@ BUSY = (
 
 
 class Refused(Exception):
-    """A request that gets another answer than rewards.
+    """A rejected request.
 
     Args:
-        status: of HTTP.
-        problem: what is wrong, for the client.
+        status: HTTP status.
+        problem: error message for the client.
     """
 
     def __init__(self, status: int, problem: str) -> None:
@@ -49,21 +49,21 @@ class Refused(Exception):
 class RewardServer:
     """An HTTP server for reward functions.
 
-    ``POST /score`` (of the only function) or ``/score/<name>``, with the JSON that ``RemoteReward``
-    sends; ``GET /health`` answers ``{"status": "ok", "rewards": [names]}``, also without a token.
-    What a function raises is answered with 422 and the message.
+    ``POST /score`` (if there is one function) or ``/score/<name>``, with the JSON that
+    ``RemoteReward`` sends.  ``GET /health`` answers ``{"status": "ok", "rewards": [names]}``
+    without a token.  An exception in a function returns 422 with its message.
 
     Args:
         functions: reward functions by name, synchronous or asynchronous.
-        host: address to listen on; anything but this machine alone needs a token.
-        port: to listen on; 0 takes a free one.
-        token: that requests must carry as ``Authorization: Bearer``.
-        workers: calls at the same time; more than 1 only for functions that threads can share.
-        max_mb: largest request, in MiB.
+        host: address to listen on; any but a loopback address needs a token.
+        port: port to listen on; 0 picks a free one.
+        token: required as ``Authorization: Bearer`` with every request.
+        workers: concurrent calls; more than 1 only for thread-safe functions.
+        max_mb: maximum size of a request, in MiB.
 
     Raises:
-        ConfigError: there is no function, or no token where one is needed.
-        OSError: the port is taken.
+        ConfigError: no function, a missing token, or a number out of range.
+        OSError: the port is in use.
     """
 
     def __init__(
@@ -77,12 +77,16 @@ class RewardServer:
         max_mb: int = 64,
     ) -> None:
         if not functions:
-            raise ConfigError("there is no reward function to serve")
+            raise ConfigError("functions must not be empty; pass {'name': function}")
         if workers < 1 or max_mb < 1 or not 0 <= port < 1 << 16:
-            raise ConfigError(f"workers={workers}, max_mb={max_mb} or port={port} does not fit")
+            raise ConfigError(
+                f"workers={workers} and max_mb={max_mb} must be at least 1, and port={port} between"
+                " 0 and 65535"
+            )
         if not token and not is_loopback(host):
             raise ConfigError(
-                f"host={host!r} can be reached by others: set a token, or listen on 127.0.0.1"
+                f"host={host!r} is reachable from other machines: set a token, or listen on"
+                " 127.0.0.1"
             )
         self.functions, self.host, self.max_bytes = dict(functions), host, max_mb << 20
         self._token, self._turns = token, threading.BoundedSemaphore(workers)
@@ -91,7 +95,7 @@ class RewardServer:
 
     @property
     def url(self) -> str:
-        """Where requests go."""
+        """The URL to send requests to."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self._http.server_address[1]}/score"
 
@@ -109,11 +113,11 @@ class RewardServer:
         self.close()
 
     def serve_forever(self) -> None:
-        """Answer requests until the process is interrupted."""
+        """Serve until the process is interrupted."""
         self._http.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._http.server_close()
 
     def answer(self, path: str, headers: Mapping[str, str], read: Callable[[int], bytes]) -> Any:
@@ -121,47 +125,47 @@ class RewardServer:
 
         Args:
             path: of the request.
-            headers: of the request, names in small letters.
-            read: gives so many bytes of its body.
+            headers: of the request, with lowercase names.
+            read: reads this many bytes of the body.
 
         Raises:
-            Refused: the request is not in order, or the function raised.
+            Refused: the request is invalid, or the function raised.
         """
         self._admit(headers)
         function = self._function(path)
-        body = self._body(headers, read)
+        body = self._read_body(headers, read)
         completions = body.get("completions")
         columns = body.get("columns", {})
         if not isinstance(completions, list) or not isinstance(columns, dict):
-            raise Refused(400, "the JSON must hold a list 'completions' and a mapping 'columns'")
+            raise Refused(400, "the JSON must have a list 'completions' and an object 'columns'")
         offered = {**columns, "completions": completions}
         if "prompts" in body:
             offered["prompts"] = body["prompts"]
         rows = len(completions)
-        odd = [key for key, v in offered.items() if not isinstance(v, list) or len(v) != rows]
-        if odd:
-            raise Refused(400, f"{', '.join(odd)} must be lists of {rows} values")
+        invalid = [key for key, v in offered.items() if not isinstance(v, list) or len(v) != rows]
+        if invalid:
+            raise Refused(400, f"{', '.join(invalid)} must be lists of {rows} values")
         if not self._turns.acquire(timeout=WAIT_SECONDS):
             raise Refused(503, "too many requests; try again later")
         try:
-            returned = _called(function, offered)
+            returned = _call(function, offered)
         except Exception as error:
             logger.exception("a reward function failed")
             raise Refused(422, f"{type(error).__name__}: {error}") from error
         finally:
             self._turns.release()
-        return {"rewards": _checked(returned, rows)}
+        return {"rewards": _check_rewards(returned, rows)}
 
     def _admit(self, headers: Mapping[str, str]) -> None:
         if self._token:
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            authorization = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
                 raise Refused(401, "the token is missing or wrong")
             return
         host = headers.get("host", "")
         host = (host.rpartition(":")[0] if not host.endswith("]") else host).strip("[]") or host
         if host not in (self.host, "localhost") and not is_loopback(host):
-            raise Refused(403, f"no service for the host {host!r}")  # a web page that found us
+            raise Refused(403, f"the host {host!r} is not allowed")  # DNS rebinding by a web page
 
     def _function(self, path: str) -> Callable[..., Any]:
         place = path.partition("?")[0].rstrip("/")
@@ -169,29 +173,31 @@ class RewardServer:
             return next(iter(self.functions.values()))
         name = place.removeprefix("/score/")
         if not place.startswith("/score/") or name not in self.functions:
-            known = ", ".join(f"/score/{own}" for own in self.functions)
-            raise Refused(404, f"there is no {place}; there are {known}")
+            known = ", ".join(f"/score/{known_name}" for known_name in self.functions)
+            raise Refused(404, f"unknown path {place}; known: {known}")
         return self.functions[name]
 
-    def _body(self, headers: Mapping[str, str], read: Callable[[int], bytes]) -> dict[str, Any]:
+    def _read_body(
+        self, headers: Mapping[str, str], read: Callable[[int], bytes]
+    ) -> dict[str, Any]:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the Content-Type must be application/json")
         length = headers.get("content-length", "")
         if not _is_number(length):
             raise Refused(411, "the request must have a Content-Length")
         if int(length) > self.max_bytes:
-            raise Refused(413, f"the request has {length} bytes; at most {self.max_bytes}")
+            raise Refused(413, f"the request has {length} bytes; the limit is {self.max_bytes}")
         try:
             body = json.loads(read(int(length)))
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is no JSON: {error}") from error
+            raise Refused(400, f"the body is not valid JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused(400, "the body must be a JSON object")
         return body
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Whether an address is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -202,7 +208,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 20
 
 
-def _called(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
+def _call(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
     returned = function(**accepted(function, offered))
     if not inspect.isawaitable(returned):
         return returned
@@ -213,11 +219,11 @@ def _called(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
     return asyncio.run(wait())
 
 
-def _checked(returned: Any, rows: int) -> list[float | None]:
+def _check_rewards(returned: Any, rows: int) -> list[float | None]:
     rewards = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(rewards, (list, tuple)) or len(rewards) != rows:
         raise Refused(422, f"the function returned {str(rewards)[:80]!r} for {rows} completions")
-    found: list[float | None] = []
+    checked: list[float | None] = []
     for reward in rewards:
         value = reward.item() if hasattr(reward, "item") else reward
         number = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
@@ -225,8 +231,8 @@ def _checked(returned: Any, rows: int) -> list[float | None]:
             raise Refused(
                 422, f"the function returned {str(value)[:80]}, not a finite number or None"
             )
-        found.append(None if value is None else float(value))
-    return found
+        checked.append(None if value is None else float(value))
+    return checked
 
 
 class _Body:
@@ -239,7 +245,7 @@ class _Body:
         return data
 
     def drain(self, most: int) -> None:
-        """Read what a client still sends: closing before would lose it its answer."""
+        """Read the rest of a request: closing earlier would drop the response."""
         left, until = min(self._unread, most), time.monotonic() + DRAIN_SECONDS
         while left > 0 and time.monotonic() < until and (data := self._file.read1(1 << 16)):
             left -= len(data)
@@ -265,7 +271,7 @@ def _http_server(host: str, port: int, rewards: RewardServer) -> ThreadingHTTPSe
             if self.path == "/health":
                 self._send(200, {"status": "ok", "rewards": list(rewards.functions)})
             else:
-                self._send(404, {"error": f"there is no {self.path}; there is /health"})
+                self._send(404, {"error": f"unknown path {self.path}; known: /health"})
 
         def _send(self, status: int, value: Any) -> None:
             body = json.dumps(value).encode()
@@ -285,7 +291,7 @@ def _http_server(host: str, port: int, rewards: RewardServer) -> ThreadingHTTPSe
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = MAX_CONNECTIONS  # that wait to be accepted; socketserver has 5
+    request_queue_size = MAX_CONNECTIONS  # waiting to be accepted; the default is 5
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -300,7 +306,7 @@ class _Server(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread can be started
+        except BaseException:  # no thread could be started
             self._free.release()
             raise
 
@@ -311,4 +317,4 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.info("a client went away: %s", client_address, exc_info=True)
+        logger.info("a client disconnected: %s", client_address, exc_info=True)

@@ -1,4 +1,4 @@
-"""Comparison of texts: equality, containment, and the F1 of words."""
+"""Text comparison: equality, containment, and word F1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """Lower case, one form per character, without punctuation, articles and extra blanks.
+    """Case-folded and NFKC-normalized, without punctuation, articles and extra whitespace.
 
     Source: the normalization of SQuAD (Rajpurkar et al. 2016), after Unicode NFKC.
     """
@@ -26,44 +26,44 @@ def normalize(text: str) -> str:
 
 
 def f1(response: str, truth: str) -> float:
-    """Harmonic mean of precision and recall of the words in common, counted with repetition.
+    """Harmonic mean of precision and recall of the common words, as multisets.
 
-        F1 = 2 * common / (words of the response + words of the truth)
+        F1 = 2 * common / (words in the response + words in the truth)
 
-    Two texts without words are equal (1).
+    1 if neither text has words.
     """
-    found, want = normalize(response).split(), normalize(truth).split()
-    if not found or not want:
-        return float(found == want)
-    common = sum((Counter(found) & Counter(want)).values())
-    return 2 * common / (len(found) + len(want))
+    answer, expected = normalize(response).split(), normalize(truth).split()
+    if not answer or not expected:
+        return float(answer == expected)
+    common = sum((Counter(answer) & Counter(expected)).values())
+    return 2 * common / (len(answer) + len(expected))
 
 
 def accepted(truth: Any, name: str) -> list[str]:
-    """The acceptable texts of a ground truth: one, or a list of them.
+    """The accepted texts of a ground truth, given as one text or a list.
 
     Raises:
-        RewardError: there is none, or it is no text.
+        RewardError: the list is empty, or an entry is not text.
     """
     texts = list(truth) if isinstance(truth, (list, tuple)) else [truth]
     texts = [str(text) if isinstance(text, (int, float)) else text for text in texts]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RewardError(
-            f"verifier {name}: the ground truth {str(truth)[:80]!r} must be a text or a list of"
-            " acceptable texts"
+            f"verifier {name}: the ground truth must be a text or a non-empty list of accepted"
+            f" texts, got {str(truth)[:80]!r}"
         )
     return texts
 
 
 def extract_answer(response: str) -> str:
-    """The marked answer of a response, or all of it."""
+    """The marked answer of a response, or the whole response."""
     marked = marked_answer(response)
     return response if marked is None else marked
 
 
 def _equal(response: str, truth: Any) -> float:
-    found = normalize(extract_answer(response))
-    return float(any(found == normalize(text) for text in accepted(truth, "string_match")))
+    answer = normalize(extract_answer(response))
+    return float(any(answer == normalize(text) for text in accepted(truth, "string_match")))
 
 
 def _identical(response: str, truth: Any) -> float:
@@ -72,14 +72,14 @@ def _identical(response: str, truth: Any) -> float:
 
 
 def _contains(response: str, truth: Any) -> float:
-    found = f" {normalize(response)} "
-    wanted = [normalize(text) for text in accepted(truth, "string_contains")]
-    return float(any(text and f" {text} " in found for text in wanted))
+    padded = f" {normalize(response)} "
+    phrases = [normalize(text) for text in accepted(truth, "string_contains")]
+    return float(any(text and f" {text} " in padded for text in phrases))
 
 
 def _best_f1(response: str, truth: Any) -> float:
-    found = extract_answer(response)
-    return max(f1(found, text) for text in accepted(truth, "string_f1"))
+    answer = extract_answer(response)
+    return max(f1(answer, text) for text in accepted(truth, "string_f1"))
 
 
 string_match = Verifier(_equal, name="string_match")

@@ -1,8 +1,8 @@
-"""Work that may hang, run in helper processes that are killed when it does.
+"""Runs work that may hang in helper processes, which are killed on timeout.
 
-A time limit by signal works in the main thread alone, and no limit inside the process stops a
-regular expression.  So the work is done by separate Python processes, which talk in lines of JSON:
-this works in threads, in Ray actors and in processes that hold a GPU, none of which can fork.
+Signals only work in the main thread, and nothing inside a process can interrupt a regular
+expression.  So separate Python processes, which talk in lines of JSON, do the work: this also works
+in threads, Ray actors and processes that hold a GPU, none of which can fork.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from kedge.errors import ConfigError
 from kedge.verifiers.base import Unanswered
 
-START_SECONDS = 120.0  # until a worker has imported what it needs
+START_SECONDS = 120.0  # for a worker to import its modules
 _CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]);"
     "from kedge.verifiers.worker import serve; serve(*json.loads(sys.argv[2]))"
@@ -43,41 +43,41 @@ class TaskError(Exception):
 
 
 class WorkerPool:
-    """Runs one function in helper processes, under a time limit; callable from any thread.
+    """Runs one function in helper processes with a time limit; callable from any thread.
 
-    Workers start when they are first needed, and are replaced when they are killed.
+    Workers start on first use and are replaced after a kill.
 
     Args:
         task: ``module:function``; arguments and result are JSON values.
         timeout: seconds of wall clock for one call.
-        size: most workers at the same time.
-        memory_mb: most address space of a worker, where the platform can limit it.
+        size: maximum number of workers.
+        memory_mb: address-space limit of a worker, on Linux.
     """
 
     def __init__(
         self, task: str, *, timeout: float, size: int = 1, memory_mb: int | None = None
     ) -> None:
         if timeout <= 0 or size < 1:
-            raise ConfigError(f"timeout={timeout} and workers={size} must be positive")
+            raise ConfigError(f"timeout={timeout} and workers={size} must be greater than 0")
         self.task, self.timeout, self.size, self.memory_mb = task, timeout, size, memory_mb
-        self._forget()
-        weakref.finalize(self, _end, self._alive)
+        self._reset()
+        weakref.finalize(self, _end_all, self._alive)
 
     def __reduce__(self) -> Any:
-        return _pool, (self.task, self.timeout, self.size, self.memory_mb)
+        return _make_pool, (self.task, self.timeout, self.size, self.memory_mb)
 
     def call(self, *arguments: Any) -> Any:
         """``function(*arguments)``.
 
         Raises:
-            Unanswered: it took too long, or the worker died of it (memory, a crash).
+            Unanswered: the call timed out, or the worker died (memory, a crash).
             TaskError: the function raised.
             ConfigError: the worker cannot start.
         """
-        if self._owner != os.getpid():  # after a fork the workers are the parent's
-            self._forget()
+        if self._owner != os.getpid():  # after a fork the workers belong to the parent
+            self._reset()
         with self._places:
-            worker = self._take()
+            worker = self._acquire()
             try:
                 answer = worker.ask(arguments, self.timeout)
             except BaseException:
@@ -89,7 +89,7 @@ class WorkerPool:
             raise TaskError(*answer["raised"])
         return answer["result"]
 
-    def _take(self) -> _Worker:
+    def _acquire(self) -> _Worker:
         while True:
             try:
                 worker = self._idle.get_nowait()
@@ -102,7 +102,7 @@ class WorkerPool:
             worker.end()  # it was killed from outside while idle
             self._alive.discard(worker)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._owner = os.getpid()
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         self._places = threading.Semaphore(self.size)
@@ -110,11 +110,11 @@ class WorkerPool:
         self._alive.clear()
 
 
-def _pool(task: str, timeout: float, size: int, memory_mb: int | None) -> WorkerPool:
+def _make_pool(task: str, timeout: float, size: int, memory_mb: int | None) -> WorkerPool:
     return WorkerPool(task, timeout=timeout, size=size, memory_mb=memory_mb)
 
 
-def _end(workers: set[_Worker]) -> None:
+def _end_all(workers: set[_Worker]) -> None:
     for worker in list(workers):
         worker.end()
 
@@ -156,7 +156,7 @@ class _Worker:
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):  # what is buffered for a dead process is lost
+            with contextlib.suppress(OSError):  # input buffered for a dead process
                 if stream is not None:
                     stream.close()
 
@@ -186,9 +186,9 @@ def _next_line(readline: Callable[[], bytes]) -> bytes:
 
 
 def serve(task: str, timeout: float, memory_mb: int | None) -> None:
-    """Answer calls of ``task`` from standard input until it ends: the body of a worker."""
+    """The main loop of a worker: answer calls of ``task`` from standard input until EOF."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries must not mix with answers
     try:
         module, _, name = task.partition(":")
         function = getattr(importlib.import_module(module), name)

@@ -1,1 +1,1 @@
-"""Models with a value head, references and reward adapters of the step API."""
+"""Models with a value head, references and reward adapters for the step API."""

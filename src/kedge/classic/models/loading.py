@@ -1,4 +1,4 @@
-"""Loading the model that a value head is put on."""
+"""Loads the base model for a value head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PEFT_FILE = "adapter_config.json"
 
 @dataclass(slots=True, kw_only=True)
 class LoadingOptions:
-    """The arguments of ``from_pretrained``, by who reads them."""
+    """The arguments of ``from_pretrained``, grouped by consumer."""
 
     head: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -31,13 +31,13 @@ class LoadingOptions:
     reward_adapter_name: str = "reward_adapter"
 
 
-def split_options(given: dict[str, Any]) -> LoadingOptions:
-    """Sort the arguments of ``from_pretrained``.
+def split_options(arguments: dict[str, Any]) -> LoadingOptions:
+    """Group the arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: one of the wrong kind, or both 8 and 4 bits.
+        ConfigError: an argument of the wrong type, or both 8 and 4 bits.
     """
-    rest = dict(given)
+    rest = dict(arguments)
     options = LoadingOptions(
         head={k: rest.pop(k) for k in HEAD_OPTIONS if k in rest},
         peft_config=rest.pop("peft_config", None),
@@ -47,12 +47,13 @@ def split_options(given: dict[str, Any]) -> LoadingOptions:
     )
     if options.reward_adapter is not None and not isinstance(options.reward_adapter, str | Path):
         raise ConfigError(
-            f"reward_adapter={options.reward_adapter!r}; it is the name or folder of an adapter"
+            "reward_adapter must be the name or folder of an adapter, got "
+            f"{options.reward_adapter!r}"
         )
     if options.peft_config is not None and not hasattr(options.peft_config, "peft_type"):
         raise ConfigError(
-            f"peft_config is a {type(options.peft_config).__name__}; pass a peft.PeftConfig such "
-            "as LoraConfig"
+            "peft_config must be a peft.PeftConfig such as LoraConfig, got "
+            f"{type(options.peft_config).__name__}"
         )
     bits = [n for n in (8, 4) if rest.pop(f"load_in_{n}bit", False)]
     if len(bits) > 1 or (bits and "quantization_config" in rest):
@@ -69,12 +70,12 @@ def split_options(given: dict[str, Any]) -> LoadingOptions:
 def load_base(
     loader: Any, source: str | Path | nn.Module, args: tuple[Any, ...], options: LoadingOptions
 ) -> Any:
-    """The model to put a value head on: as it is, from files, or an adapter on its base."""
+    """The base model for a value head: the given one, from files, or an adapter on its base."""
     if isinstance(source, nn.Module):
         if not hasattr(source, "get_output_embeddings"):
             raise ConfigError(
-                f"from_pretrained was given a {type(source).__name__}; pass a name, a folder, a "
-                "transformers language model or a PEFT model"
+                "from_pretrained needs a name, a folder, a transformers language model or a PEFT "
+                f"model, got {type(source).__name__}"
             )
         return source
     adapter = _has_adapter(source, options)
@@ -82,8 +83,8 @@ def load_base(
         return loader.from_pretrained(source, *args, **options.model)
     if options.peft_config is not None:
         raise ConfigError(
-            f"{source} holds an adapter already, so peft_config would make a second; leave it out "
-            "to go on with that adapter (is_trainable=True)"
+            f"{source} is already an adapter, so peft_config would add a second; remove it to "
+            "continue training that adapter (is_trainable=True)"
         )
     from peft import PeftConfig, PeftModel
 
@@ -97,11 +98,11 @@ def load_base(
 def _has_adapter(source: str | Path, options: LoadingOptions) -> bool:
     if Path(source).is_dir():
         return (Path(source) / _PEFT_FILE).is_file()
-    found = cached_file(
+    file = cached_file(
         str(source),
         _PEFT_FILE,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         **options.hub,
     )
-    return found is not None
+    return file is not None

@@ -1,4 +1,4 @@
-"""The reference model, with layers of its own or shared with the policy."""
+"""The reference model, as a full copy or with layers shared with the policy."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def create_reference_model(
     """A frozen copy of a model in evaluation mode.
 
     With ``num_shared_layers`` N the weights below layer N (embeddings and N layers) are frozen in
-    the policy too, and are not copied: both models hold the very same tensors.
+    the policy too, and shared instead of copied.
 
     Args:
-        model: of ``kedge.classic``.
-        num_shared_layers: N; None: everything is copied and nothing of the policy is frozen.
-        pattern: how layers are named, e.g. "transformer.h.{layer}"; None: found.
+        model: a model of ``kedge.classic``.
+        num_shared_layers: N; None: copy everything and freeze nothing in the policy.
+        pattern: name pattern of layers, e.g. "transformer.h.{layer}"; None: detected.
 
     Raises:
-        ConfigError: a PEFT model (its base without adapter is the reference), or no such layer.
+        ConfigError: a PEFT model (its base is the reference), or a layer that does not exist.
     """
     if model.is_peft_model:
         raise ConfigError(
@@ -42,24 +42,24 @@ def create_reference_model(
         )
     shared: list[str] = []
     if num_shared_layers is not None:
-        shared = _below(model, num_shared_layers, pattern)
+        shared = _weights_below(model, num_shared_layers, pattern)
     memo: dict[int, Any] = {}
-    held = dict(model.named_parameters(remove_duplicate=False))
+    weights = dict(model.named_parameters(remove_duplicate=False))
     for name in shared:
-        held[name].requires_grad_(False)
-        memo[id(held[name])] = held[name]  # deepcopy takes these as copied already
-    made = copy.deepcopy(model, memo)
-    return made.requires_grad_(False).eval()
+        weights[name].requires_grad_(False)
+        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied
+    reference = copy.deepcopy(model, memo)
+    return reference.requires_grad_(False).eval()
 
 
-def _below(model: nn.Module, layer: int, pattern: str | None) -> list[str]:
-    """Names of the weights that come before a layer, in the order of the model."""
+def _weights_below(model: nn.Module, layer: int, pattern: str | None) -> list[str]:
+    """Names of the weights before a layer, in model order."""
     names = [name for name, _ in model.named_parameters()]
     chosen = pattern or next((p for p in LAYERS if any(_at(p, 0) in f".{n}" for n in names)), None)
     if chosen is None:
         raise ConfigError(
-            "num_shared_layers: the layers of this model are named in none of the known ways "
-            f"({', '.join(LAYERS)}); pass pattern"
+            "num_shared_layers needs a known layer name pattern, but this model matches none of "
+            f"{', '.join(LAYERS)}; pass pattern"
         )
     matches = [
         re.search(re.escape(chosen).replace(r"\{layer\}", r"(\d+)") + r"\.", n) for n in names
@@ -68,8 +68,8 @@ def _below(model: nn.Module, layer: int, pattern: str | None) -> list[str]:
     first = next((i for i, n in enumerate(names) if _at(chosen, layer) in f".{n}"), None)
     if first is None:
         raise ConfigError(
-            f"num_shared_layers={layer} with pattern {chosen!r}: the model has {count} such "
-            f"layers, so share 0 to {max(count - 1, 0)}"
+            f"num_shared_layers must be 0 to {max(count - 1, 0)} for the {count} layers that match "
+            f"{chosen!r}, got {layer}"
         )
     return names[:first]
 

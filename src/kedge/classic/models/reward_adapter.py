@@ -1,4 +1,4 @@
-"""A reward model that is an adapter on the policy's own base."""
+"""A reward model in the form of an adapter on the policy's base."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RewardAdapter:
     """An adapter and its score head.
 
     Args:
-        policy: the PEFT model that holds the adapter beside the policy's own.
-        name: the adapter's name in it.
-        score: float [labels, H], the head.
+        policy: the PEFT model with this adapter in addition to the policy's own.
+        name: name of the adapter in it.
+        score: float [labels, H], the score head.
     """
 
     def __init__(self, policy: Any, name: str, score: Tensor) -> None:
@@ -32,32 +32,32 @@ class RewardAdapter:
 
     @classmethod
     def load(cls, policy: Any, source: str | Path, name: str) -> RewardAdapter:
-        """Put the adapter of ``source`` (folder or hub name), frozen, beside the policy's own.
+        """Load the adapter ``source`` (folder or hub name), frozen, next to the policy's own.
 
         Raises:
-            ConfigError: the policy is no PEFT model, or the adapter has no score head.
+            ConfigError: the policy is not a PEFT model, or the adapter has no score head.
         """
         if not hasattr(policy, "peft_config"):
             raise ConfigError(
-                "reward_adapter needs a policy that is an adapter too, so that both share one "
-                "base; pass peft_config"
+                "reward_adapter needs a PEFT policy, so that both adapters share one base; pass "
+                "peft_config"
             )
         from peft.utils.save_and_load import load_peft_weights
 
         weights = load_peft_weights(str(source), device="cpu")
-        held = [v for k, v in weights.items() if k.endswith(_SCORE)]
-        if len(held) != 1:
+        heads = [v for k, v in weights.items() if k.endswith(_SCORE)]
+        if len(heads) != 1:
             raise ConfigError(
-                f"the adapter {source} has no score head (one weight named score), so it cannot "
-                "be a reward model; train it with task_type SEQ_CLS"
+                f"the adapter {source} must have a score head (one weight named score) to be a "
+                "reward model; train it with task_type SEQ_CLS"
             )
         before = policy.active_adapter
-        trains = [(p, p.requires_grad) for p in policy.parameters()]
+        grad_flags = [(p, p.requires_grad) for p in policy.parameters()]
         policy.load_adapter(str(source), adapter_name=name, is_trainable=False)
         policy.set_adapter(before)
-        for p, flag in trains:
+        for p, flag in grad_flags:
             p.requires_grad_(flag)
-        return cls(policy, name, held[0].float())
+        return cls(policy, name, heads[0].float())
 
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -67,10 +67,12 @@ class RewardAdapter:
         try:
             with self._switch.active():
                 trunk = get_backbone(get_base_model(self.policy))
-                assert trunk is not None  # AdapterReference took the model apart
+                assert trunk is not None  # checked by AdapterReference
                 device = next(self.policy.parameters()).device
-                seen = None if mask is None else mask.to(device)
-                out = trunk(input_ids=ids.to(device), attention_mask=seen, use_cache=False)
+                attention_mask = None if mask is None else mask.to(device)
+                out = trunk(
+                    input_ids=ids.to(device), attention_mask=attention_mask, use_cache=False
+                )
         finally:
             self.policy.train(was_training)
         return out.last_hidden_state.float() @ self.weight.T

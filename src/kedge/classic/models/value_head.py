@@ -1,4 +1,4 @@
-"""The value head of the classic models, and reading one from files."""
+"""The value head of the classic models, and how to read one from files."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class ValueHead(ScalarHead):
     """A linear map from hidden states to one number, after dropout, in float32.
 
     The trainer runs models in evaluation mode, as TRL does: dropout would make the probability
-    ratio of an unchanged policy differ from 1.  It acts where you train the model yourself.
+    ratio of an unchanged policy differ from 1.  It acts if you train the model yourself.
 
     Args:
-        config: of the model; its ``summary_dropout_prob`` goes before the argument.
+        config: of the model; its ``summary_dropout_prob`` takes precedence over the argument.
         summary_dropout_prob: dropout rate.
         v_head_init_strategy: "normal", or None for the usual initialization of a linear layer.
         v_head_initializer_range: standard deviation of "normal"; the bias is then 0.
 
     Raises:
-        ConfigError: no hidden size in the config, or an unknown strategy.
+        ConfigError: the config has no hidden size, or the strategy is unknown.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ValueHead(ScalarHead):
             self.summary.reset_parameters()
         else:
             raise ConfigError(
-                f'v_head_init_strategy={v_head_init_strategy!r} is unknown; "normal" or None'
+                f'v_head_init_strategy must be "normal" or None, got {v_head_init_strategy!r}'
             )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -60,34 +60,32 @@ class ValueHead(ScalarHead):
 
 
 def hidden_size(config: Any) -> int:
-    """Width of the states that the output layer reads."""
+    """Size of the hidden states that the output layer reads."""
     places = (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
     for place in places:
         for name in ("word_embed_proj_dim", "hidden_size"):
             if getattr(place, name, None):
                 return int(getattr(place, name))
-    raise ConfigError(
-        f"{type(config).__name__} has no hidden_size, so no value head can be made for its model"
-    )
+    raise ConfigError(f"{type(config).__name__} must have a hidden_size for a value head")
 
 
 def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
     """The tensors ``summary.weight`` [1, H] and ``summary.bias`` [1] of a saved model, or {}.
 
-    Reads what Kedge writes, LLaMA-Factory's value_head.safetensors, and the "v_head." entries that
-    TRL puts into model.safetensors or pytorch_model.bin, whole or in shards.  Only tensors are
-    read from a .bin file, never objects.
+    Reads what Kedge writes, LLaMA-Factory's value_head.safetensors, and the "v_head." entries of
+    TRL in model.safetensors or pytorch_model.bin, whole or sharded.  Only tensors are read from a
+    .bin file, never objects.
 
     Args:
         source: folder or hub name.
         **hub: revision, token, cache_dir, ... of a download.
 
     Raises:
-        ConfigError: a file is damaged, or holds more than tensors.
+        ConfigError: a file is damaged, or contains other objects than tensors.
     """
-    own = _file(source, HEAD_FILE, hub)
-    if own is not None:
-        return {name.removeprefix(PREFIX): x for name, x in _tensors(own, "").items()}
+    head_file = _file(source, HEAD_FILE, hub)
+    if head_file is not None:
+        return {name.removeprefix(PREFIX): x for name, x in _tensors(head_file, "").items()}
     for name in _WHOLE:
         index = _file(source, f"{name}.index.json", hub)
         if index is not None:
@@ -96,11 +94,11 @@ def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
             files = [_file(source, shard, hub) for shard in shards]
         else:
             files = [_file(source, name, hub)]
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in files:
-            found |= {} if file is None else _tensors(file, PREFIX)
-        if found:
-            return found
+            tensors |= {} if file is None else _tensors(file, PREFIX)
+        if tensors:
+            return tensors
     return {}
 
 
@@ -108,28 +106,28 @@ def _file(source: str | Path, name: str, hub: Mapping[str, Any]) -> Path | None:
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
-    found = cached_file(
+    file = cached_file(
         str(source),
         name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         **hub,
     )
-    return None if found is None else Path(found)
+    return None if file is None else Path(file)
 
 
 def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as held:
-                keys = [k for k in held.keys() if k.startswith(prefix)]  # noqa: SIM118
-                return {k.removeprefix(prefix): held.get_tensor(k) for k in keys}
-        held = torch.load(file, map_location="cpu", weights_only=True)
+            with safe_open(file, framework="pt") as tensors:
+                keys = [k for k in tensors.keys() if k.startswith(prefix)]  # noqa: SIM118
+                return {k.removeprefix(prefix): tensors.get_tensor(k) for k in keys}
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise ConfigError(f"the value head in {file} cannot be read: {error}") from error
-    except Exception as error:  # pickle.UnpicklingError: objects of other kinds
+    except Exception as error:  # pickle.UnpicklingError: other objects
         raise ConfigError(
-            f"{file} holds more than tensors and is not opened, for that could run any program; "
-            f"convert it to safetensors where you trust it ({error})"
+            f"{file} contains objects other than tensors, which could run arbitrary code; if you "
+            f"trust it, convert it to safetensors ({error})"
         ) from error
-    return {k.removeprefix(prefix): v for k, v in held.items() if k.startswith(prefix)}
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

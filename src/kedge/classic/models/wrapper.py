@@ -25,12 +25,12 @@ WRAPPED = "pretrained_model."
 def unwrap_model_for_generation(
     model: Any, accelerator: Any, is_peft_model: bool = False
 ) -> Iterator[Any]:
-    """A ``with`` block that gives the model to call ``generate`` of.
+    """A context that yields the model to call ``generate`` on.
 
     Args:
-        model: of this module, perhaps wrapped for several processes.
+        model: a model of this module, possibly wrapped for distributed training.
         accelerator: an ``accelerate.Accelerator``.
-        is_peft_model: sample without the adapter, that is from the reference.
+        is_peft_model: sample without the adapter, i.e. from the reference.
     """
     inner = accelerator.unwrap_model(model)
     with inner.pretrained_model.disable_adapter() if is_peft_model else nullcontext():
@@ -46,7 +46,7 @@ class PreTrainedModelWrapper(nn.Module):
             v_head_initializer_range.
 
     Raises:
-        ConfigError: the model has no language-model head, or part of it is on the CPU or disk.
+        ConfigError: the model has no language-model head, or is partly offloaded.
     """
 
     transformers_parent_class: ClassVar[Any] = None
@@ -58,7 +58,7 @@ class PreTrainedModelWrapper(nn.Module):
         unknown = sorted(set(kwargs) - set(HEAD_OPTIONS))
         if unknown:
             raise ConfigError(
-                f"{type(self).__name__} does not know {', '.join(unknown)}; a value head has "
+                f"{type(self).__name__} has unknown options {', '.join(unknown)}; known: "
                 f"{', '.join(HEAD_OPTIONS)}"
             )
         if pretrained_model.get_output_embeddings() is None:
@@ -74,7 +74,7 @@ class PreTrainedModelWrapper(nn.Module):
         self.is_loaded_in_4bit = bool(getattr(pretrained_model, "is_loaded_in_4bit", False))
         self.reward_adapter: RewardAdapter | None = None
         self.v_head = ValueHead(self.config, **kwargs)
-        self.v_head.to(self._device_of_the_output())
+        self.v_head.to(self._output_device())
 
     @classmethod
     def from_pretrained(
@@ -82,20 +82,19 @@ class PreTrainedModelWrapper(nn.Module):
     ) -> Any:
         """A model with a value head, from a name, a folder or a model.
 
-        A value head that is found beside the weights is read too (``read_value_head``).  Weights
-        are loaded in float32 unless ``dtype`` says otherwise, for they are going to train.
+        A value head saved with the weights is loaded too (``read_value_head``).  Weights are
+        loaded in float32 for training unless ``dtype`` is given.
 
         Args:
             pretrained_model_name_or_path: hub name, folder (of an adapter too), or a model.
             *model_args: of the transformers class.
-            **kwargs: of the value head (see there); peft_config makes a new adapter;
-                reward_adapter names an adapter with a score head, for ``compute_reward_score``,
-                which is kept under reward_adapter_name ("reward_adapter"); is_trainable says
-                whether a loaded adapter trains; load_in_8bit, load_in_4bit; all others go to the
-                transformers class.
+            **kwargs: options of ``ValueHead``; peft_config: create an adapter; reward_adapter: an
+                adapter with a score head for ``compute_reward_score``, loaded under
+                reward_adapter_name ("reward_adapter"); is_trainable: whether a loaded adapter is
+                trained; load_in_8bit, load_in_4bit; all others go to the transformers class.
 
         Raises:
-            ConfigError: options that contradict each other, or files that cannot be used.
+            ConfigError: conflicting options, or invalid files.
         """
         options: LoadingOptions = split_options(kwargs)
         source = pretrained_model_name_or_path
@@ -104,9 +103,9 @@ class PreTrainedModelWrapper(nn.Module):
             base = with_adapter(base, options.peft_config)
         model = cls(base, **options.head)
         if not isinstance(source, nn.Module):
-            held = read_value_head(source, **options.hub)
-            if held:
-                model.v_head.load_state_dict(held)
+            head_weights = read_value_head(source, **options.hub)
+            if head_weights:
+                model.v_head.load_state_dict(head_weights)
         if options.reward_adapter is not None:
             name = options.reward_adapter_name
             model.reward_adapter = RewardAdapter.load(base, options.reward_adapter, name)
@@ -131,8 +130,8 @@ class PreTrainedModelWrapper(nn.Module):
         out = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         states = getattr(out, "decoder_hidden_states", None) or out.hidden_states
         value = self.v_head(states[-1].to(self.v_head.summary.weight.device)).squeeze(-1)
-        found = (out.logits.float(), out.loss, value)
-        return (*found, out.past_key_values) if return_past_key_values else found
+        outputs = (out.logits.float(), out.loss, value)
+        return (*outputs, out.past_key_values) if return_past_key_values else outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of the wrapped model."""
@@ -141,34 +140,36 @@ class PreTrainedModelWrapper(nn.Module):
     def compute_reward_score(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Scores float32 [B, T, labels] by the reward adapter; the policy's is active again after.
+        """Scores float32 [B, T, labels] by the reward adapter; then reactivates the policy's.
 
         Args:
             input_ids: int64 [B, T].
             attention_mask: bool or int [B, T]; None: no padding.
         """
         if self.reward_adapter is None:
-            raise ConfigError("there is no reward adapter; pass reward_adapter= to from_pretrained")
+            raise ConfigError(
+                "the model has no reward adapter; pass reward_adapter= to from_pretrained"
+            )
         return self.reward_adapter.score(input_ids, attention_mask)
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Recompute activations in the backward pass; the trainer does so by an option."""
+        """Recompute activations in the backward pass; the trainer has an option for it."""
         self.pretrained_model.gradient_checkpointing_enable(*args, **kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep activations again."""
+        """Store activations again."""
         self.pretrained_model.gradient_checkpointing_disable()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped model's tensors under its own names, the head's as "v_head.*".
 
-        Of a PEFT model the head's alone: an adapter is saved by ``save_pretrained``.
+        For a PEFT model only those of the head: ``save_pretrained`` saves the adapter.
         """
         base = {} if self.is_peft_model else self.pretrained_model.state_dict(*args, **kwargs)
         return base | {f"{PREFIX}{k}": v for k, v in self.v_head.state_dict().items()}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Take the tensors that ``state_dict`` returned."""
+        """Load the tensors of ``state_dict``."""
         head = {k.removeprefix(PREFIX): v for k, v in state_dict.items() if k.startswith(PREFIX)}
         rest = {k: v for k, v in state_dict.items() if not k.startswith(PREFIX)}
         if rest or not self.is_peft_model:
@@ -176,28 +177,28 @@ class PreTrainedModelWrapper(nn.Module):
         return self.v_head.load_state_dict(head, strict=strict, assign=assign)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write the model (of a PEFT model the adapter) and ``value_head.safetensors`` beside it.
+        """Write the model (for PEFT, the adapter) and ``value_head.safetensors``.
 
         Args:
-            save_directory: made if it is missing.
+            save_directory: created if missing.
             **kwargs: of the wrapped model's ``save_pretrained``.
         """
         self.pretrained_model.save_pretrained(save_directory, **kwargs)
         save_value(self.v_head, save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload what ``save_pretrained`` writes; see ``kedge.classic.publishing.push``."""
+        """Upload the files of ``save_pretrained``; see ``kedge.classic.publishing.push``."""
         from kedge.classic.publishing import push
 
         return push(self.save_pretrained, repo_id, **kwargs)
 
-    def _device_of_the_output(self) -> torch.device:
+    def _output_device(self) -> torch.device:
         placed = getattr(self.pretrained_model, "hf_device_map", {})
-        away = sorted({str(d) for d in placed.values() if str(d) in {"cpu", "disk"}})
-        if away and set(map(str, placed.values())) != {"cpu"}:
+        offloaded = sorted({str(d) for d in placed.values() if str(d) in {"cpu", "disk"}})
+        if offloaded and set(map(str, placed.values())) != {"cpu"}:
             raise ConfigError(
-                f"device_map puts parts of the model on {' and '.join(away)}; a model that trains "
-                "must fit on its accelerators"
+                f"device_map places parts of the model on {' and '.join(offloaded)}, but a trained "
+                "model must fit on its accelerators"
             )
         self.is_sequential_parallel = len(set(map(str, placed.values()))) > 1
         device: torch.device = self.pretrained_model.get_output_embeddings().weight.device

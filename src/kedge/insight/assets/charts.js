@@ -1,4 +1,4 @@
-// Lines on a canvas, with values under the pointer.
+// Line charts on a canvas, with values at the pointer.
 const COLORS = ["--accent", "--bad", "--good", "--quiet"];
 
 function smooth(ys, weight) {
@@ -19,7 +19,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// lines: [{name, x, y}].  view: {weight, log} is read on every drawing.
+// lines: [{name, x, y}].  view: {weight, log} is read on every redraw.
 function lineChart(canvas, lines, view) {
   let at = null, frame = null;
 
@@ -88,7 +88,7 @@ function lineChart(canvas, lines, view) {
   return {
     draw,
     lines,
-    // The nearest logged place under the pointer, and what the lines say there.
+    // The logged x nearest to the pointer.
     under(event) {
       if (!frame) return null;
       const x = event.clientX - canvas.getBoundingClientRect().left;

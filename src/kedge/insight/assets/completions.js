@@ -2,12 +2,12 @@
 function completions(data) {
   const names = Object.keys(data.tables);
   if (!names.length) {
-    return el("p", { className: "pad quiet" }, "This run has no tables of completions. num_sample_generations says how many there are; with an eval_dataset they answer the same prompts each time.");
+    return el("p", { className: "pad quiet" }, "This run has no tables of completions. Set num_sample_generations; with an eval_dataset, every table uses the same prompts.");
   }
   const { given } = place();
   const source = el("select", { title: "which prompts" }, names.map((n) => el("option", { value: n }, n)));
   source.value = names.includes(given.get("from")) ? given.get("from") : (names.find((n) => n.startsWith("eval_")) || names[0]);
-  const search = el("input", { type: "search", placeholder: "in prompt or response…", value: given.get("find") || "" });
+  const search = el("input", { type: "search", placeholder: "search prompts and responses…", value: given.get("find") || "" });
   const count = el("span", { className: "quiet" }), detail = el("div", { className: "detail" });
   let prompts = [], sorted = [];
 
@@ -33,7 +33,7 @@ function completions(data) {
     }
     prompts = [...known.values()];
     for (const p of prompts) p.kinds = new Set(p.steps.flatMap((s) => s.answers.map((a) => a.response))).size;
-    prompts.sort((a, b) => b.kinds - a.kinds); // those that changed most first
+    prompts.sort((a, b) => b.kinds - a.kinds); // most changed first
     sorted = prompts.flatMap((p) => p.steps.flatMap((s) => s.answers.map((a) => a.score))).filter((s) => s !== null).sort((a, b) => a - b);
     fill();
   }
@@ -47,21 +47,21 @@ function completions(data) {
   }
 
   function show(p) {
-    if (!p) { detail.replaceChildren(el("p", { className: "quiet" }, "No prompt or response has that text.")); return; }
+    if (!p) { detail.replaceChildren(el("p", { className: "quiet" }, "No prompt or response contains this text.")); return; }
     const word = search.value.trim().toLowerCase();
-    const said = []; // successive steps with the same answers are one
+    const merged = []; // merge successive steps with equal answers
     for (const s of p.steps) {
-      const last = said[said.length - 1];
+      const last = merged[merged.length - 1];
       if (last && JSON.stringify(last.answers) === JSON.stringify(s.answers)) last.to = s.step;
-      else said.push({ ...s });
+      else merged.push({ ...s });
     }
-    const cards = said.map((s, i) => el("div", { className: "card" },
+    const cards = merged.map((s, i) => el("div", { className: "card" },
       el("h3", {}, s.to === s.step ? `step ${s.step}` : `steps ${s.step} to ${s.to}`, s.answers.length > 1 ? el("span", { className: "quiet" }, `mean ${fmt(average(s))}`) : null),
       s.answers.map((a, k) => el("div", { className: "answer" },
         el("div", {}, scoreChip(a.score, sorted), Object.entries(a.rest).map(([n, x]) => [" ", el("span", { className: "chip" }, `${n} ${typeof x === "number" ? fmt(x) : x}`)])),
-        el("pre", {}, word ? marked(a.response, word) : compared(a.response, i && s.answers.length === 1 ? said[i - 1].answers[0].response : null))))));
+        el("pre", {}, word ? marked(a.response, word) : compared(a.response, i && s.answers.length === 1 ? merged[i - 1].answers[0].response : null))))));
     detail.replaceChildren(el("div", { className: "card" }, el("h3", { className: "quiet" }, "Prompt"), el("pre", {}, marked(p.prompt, word))),
-      p.steps.length > 1 && p.steps[0].answers.length === 1 ? el("div", { className: "quiet" }, "Words that the response before did not have are marked.") : "", el("div", { className: "strips" }, cards));
+      p.steps.length > 1 && p.steps[0].answers.length === 1 ? el("div", { className: "quiet" }, "Words that are not in the previous response are marked.") : "", el("div", { className: "strips" }, cards));
     detail.scrollTop = 0;
   }
 
@@ -73,7 +73,7 @@ function completions(data) {
 
 const rowCount = (table) => table.reduce((n, t) => n + t.rows.length, 0);
 
-// A response, its words marked that an earlier one did not have.
+// A response, with words marked that are not in an earlier one.
 function compared(text, before) {
   if (before === null) return [text];
   const had = new Map();

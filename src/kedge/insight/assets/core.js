@@ -1,4 +1,4 @@
-// Elements, numbers, the address, the theme, the tip.
+// DOM helpers, number format, URL state, theme, tooltip.
 const $ = (id) => document.getElementById(id);
 
 function el(tag, given = {}, ...children) {
@@ -27,7 +27,7 @@ const ends = (ys) => {
   return [mean(ys.slice(0, n)), mean(ys.slice(-n))];
 };
 
-// What is looked at is in the address, so that it can be sent to somebody: #tokens?color=kl&at=12
+// View state is kept in the URL, so that it can be shared: #tokens?color=kl&at=12
 function place() {
   const [tab, query] = location.hash.slice(1).split("?");
   return { tab, given: new URLSearchParams(query || "") };
@@ -77,7 +77,7 @@ function rowsOf(pairs, head) {
       el("td", { className: i ? "num" : "" }, typeof c === "number" ? fmt(c) : c)))));
 }
 
-// A score's color: which tenth of all scores it is in.
+// A score, colored by its rank among all scores.
 function scoreChip(score, sorted) {
   if (score === null || score === undefined) return el("span", { className: "chip" }, "no score");
   let low = 0, high = sorted.length;
@@ -86,7 +86,7 @@ function scoreChip(score, sorted) {
   return el("span", { className: `chip ${share > 0.66 ? "good" : share < 0.33 ? "bad" : ""}`, title: "score" }, fmt(score));
 }
 
-// Text with a searched word marked.
+// Text with the search term marked.
 function marked(text, word) {
   if (!word) return [text];
   const found = [], low = text.toLowerCase();

@@ -1,4 +1,4 @@
-// Every metric with its meaning, grouped, searched by name or meaning.
+// All metrics with descriptions, grouped, with search in names and descriptions.
 const GROUPS = [
   ["Score and KL", /^(objective|rewards)\//], ["Evaluation", /^eval_/], ["Policy", /^(policy\/|loss\/policy|loss\/kl|val\/ratio)/],
   ["Value", /^(val\/(?!num)|loss\/value)/], ["Responses", /^(completions\/|val\/num_eos)/], ["Sampling", /^rollout\//],
@@ -8,7 +8,7 @@ const GROUPS = [
 function curves(data) {
   const { given } = place();
   const view = { weight: Number(given.get("smooth") || 0), log: given.get("log") === "1", axis: given.get("axis") || "step" };
-  const search = el("input", { type: "search", placeholder: "metric or meaning…", value: given.get("find") || "", id: "find" });
+  const search = el("input", { type: "search", placeholder: "metric or description…", value: given.get("find") || "", id: "find" });
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.weight });
   const log = el("button", { type: "button" }, "log scale"), axis = el("button", { type: "button" }, "by responses");
   const body = el("div", { className: "wide", style: "padding-top:0" }), count = el("span", { className: "quiet" });
@@ -30,7 +30,7 @@ function curves(data) {
       const x = chart.under(event);
       if (x === null) return;
       charts.forEach((c) => c.visible && c.chart.point(x));
-      tip(el("div", {}, el("b", {}, `${view.axis === "episode" ? "responses" : "update"} ${fmt(x)}`), rowsOf(chart.values(x).map(([n, y]) => [n, fmt(y, 5)]))), event);
+      tip(el("div", {}, el("b", {}, `${view.axis === "episode" ? "responses" : "iteration"} ${fmt(x)}`), rowsOf(chart.values(x).map(([n, y]) => [n, fmt(y, 5)]))), event);
     });
     canvas.addEventListener("pointerleave", () => { tip(null); charts.forEach((c) => c.visible && c.chart.point(null)); });
     return each;
@@ -58,7 +58,7 @@ function curves(data) {
     }
     charts.forEach((c) => seen.observe(c.made));
     count.textContent = `${wanted.length} of ${names.length} metrics`;
-    if (!wanted.length) body.append(el("p", { className: "quiet" }, "No metric has that in its name or meaning."));
+    if (!wanted.length) body.append(el("p", { className: "quiet" }, "No metric matches the search."));
     remember({ find: word });
   }
 

@@ -1,4 +1,4 @@
-// A list of any length: only the rows in sight exist.
+// A virtual list: only visible rows are rendered.
 function virtualList({ height, draw, choose }) {
   const space = el("div", { className: "space" });
   const box = el("div", { className: "list", tabIndex: 0, role: "listbox" }, space);

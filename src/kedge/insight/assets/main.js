@@ -1,4 +1,4 @@
-// Tabs, theme, and the start.
+// Tabs, theme, and startup.
 const TABS = [["overview", "Overview", overview], ["curves", "Curves", curves], ["completions", "Completions", completions], ["tokens", "Tokens", tokens]];
 let DATA = null;
 

@@ -1,12 +1,12 @@
-// What ran, what came of it, what is wrong with it.
+// The run, its results, and problems found.
 const TILES = [
   ["objective/scores", "score"],
   ["eval_objective/scores", "evaluation score"],
-  ["eval_accuracy", "evaluation: solved"],
-  ["eval_win_rate", "win rate against the start"],
-  ["objective/kl", "KL, nats a response"],
-  ["policy/entropy_avg", "entropy, nats a token"],
-  ["completions/mean_length", "tokens a response"],
+  ["eval_accuracy", "evaluation accuracy"],
+  ["eval_win_rate", "win rate against the initial policy"],
+  ["objective/kl", "KL, nats per response"],
+  ["policy/entropy_avg", "entropy, nats per token"],
+  ["completions/mean_length", "tokens per response"],
   ["val/explained_variance", "value: explained variance"],
 ];
 
@@ -33,8 +33,8 @@ function headline({ name, about, updates, series }) {
   ];
   return el("div", {},
     el("h1", { style: "margin:0;font-size:22px" }, name),
-    el("div", { className: "quiet" }, `${parts.filter(Boolean).join(" ")} · ${fmt(last)} updates · ${fmt(episodes)} responses · ${fmt(updates)} rows logged`
-      + (about.started ? ` · begun ${about.started.replace("T", " ").replace("+00:00", " UTC")}` : "")));
+    el("div", { className: "quiet" }, `${parts.filter(Boolean).join(" ")} · ${fmt(last)} iterations · ${fmt(episodes)} responses · ${fmt(updates)} rows logged`
+      + (about.started ? ` · started ${about.started.replace("T", " ").replace("+00:00", " UTC")}` : "")));
 }
 
 function verdict({ findings }) {
@@ -43,7 +43,7 @@ function verdict({ findings }) {
     el("h2", {}, "What is wrong with it?"),
     bad ? findings.map((f) => el("div", { className: "finding" }, el("b", {}, f.rule), ` – ${f.seen}`,
       el("div", { className: "quiet" }, `Try: ${f.advice}`)))
-      : el("div", {}, el("span", { className: "fine" }, "Nothing found. "), el("span", { className: "quiet" }, "None of the rules of kedge doctor fires.")));
+      : el("div", {}, el("span", { className: "fine" }, "Nothing found. "), el("span", { className: "quiet" }, "No rule of kedge doctor applies.")));
 }
 
 function whatItDid({ story }) {
@@ -59,8 +59,8 @@ function words({ vocabulary: v }) {
   const card = (title, note, body, rows) => rows.length
     ? el("div", { className: "card" }, el("h3", {}, title), el("div", { className: "quiet" }, note), body(rows)) : null;
   return el("div", {}, el("h2", {}, "What does it say more, and what for?"), el("div", { className: "tiles" },
-    card("Says more", "uses in 1000 tokens, first and last third", used, v.more),
-    card("Says less", "uses in 1000 tokens, first and last third", used, v.less),
+    card("Says more", "uses per 1000 tokens, first and last third", used, v.more),
+    card("Says less", "uses per 1000 tokens, first and last third", used, v.less),
     card("Praised", "mean advantage, second half of the run", judged, v.praised),
     card("Blamed", "mean advantage, second half of the run", judged, v.blamed)));
 }
@@ -74,7 +74,7 @@ function provenance({ about }) {
   const links = Object.entries(about.links || {}).filter(([, url]) => /^https?:/.test(url));
   return el("div", { className: "card" }, el("h2", {}, "What ran"),
     rows.length ? el("table", {}, rows.map(([k, x]) => el("tr", {}, el("td", { className: "quiet" }, k), el("td", { className: "num", style: "overflow-wrap:anywhere" }, String(x)))))
-      : el("div", { className: "quiet" }, "The folder has no run.json: the run is of an older version, or only its log was given."),
+      : el("div", { className: "quiet" }, "The folder has no run.json: the run is from an older version, or only its log was given."),
     links.length ? el("div", {}, "Also on ", links.map(([name, url]) => [el("a", { href: url, rel: "noreferrer" }, name), " "])) : null,
     about.command ? el("div", {}, el("h3", { style: "margin-top:10px" }, "Command"), el("pre", { className: "command mono" }, about.command)) : null);
 }

@@ -1,16 +1,16 @@
-// Each response colored by what training thought of its tokens.
+// Responses with tokens colored by a training quantity.
 const QUANTITIES = {
-  advantage: { label: "advantage", text: "above 0, the update makes the token likelier", center: 0 },
+  advantage: { label: "advantage", text: "above 0: training makes the token more likely", center: 0 },
   kl: { label: "KL to the reference", text: "log-probability minus the reference's, nats", center: 0 },
-  ratio: { label: "ratio, after the update", text: "probability after the update over before; the color is its logarithm", center: 0 },
-  value: { label: "value", text: "return expected before the token", center: null },
-  error: { label: "return minus value", text: "what came after was better (above 0) than expected", center: 0 },
-  reward: { label: "reward", text: "reward of the token: score where it is given, minus the KL penalty", center: 0 },
-  logprob: { label: "log-probability", text: "of the policy that sampled, nats; strong color is a surprise", center: 0 },
-  staleness: { label: "learner against sampler", text: "log-probability before the update minus the sampler's", center: 0 },
+  ratio: { label: "ratio, after the iteration", text: "probability after the iteration / before; colored by its logarithm", center: 0 },
+  value: { label: "value", text: "predicted return before the token", center: null },
+  error: { label: "return minus value", text: "above 0: the return was higher than predicted", center: 0 },
+  reward: { label: "reward", text: "reward of the token: score at its position, minus the KL penalty", center: 0 },
+  logprob: { label: "log-probability", text: "under the sampling policy, nats; a strong color means unlikely", center: 0 },
+  staleness: { label: "learner vs. rollout engine", text: "log-probability of the learner before training minus that of the rollout engine", center: 0 },
 };
 
-// What is colored, per token; null where the run has no such number.
+// Per-token values of each quantity; null if the run has none.
 const minus = (a, b) => (a && b ? a.map((x, i) => (x === null || b[i] === null ? null : x - b[i])) : null);
 const DERIVE = {
   advantage: (r) => r.advantage, value: (r) => r.value, reward: (r) => r.reward, logprob: (r) => r.logprob,
@@ -19,12 +19,12 @@ const DERIVE = {
 };
 const SORTS = {
   "as sampled": () => 0, "highest score": (a, b) => b.row.score - a.row.score, "lowest score": (a, b) => a.row.score - b.row.score,
-  "furthest from the reference": (a, b) => b.kl - a.kl, "most changed by the update": (a, b) => b.moved - a.moved, "longest": (a, b) => b.row.length - a.row.length,
+  "furthest from the reference": (a, b) => b.kl - a.kl, "most changed by training": (a, b) => b.moved - a.moved, "longest": (a, b) => b.row.length - a.row.length,
 };
 
 function tokens(data) {
   const all = data.tokens.flatMap(({ step, rows }) => rows.map((row, index) => measured(row, step, index)));
-  if (!all.length) return el("p", { className: "pad quiet" }, "This run wrote no responses token by token: log_token_rows says how many of an update are.");
+  if (!all.length) return el("p", { className: "pad quiet" }, "This run has no token-level responses; set log_token_rows to the number to log per iteration.");
   const { given } = place();
   const kinds = Object.keys(QUANTITIES).filter((k) => all.some((r) => DERIVE[k](r.row)));
   const scores = all.map((r) => r.row.score).filter((s) => s !== null).sort((a, b) => a - b);
@@ -57,7 +57,7 @@ function tokens(data) {
     list.fill(found, Math.max(0, at));
   }
 
-  // The size of a strong color: the 98th percentile over the response or over all of them.
+  // The value of the strongest color: the 98th percentile over this or all responses.
   function range(kind) {
     if (!own.checked && ranges[kind]) return ranges[kind];
     const every = own.checked ? 1 : Math.max(1, Math.floor(all.length / 1000));
@@ -78,12 +78,12 @@ function tokens(data) {
   };
 
   function show() {
-    if (!current) { head.replaceChildren(el("p", { className: "quiet" }, "No response has that text.")); [legend, text, foot].forEach((e) => e.replaceChildren()); strip.hidden = true; return; }
+    if (!current) { head.replaceChildren(el("p", { className: "quiet" }, "No response contains this text.")); [legend, text, foot].forEach((e) => e.replaceChildren()); strip.hidden = true; return; }
     const { row } = current, kind = color.value, xs = DERIVE[kind](row) || [], r = range(kind);
     remember({ at: current.name, color: kind });
     head.replaceChildren(el("div", { className: "bar" }, el("b", {}, `step ${current.step}, row ${current.index}`), scoreChip(row.score, scores),
       Object.entries(row.rewards).map(([n, x]) => el("span", { className: "chip", title: "reward source" }, `${n} ${fmt(x)}`)),
-      el("span", { className: "quiet" }, [`${fmt(row.length)} tokens`, row.finished ? "ended by itself" : "cut off by the limit", row.lag ? `${row.lag} updates old` : "",
+      el("span", { className: "quiet" }, [`${fmt(row.length)} tokens`, row.finished ? "terminated" : "truncated", row.lag ? `${row.lag} iterations old` : "",
         row.tokens.length < row.length ? `the first ${row.tokens.length} are shown` : ""].filter(Boolean).join(" · "))),
     el("div", { className: "card", style: "margin-top:12px" }, el("h3", { className: "quiet" }, "Prompt"), el("pre", {}, row.prompt)));
     const name = (x) => fmt(kind === "ratio" ? Math.exp(x) : x, 3);
@@ -169,7 +169,7 @@ function tokens(data) {
   new ResizeObserver(later(bars, 60)).observe(strip);
   fill();
   return el("div", { className: "split" }, el("div", { className: "side" }, el("div", { className: "bar" }, search, step, sort, count), list.box),
-    el("div", { className: "detail" }, head, el("div", { className: "bar" }, el("label", {}, "color by ", color), legend, el("label", { className: "quiet" }, own, " scale of this response")), text, strip, foot));
+    el("div", { className: "detail" }, head, el("div", { className: "bar" }, el("label", {}, "color by ", color), legend, el("label", { className: "quiet" }, own, " scale to this response")), text, strip, foot));
 }
 
 function measured(row, step, index) {

@@ -1,1 +1,1 @@
-"""Verifier of mathematical answers."""
+"""Verifiers of mathematical answers."""

@@ -1,4 +1,4 @@
-"""Answers of arithmetic word problems (GSM8K and the like)."""
+"""Numeric answers to word problems (GSM8K and similar)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kedge.verifiers.answers import marked_answer, stated_answer
 from kedge.verifiers.base import Verifier
 from kedge.verifiers.mathematics.numbers import Number, clean, find_numbers
 
-ROUNDED_FROM = 6  # a ground truth with that many decimals was rounded there
-PROSE_WORDS, PROSE_LETTERS = 4, 300  # a mark with so many words holds a sentence
+ROUNDED_FROM = 6  # a ground truth with this many decimals counts as rounded
+PROSE_WORDS, PROSE_LETTERS = 4, 300  # a mark with this many words is a sentence
 _NEGATIVE = re.compile(r"(?:\bnegative |(?:\A|(?<=\bis ))minus )(?=[$€£]?[0-9])", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _JOINED = re.compile(r"\s?(?:or|and|to|-|:|/)\s?[-+]?(?:(?:\\?\$|[€£¥])\s?)?\.?[0-9]")  # 12 or 13
@@ -29,22 +29,22 @@ def number_verifier(
 ) -> Verifier:
     r"""A verifier of numeric answers: 1 if the response's final number is the ground truth, else 0.
 
-    The final number is the one in the last mark (``\boxed{}``, ``<answer>``, ``####``); without a
-    mark the one after the last "the answer is"; without that the last number of the response.  A
-    mark with several different numbers is a guess and scores 0, unless they form an equation,
-    of which the last side counts; so is "the answer is 12 or 13", also with and, to, a dash or
-    colon. Numbers are compared exactly: 0.5, 1/2, 50% and .50 are equal; units are ignored. A
-    ground truth with six or more decimals is taken as rounded there.
+    The final number is the one in the last mark (``\boxed{}``, ``<answer>``, ``####``), else the
+    one after the last "the answer is", else the last number of the response.  A mark with several
+    different numbers is a guess and scores 0, as does "the answer is 12 or 13" (also with and, to,
+    a dash or colon); of an equation the last side counts.  Numbers are compared exactly: 0.5, 1/2,
+    50% and .50 are equal; units are ignored.  A ground truth with six or more decimals counts as
+    rounded to them.
 
     Args:
-        column: dataset column with the ground truth, a number or text; of a GSM8K solution what
-            follows ``####`` counts.
-        where: ``"marked"`` looks at marks alone.
+        column: dataset column with the ground truth, a number or text; in a GSM8K solution, the
+            number after ``####``.
+        where: ``"marked"`` accepts only numbers in marks.
         tolerance: largest difference accepted, relative to the ground truth.
         name: of the verifier.
 
     Raises:
-        ConfigError: an option does not fit.
+        ConfigError: an option is out of range.
     """
     if where not in ("anywhere", "marked"):
         raise ConfigError(f"where={where!r} must be 'anywhere' or 'marked'")
@@ -57,12 +57,12 @@ def number_verifier(
 
 def _check(text: str, truth: Any, *, marked_only: bool, tolerance: float, name: str) -> float:
     want = _truth(truth, name)
-    found = final_number(text, marked_only=marked_only)
-    return float(found is not None and same_number(found, want, tolerance))
+    answer = final_number(text, marked_only=marked_only)
+    return float(answer is not None and same_number(answer, want, tolerance))
 
 
 def final_number(text: str, *, marked_only: bool = False) -> Number | None:
-    """The number that a response ends on, or None."""
+    """The final number of a response, or None."""
     marked = marked_answer(text)
     if marked is not None and len(_WORD.findall(marked[:PROSE_LETTERS])) < PROSE_WORDS:
         cleaned, numbers = _numbers(marked)
@@ -84,7 +84,7 @@ def final_number(text: str, *, marked_only: bool = False) -> Number | None:
 
 
 def same_number(found: Number, want: Number, tolerance: float = 0.0) -> bool:
-    """Whether two numbers are equal; a percent sign may be left out or carried out."""
+    """Whether two numbers are equal; 50, 50% and 0.5 match where one side has a percent sign."""
     slack = abs(want.value) * Fraction(tolerance)
     if want.decimals >= ROUNDED_FROM:
         slack = max(slack, Fraction(1, 2 * 10**want.decimals))
@@ -100,7 +100,7 @@ def _numbers(text: str) -> tuple[str, list[Number]]:
 
 
 def _right_side(cleaned: str, numbers: list[Number]) -> list[Number]:
-    """The numbers behind the last equals sign that has any behind it; all if there is none."""
+    """The numbers after the last equals sign that is followed by any; all without one."""
     signs = cleaned.rfind("=", 0, numbers[-1].start + 1) if numbers else -1
     return [number for number in numbers if number.start > signs]
 
@@ -110,14 +110,14 @@ def _truth(truth: Any, name: str) -> Number:
     numbers = _numbers(text.strip())[1]
     if len(numbers) != 1:
         raise RewardError(
-            f"verifier {name}: the ground truth {str(truth)[:80]!r} holds {len(numbers)} numbers;"
-            " it must be one number, or text that ends in '#### <number>'"
+            f"verifier {name}: the ground truth must be one number, or text that ends in"
+            f" '#### <number>', got {len(numbers)} numbers in {str(truth)[:80]!r}"
         )
     return numbers[0]
 
 
 def _plain(truth: Any) -> str:
-    """A number as text; of a float the twelve digits that surely mean something."""
+    """A number as text; floats are rounded to twelve significant digits."""
     if isinstance(truth, float):
         return format(Decimal(f"{truth:.12g}"), "f")
     return str(truth)

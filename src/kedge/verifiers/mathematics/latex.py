@@ -1,4 +1,4 @@
-r"""Answers in LaTeX brought to one form, with string operations alone."""
+r"""Normalizes LaTeX answers to a canonical form, with string operations only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_LETTERS = 1000  # of an answer; a longer one is no answer
+MAX_LETTERS = 1000  # a longer text is not an answer
 
 ROW = "\N{SYMBOL FOR NEWLINE}"  # stands for the row break of a matrix
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
@@ -62,7 +62,7 @@ _PREFIX = re.compile(r"([a-zA-Z](?:\([a-zA-Z]\))?)\s?(?:=|\\in(?![a-zA-Z]))\s?(?
 def tidy(answer: str) -> str:
     r"""The answer in plain LaTeX: no delimiters, spacing commands, units, degrees or dollar signs.
 
-    ``\dfrac`` and its kin become ``\frac``, and arguments get braces.
+    ``\dfrac`` and similar become ``\frac``, and arguments get braces.
     """
     text = " ".join(answer[: 2 * MAX_LETTERS].split())
     for start, end in _DELIMITERS:
@@ -81,7 +81,7 @@ def tidy(answer: str) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    r"""``0.1\overline{6}`` as a fraction: all digits less those that do not repeat, over 90."""
+    r"""``0.1\overline{6}`` as a fraction: (all digits - non-repeating digits) / 90."""
     whole, once, again = match[1], match[2], match[3] or match[4]
     value = Fraction(
         int(whole + once + again) - int(whole + once or "0"),
@@ -98,12 +98,12 @@ def flat(tidied: str) -> str:
 
 
 def squeezed(tidied: str) -> str:
-    """A flat answer without blanks."""
+    """A flat answer without whitespace."""
     return "".join(flat(tidied).split())
 
 
 def prefix(tidied: str) -> tuple[str, str]:
-    r"""What stands left of ``=`` or ``\in``, if that is one variable, and the rest."""
+    r"""The variable left of ``=`` or ``\in`` ("" if it is not a single one), and the rest."""
     match = _PREFIX.match(tidied)
     rest = tidied[match.end() :] if match else ""
     if match is None or "=" in rest:
@@ -130,12 +130,12 @@ def _fraction(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An answer of several parts.
+    """An answer with several parts.
 
     Attributes:
         kind: opening and closing bracket, ``"set"`` for a list or set, ``"union"``, or ``"matrix"``
             followed by the shape.
-        parts: tidied.
+        parts: the tidied parts.
     """
 
     kind: str
@@ -181,18 +181,18 @@ def _expanded(parts: list[str]) -> Iterator[str]:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Pieces between separators that stand in no bracket."""
-    pieces, depth, start = [], 0, 0
+    """The parts between separators outside all brackets."""
+    parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
         if token[0] in ("(", "[", "{", r"\{"):
             depth += 1
         elif token[0] in (")", "]", "}", r"\}"):
             depth -= 1
         elif depth == 0 and token[0] in separators:
-            pieces.append(text[start : token.start()].strip())
+            parts.append(text[start : token.start()].strip())
             start = token.end()
-    pieces.append(text[start:].strip())
-    return [piece for piece in pieces if piece] or [text]
+    parts.append(text[start:].strip())
+    return [piece for piece in parts if piece] or [text]
 
 
 def _closes_last(text: str) -> bool:

@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them, read exactly.
+r"""Parses numbers as people and models write them, exactly.
 
 Understood: signs (also the Unicode minus), currency signs, thousands separators (``1,080``,
 ``1{,}080``, ``10,\!080``, ``1 080`` with a thin space), decimals, powers of ten, percent signs,
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 100  # of one number; longer ones are no answer, and slow to convert
+MAX_DIGITS = 100  # per number; longer ones are not answers and slow to convert
 
 _CHARACTERS = str.maketrans(
     {chr(0xFF10 + digit): str(digit) for digit in range(10)}
@@ -48,7 +48,7 @@ class Number:
     """A number found in a text.
 
     Attributes:
-        value: exact, a percent sign left out of account.
+        value: exact, ignoring a percent sign.
         percent: whether a percent sign followed.
         decimals: digits after the decimal point, as written.
         start: where it begins in the text that was searched.
@@ -63,7 +63,7 @@ class Number:
 
 
 def clean(text: str) -> str:
-    """The text with one kind of minus, digit and fraction, and without endless digits."""
+    """The text with unified minus signs, digits and fractions, and without overlong numbers."""
     text = _DEGREES.sub("", text.translate(_CHARACTERS))
     text = _VULGAR_SIGN.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{_VULGAR[m[2]]}", text)
     text = _FRAC.sub(_flat_fraction, text)
@@ -71,12 +71,12 @@ def clean(text: str) -> str:
 
 
 def find_numbers(text: str) -> list[Number]:
-    """All numbers of a text that ``clean`` returned, in order; exponents and indices are none."""
+    """All numbers of a text that ``clean`` returned, in order, without exponents and indices."""
     return [n for match in _NUMBER.finditer(text) if (n := _read(text, match)) is not None]
 
 
 def one_number(text: str) -> Number | None:
-    """The number that a whole text is, or None."""
+    """The number if it is the whole text, else None."""
     text = clean(text).strip()
     match = _NUMBER.fullmatch(text)
     return None if match is None else _read(text, match)
@@ -114,7 +114,7 @@ def _read(text: str, match: re.Match[str]) -> Number | None:
 
 
 def _is_sign(text: str, match: re.Match[str]) -> bool:
-    """Whether the leading minus belongs to the number, and is no operator, range or bullet."""
+    """Whether a leading minus is a sign, not an operator, range or bullet."""
     before = text[max(0, match.start() - 20) : match.start()]
     if not match["gap"]:
         return not (before[-1:].isalnum() or before[-1:] in (")", "]", "}", "%"))
@@ -122,7 +122,7 @@ def _is_sign(text: str, match: re.Match[str]) -> bool:
 
 
 def _is_index(text: str, start: int) -> bool:
-    """Whether digits belong to a name, as in H2O, m2 or x1."""
+    """Whether digits are part of a name, as in H2O, m2 or x1."""
     before = text[max(0, start - 3) : start]
     glued = text[start].isdigit() and before[-1:].isascii() and before[-1:].isalpha()
     return glued and not _CURRENCY.search(before)

@@ -1,4 +1,4 @@
-"""Equality of mathematical answers (MATH and the like)."""
+"""Equality of mathematical answers (MATH and similar)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kedge.verifiers.worker import TaskError, WorkerPool
 
 MAX_PARTS = 24  # of a set or matrix
 MAX_DEPTH = 20  # of brackets in a formula
-SHORT = 100  # letters of a response that is taken as an answer without any mark
+SHORT = 100  # characters of a response that counts as an answer without a mark
 _MATH = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$]{1,1000})\$|\\\((.{1,1000}?)\\\)", re.DOTALL)
 _OPENING = {"}": "{", ")": "(", "]": "["}
 _WORDS = re.compile(r"\(?[A-Za-z]+(?:[ '-][A-Za-z]+)*\)?")
@@ -45,34 +45,34 @@ def math_verifier(
 
     The final answer is the last ``\boxed{}``, ``<answer>`` or ``####``, else what follows the last
     "the answer is", else the last formula between dollar signs, else the whole of a short response.
-    Words, numbers, tuples, intervals, sets, unions and matrices are compared part by part here; two
-    formulas that still differ are compared by math-verify in a helper process.  Formulas that take
-    longer than ``timeout`` score 0 and are counted in ``timeouts/<name>``.  Units, degree signs and
-    a leading ``x =`` are left out of account.
+    Words, numbers, tuples, intervals, sets, unions and matrices are compared part by part here;
+    formulas that still differ are compared by math-verify in a helper process.  Comparisons that
+    exceed ``timeout`` score 0 and are counted in ``timeouts/<name>``.  Units, degree signs and a
+    leading ``x =`` are ignored.
 
     Args:
-        column: dataset column with the ground truth, in LaTeX; of a whole solution the last
-            ``\boxed{}`` counts.
-        symbolic: whether to use math-verify (``pip install kedge[math]``); without it, formulas are
-            equal only if they are after tidying.
+        column: dataset column with the ground truth, in LaTeX; in a full solution, the last
+            ``\boxed{}``.
+        symbolic: whether to use math-verify (``pip install kedge[math]``); without it,
+            formulas must be equal after normalization.
         timeout: seconds for one comparison of formulas.
         workers: helper processes.
         name: of the verifier.
     """
-    judge = SymbolicChecker(timeout, workers) if symbolic else None
+    checker = SymbolicChecker(timeout, workers) if symbolic else None
 
-    check = partial(_check, judge=judge, name=name)
+    check = partial(_check, checker=checker, name=name)
     return Verifier(check, name=name, column=column, threads=workers if symbolic else 1)
 
 
-def _check(text: str, truth: Any, *, judge: SymbolicChecker | None, name: str) -> float:
+def _check(text: str, truth: Any, *, checker: SymbolicChecker | None, name: str) -> float:
     want = _truth(truth, name)
-    found = final_answer(text)
-    return float(found is not None and equal(found, want, judge))
+    answer = final_answer(text)
+    return float(answer is not None and equal(answer, want, checker))
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that a response ends on, as written, or None."""
+    """The final answer of a response as written, or None."""
     marked = marked_answer(text)
     if marked is not None:
         return marked or None
@@ -86,23 +86,23 @@ def final_answer(text: str) -> str | None:
     return text.strip() if 0 < len(text.strip()) <= SHORT else None
 
 
-def equal(found: str, want: str, judge: SymbolicChecker | None = None) -> bool:
-    """Whether two answers mean the same.
+def equal(found: str, want: str, checker: SymbolicChecker | None = None) -> bool:
+    """Whether two answers are equivalent.
 
     Args:
         found: the answer of a response.
         want: the ground truth.
-        judge: asked about formulas that differ; None takes them as unequal.
+        checker: compares formulas that differ as text; None: those are unequal.
 
     Raises:
-        Unanswered: the judge could not decide in time.
+        Unanswered: the checker timed out or crashed.
     """
     if len(found) > MAX_LETTERS:
         return False
-    return _equal(tidy(found), tidy(want), judge)
+    return _equal(tidy(found), tidy(want), checker)
 
 
-def _equal(found: str, want: str, judge: SymbolicChecker | None) -> bool:
+def _equal(found: str, want: str, checker: SymbolicChecker | None) -> bool:
     found, want = bare(found), bare(want)
     (variable, left), (wanted, right) = prefix(found), prefix(want)
     if variable and wanted and variable != wanted:
@@ -123,24 +123,25 @@ def _equal(found: str, want: str, judge: SymbolicChecker | None) -> bool:
     if parts is not None or wanted_parts is not None:
         if parts is None or wanted_parts is None or parts.kind != wanted_parts.kind:
             return False
-        return _all_equal(parts.parts, wanted_parts.parts, parts.ordered, judge)
-    if judge is None or not (_well_formed(left) and _well_formed(right)):
+        return _all_equal(parts.parts, wanted_parts.parts, parts.ordered, checker)
+    if checker is None or not (_well_formed(left) and _well_formed(right)):
         return False
-    return judge.equal(found, want) if "=" in found and "=" in want else judge.equal(left, right)
+    whole = "=" in found and "=" in want
+    return checker.equal(found, want) if whole else checker.equal(left, right)
 
 
 def _all_equal(
-    found: tuple[str, ...], want: tuple[str, ...], ordered: bool, judge: SymbolicChecker | None
+    found: tuple[str, ...], want: tuple[str, ...], ordered: bool, checker: SymbolicChecker | None
 ) -> bool:
     if len(found) != len(want) or len(want) > MAX_PARTS:
         return False
     if ordered:
-        return all(_equal(a, b, judge) for a, b in zip(found, want, strict=True))
+        return all(_equal(a, b, checker) for a, b in zip(found, want, strict=True))
     rest = list(found)
     for part in want:
         match = next((i for i, one in enumerate(rest) if _equal(one, part, None)), None)
         if match is None:
-            match = next((i for i, one in enumerate(rest) if _equal(one, part, judge)), None)
+            match = next((i for i, one in enumerate(rest) if _equal(one, part, checker)), None)
         if match is None:
             return False
         del rest[match]
@@ -148,7 +149,7 @@ def _all_equal(
 
 
 def _well_formed(formula: str) -> bool:
-    """Whether braces match and nothing is nested too deeply to parse."""
+    """Whether brackets match and are not nested too deeply to parse."""
     depths = {"{": 0, "(": 0, "[": 0}
     for bracket in re.findall(r"(?<!\\)[{}()\[\]]", formula):
         if bracket in depths:
@@ -172,20 +173,22 @@ def _truth(truth: Any, name: str) -> str:
     if isinstance(truth, (int, float)) and not isinstance(truth, bool):
         return format(truth, ".12g")
     if not isinstance(truth, str) or not truth.strip():
-        raise RewardError(f"verifier {name}: the ground truth {truth!r} must be an answer as text")
+        raise RewardError(
+            f"verifier {name}: the ground truth must be a number or non-empty text, got {truth!r}"
+        )
     boxed = marked_answer(truth)
     return boxed or truth
 
 
 class SymbolicChecker:
-    """Asks math-verify whether two formulas are equal, in helper processes.
+    """Compares formulas with math-verify in helper processes.
 
     Args:
         timeout: seconds for one pair.
-        workers: most processes.
+        workers: maximum number of processes.
 
     Raises:
-        Unanswered: a pair took too long, or broke the process (memory).
+        Unanswered: a pair timed out or crashed the process (memory).
         ConfigError: math-verify is not installed.
     """
 
@@ -196,16 +199,16 @@ class SymbolicChecker:
             size=workers,
             memory_mb=3072,
         )
-        self._ask = lru_cache(maxsize=4096)(self._pool.call)  # a group repeats its answers
+        self._ask = lru_cache(maxsize=4096)(self._pool.call)  # responses of a group repeat answers
 
     def __reduce__(self) -> Any:
         return SymbolicChecker, (self._pool.timeout, self._pool.size)
 
     def equal(self, found: str, want: str) -> bool:
-        """Whether the formulas are equal; True is never a guess."""
+        """Whether math-verify proves the formulas equal."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                "comparing formulas needs math-verify: pip install 'kedge[math]', or use"
+                "comparing formulas needs math-verify; run pip install 'kedge[math]', or use"
                 " math_verifier(symbolic=False)"
             )
         try:
@@ -215,7 +218,7 @@ class SymbolicChecker:
 
 
 def same_formula(found: str, want: str) -> bool:
-    """What the worker runs: True if math-verify takes the two for equal."""
+    """The worker task: whether math-verify considers the formulas equal."""
     from math_verify import parse, verify
 
     pair = [
@@ -228,7 +231,7 @@ def same_formula(found: str, want: str) -> bool:
 
 
 def _prepare() -> None:
-    same_formula("x + 1", "1 + x")  # imports and compiles everything
+    same_formula("x + 1", "1 + x")  # imports and compiles everything in advance
 
 
 same_formula.prepare = _prepare  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Calls from the tests' process to the solution's, both ends.
+"""Remote calls from the tests' process to that of the solution: both ends.
 
-What crosses is plain data.  An object of a class of the solution crosses as a reference, and only
-if the tests made it by calling that class: a result that may be any object could equal everything.
-The tests' side numbers the references and knows which it has made; any other number is refused.
+Only plain data is sent.  An instance of a solution's class is sent as a reference, and only if the
+tests created it by calling that class: an arbitrary object could define ``__eq__`` as always true.
+The tests' side numbers the references and rejects any number that it has not issued.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ else:
     wire = sys.modules.get("sandbox_wire") or sys.modules["kedge.verifiers.sandbox.wire"]
 
 CONSTANTS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
-LONGEST = 10_000  # letters or entries of a constant that the tests are told
+LONGEST = 10_000  # characters or entries of a constant that is sent to the tests
 
 
 def described(error: BaseException) -> list[str]:
@@ -39,8 +39,8 @@ def _short(value: Any) -> bool:
 # --- the process of the solution ------------------------------------------------------------------
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda thing, *given, **named: thing(*given, **named),
-    "method": lambda thing, name, *given, **named: getattr(thing, name)(*given, **named),
+    "call": lambda thing, *args, **named: thing(*args, **named),
+    "method": lambda thing, name, *args, **named: getattr(thing, name)(*args, **named),
     "get": getattr, "set": setattr, "len": len, "list": list, "str": str, "repr": repr,
     "true": bool, "item": operator.getitem, "put": operator.setitem,
     "drop": operator.delitem, "has": operator.contains,
@@ -48,7 +48,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Kept:
-    """The solution's names, and the objects that the tests have made of its classes.
+    """The solution's names, and the instances of its classes that the tests created.
 
     Args:
         module: the solution.
@@ -59,7 +59,7 @@ class Kept:
         self._objects: dict[int, Any] = {}
 
     def described(self) -> dict[str, Any]:
-        """What the tests are told of the solution: names, classes, errors and constants."""
+        """Description for the tests: names, classes, exceptions and constants."""
         functions, classes, errors, values = [], [], {}, {}
         for name, thing in list(self._names.items()):
             if isinstance(thing, type) and issubclass(thing, Exception):
@@ -75,7 +75,7 @@ class Kept:
         return {"functions": functions, "classes": classes, "errors": errors, "values": values}
 
     def serve(self, requests: int, answers: int) -> None:
-        """Answer requests until there are no more."""
+        """Answer requests until EOF."""
         while (request := wire.read_frame(requests)) is not None:
             try:
                 answer = wire.encoded(self._answer(request))
@@ -84,15 +84,15 @@ class Kept:
             wire.write_all(answers, answer)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        given, named = self._unpacked(request["args"]), self._unpacked(request["kwargs"])
+        arguments, named = self._unpacked(request["args"]), self._unpacked(request["kwargs"])
         where, what = request["on"], request["do"]
         thing = self._names[where] if isinstance(where, str) else self._objects[where]
-        if what == "get" and callable(getattr(thing, *given)):
+        if what == "get" and callable(getattr(thing, *arguments)):
             return {"method": True}
-        result = OPERATIONS[what](thing, *given, **named)
+        result = OPERATIONS[what](thing, *arguments, **named)
         if request["new"] is not None and isinstance(thing, type) and not self._plain(result):
             self._objects[request["new"]] = result
-        return {"result": self._packed(result), "args": self._packed(list(given))}
+        return {"result": self._packed(result), "args": self._packed(list(arguments))}
 
     def _plain(self, value: Any) -> bool:
         try:
@@ -115,48 +115,48 @@ class Kept:
 
 
 class Died(BaseException):
-    """The solution's process is gone; no test can catch this."""
+    """The solution's process has died; ``except Exception`` in a test does not catch this."""
 
 
 class Away:
-    """The solution, as the tests see it.
+    """Client for the solution in the tests' process.
 
     Args:
-        requests: where calls are written.
-        answers: where what became of them is read.
-        first: what the solution says of itself, see ``Kept.described``.
+        requests: file descriptor to write calls to.
+        answers: file descriptor to read results from.
+        first: the solution's description, see ``Kept.described``.
     """
 
     def __init__(self, requests: int, answers: int, first: dict[str, Any]) -> None:
         self._requests, self._answers, self._first = requests, answers, first
-        self._errors = {name: _own_error(name, base) for name, base in first["errors"].items()}
+        self._errors = {name: _make_error(name, base) for name, base in first["errors"].items()}
         self._classes: set[str] = set()
-        self._made: set[int] = set()
+        self._created: set[int] = set()
 
     def names(self, wanted: list[str] | None, functions: set[str]) -> dict[str, Any]:
-        """What the names of the solution stand for.
+        """Proxies and constants for the names of the solution.
 
         Args:
-            wanted: the names that tests see, beside errors; None: all.
-            functions: names that are functions, whatever the solution makes of them.
+            wanted: the names that tests see, in addition to exceptions; None: all.
+            functions: names to treat as functions even if the solution defines classes.
         """
         self._classes = set(self._first["classes"]) - functions
         values = self._first["values"]
-        found: dict[str, Any] = {}
+        names: dict[str, Any] = {}
         for name in filter(str.isidentifier, wanted or [*self._first["functions"], *values]):
             value = values.get(name)
-            found[name] = self._function(name) if value is None else wire.unpack(value)
-        return found | self._errors
+            names[name] = self._function(name) if value is None else wire.unpack(value)
+        return names | self._errors
 
-    def ask(self, where: str | int, what: str, *given: Any, **named: Any) -> Any:
-        """Do something with a name or an object of the solution.
+    def ask(self, where: str | int, what: str, *arguments: Any, **named: Any) -> Any:
+        """Perform an operation on a name or object of the solution.
 
         Raises:
-            Died: there is no answer.
-            Exception: what the solution raised.
+            Died: the solution's process does not answer.
+            Exception: the exception that the solution raised.
         """
-        packed = [wire.pack(x, reference_index) for x in (list(given), named)]
-        new = len(self._made) if what == "call" and where in self._classes else None
+        packed = [wire.pack(x, reference_index) for x in (list(arguments), named)]
+        new = len(self._created) if what == "call" and where in self._classes else None
         request = {"on": where, "do": what, "args": packed[0], "kwargs": packed[1], "new": new}
         wire.write_frame(self._requests, request)
         answer = wire.read_frame(self._answers)
@@ -165,16 +165,16 @@ class Away:
         if "raised" in answer:
             raise self._error(*answer["raised"])
         if what == "get" and "method" in answer:
-            return lambda *more, **options: self.ask(where, "method", *given, *more, **options)
+            return lambda *more, **options: self.ask(where, "method", *arguments, *more, **options)
         if new is not None and answer["result"] == {"o": new}:
-            self._made.add(new)
-        for own, changed in zip(given, self._unpacked(answer["args"]), strict=True):
-            update(own, changed)
+            self._created.add(new)
+        for argument, changed in zip(arguments, self._unpacked(answer["args"]), strict=True):
+            update(argument, changed)
         return self._unpacked(answer["result"])
 
     def _function(self, name: str) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            return self.ask(name, "call", *given, **named)
+        def call(*arguments: Any, **named: Any) -> Any:
+            return self.ask(name, "call", *arguments, **named)
 
         call.__name__ = name
         return call
@@ -189,13 +189,13 @@ class Away:
         return wire.unpack(value, self._reference)
 
     def _reference(self, index: Any) -> Reference:
-        if type(index) is not int or index not in self._made:
-            raise TypeError("the solution returned an object that the tests have not made")
+        if type(index) is not int or index not in self._created:
+            raise TypeError("the solution returned an object that the tests did not create")
         return Reference(self, index)
 
 
-def _own_error(name: str, base: str) -> type[Exception]:
-    """An exception of the solution: its name, and the built-in one that it is made from."""
+def _make_error(name: str, base: str) -> type[Exception]:
+    """An exception class with the solution's name and its built-in base."""
     kind = getattr(builtins, base, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         kind = Exception
@@ -203,9 +203,9 @@ def _own_error(name: str, base: str) -> type[Exception]:
 
 
 class Reference:
-    """An object of a class of the solution: what is done to it is done there.
+    """Proxy for an instance of a solution's class; operations run in the solution's process.
 
-    It equals itself alone, whatever the solution says.
+    It compares by identity; the solution's ``__eq__`` is ignored.
     """
 
     def __init__(self, away: Away, index: int) -> None:
@@ -217,9 +217,9 @@ class Reference:
     def __setattr__(self, name: str, value: Any) -> None:
         self._away.ask(self._index, "set", name, value)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """Call it."""
-        return self._away.ask(self._index, "call", *given, **named)
+        return self._away.ask(self._index, "call", *args, **named)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Reference) and other._index == self._index
@@ -256,15 +256,15 @@ class Reference:
 
 
 def reference_index(value: Any) -> int | None:
-    """The number of the solution's object that a reference stands for."""
+    """The number of a reference, or None for other values."""
     index: int | None = value._index if type(value) is Reference else None
     return index
 
 
-def update(own: Any, new: Any) -> None:
-    """Give a mutable argument the contents that the call left it with."""
-    if isinstance(own, list):
-        own[:] = new
-    elif isinstance(own, (dict, set)) and own != new:
-        own.clear()
-        own.update(new)
+def update(argument: Any, new: Any) -> None:
+    """Copy the contents of a mutable argument back after a call."""
+    if isinstance(argument, list):
+        argument[:] = new
+    elif isinstance(argument, (dict, set)) and argument != new:
+        argument.clear()
+        argument.update(new)

@@ -1,8 +1,8 @@
-"""What runs inside the sandbox: one process that runs tests, and one that runs the solution.
+"""Entry point inside the sandbox: one process runs the tests, another runs the solution.
 
-The solution's process is told neither the tests nor anything that counts as success, so it cannot
-end early, print a verdict, or return an object that equals everything: calls and results cross a
-pipe as plain data.  This file is executed by path, with the standard library alone.
+The solution's process sees neither the tests nor anything that counts as success, so it cannot pass
+by exiting early, printing a result, or returning an object that equals everything: calls and
+results are sent over a pipe as plain data.  Executed by path, with only the standard library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder has modules named like some of the standard library
+    del sys.path[0]  # modules here would shadow the standard library
 
 import builtins
 import contextlib
@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any
 
 
-def beside(name: str) -> types.ModuleType:
+def load_sibling(name: str) -> types.ModuleType:
     """The module sandbox_NAME in the file NAME.py next to this one."""
     file = os.path.join(
         os.path.dirname(os.path.abspath(__file__)), f"{name.removeprefix('sandbox_')}.py"
@@ -37,7 +37,7 @@ def beside(name: str) -> types.ModuleType:
 if TYPE_CHECKING:
     from kedge.verifiers.sandbox import calls, wire
 else:
-    wire, calls = beside("sandbox_wire"), beside("sandbox_calls")
+    wire, calls = load_sibling("sandbox_wire"), load_sibling("sandbox_calls")
 
 MAX_OPEN, MAX_THREADS = 64, 64
 MAX_FILES = 64  # in the working folder
@@ -47,8 +47,8 @@ _state: dict[str, Any] = {"report": 1, "secret": ""}
 def main() -> None:
     """Read a job and its tests from standard input; write one JSON line per test.
 
-    The job is for the solution's process, which starts before the rest is read: the tests, and the
-    secret without which a line is no verdict.
+    The solution's process is forked before the tests are read, and with them the secret that every
+    valid line must carry.
     """
     job = wire.read_frame(0)
     if job["level"] == "namespaces":
@@ -79,16 +79,16 @@ def main() -> None:
             run_tests(checks, from_parent, to_parent)
         else:
             _, status = os.waitpid(child, 0)
-            say({"exit": os.waitstatus_to_exitcode(status)})
+            report({"exit": os.waitstatus_to_exitcode(status)})
     finally:
         end(child)
 
 
 def end_with(child: int, seconds: float) -> None:
-    """End the solution and this process when its time is up, and say so."""
+    """On timeout, report it and end the solution and this process."""
 
     def stop(*_: object) -> None:
-        say({"stopped": "timeouts"})
+        report({"stopped": "timeouts"})
         end(child)
         os._exit(1)
 
@@ -97,7 +97,7 @@ def end_with(child: int, seconds: float) -> None:
 
 
 def end(child: int) -> None:
-    """End the solution; where this process may not, the kernel does as soon as it exits itself."""
+    """Kill the solution; without permission, the kernel does so when this process exits."""
     with contextlib.suppress(OSError):
         os.kill(child, signal.SIGKILL)
 
@@ -106,19 +106,19 @@ def end(child: int) -> None:
 
 
 def kernel() -> Any:
-    """The module that needs ctypes, loaded where the level needs it."""
+    """The module that needs ctypes, loaded on demand."""
     if "sandbox_kernel" not in sys.modules:
-        beside("sandbox_seccomp")
-        beside("sandbox_kernel")
+        load_sibling("sandbox_seccomp")
+        load_sibling("sandbox_kernel")
     return sys.modules["sandbox_kernel"]
 
 
 def limit(job: dict[str, Any]) -> None:
-    """Limits of this process and of all it starts."""
+    """Set resource limits for this process and its children."""
     import resource
 
     seconds, memory, size = int(job["seconds"]), job["memory_mb"] << 20, job["file_kb"] << 10
-    wanted = {
+    limits = {
         "RLIMIT_CPU": seconds + 2,
         "RLIMIT_AS": memory,
         "RLIMIT_FSIZE": size,
@@ -126,42 +126,42 @@ def limit(job: dict[str, Any]) -> None:
         "RLIMIT_CORE": 0,
     }
     if job["level"] != "audit" and counts_by_namespace(os.uname().release):
-        wanted["RLIMIT_NPROC"] = MAX_THREADS
-    for name, most in wanted.items():
+        limits["RLIMIT_NPROC"] = MAX_THREADS
+    for name, most in limits.items():
         kind = getattr(resource, name)
         _, hard = resource.getrlimit(kind)
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        with contextlib.suppress(ValueError, OSError):  # macOS has no limit of address space
+        with contextlib.suppress(ValueError, OSError):  # macOS has no address-space limit
             resource.setrlimit(kind, (value, value))
 
 
 def counts_by_namespace(release: str) -> bool:
-    """Whether a Linux counts processes by user namespace, not all that the user runs (5.14)."""
+    """Whether this Linux counts processes per user namespace, not per user (since 5.14)."""
     version = re.match(r"(\d+)\.(\d+)", release)
     return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
 
 
 def isolate_tests(job: dict[str, Any]) -> None:
-    """Put the process of the tests out of reach of the solution, and limit it likewise."""
+    """Protect the tests' process from the solution, and confine it too."""
     if job["level"] != "audit":
         kernel().confine(job["folder"])
     elif sys.platform.startswith("linux"):
         kernel().hide_memory()
     _state["report"] = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # what tests print is no report
+    os.dup2(null, 1)  # output of tests must not mix with the report
     os.dup2(null, 2)
-    os.environ["HOME"] = "/"  # packages read settings there, and the solution can write to its home
+    os.environ["HOME"] = "/"  # packages read settings from HOME, which the solution can write to
     sys.path.extend(job["packages"])
 
 
 def isolate_solution(job: dict[str, Any]) -> None:
-    """Leave the solution's process nothing but its own memory and the working folder."""
+    """Restrict the solution's process to its memory and the working folder."""
     if job["level"] != "audit":
         kernel().leave()
         kernel().confine(job["folder"])
         return
-    fence: Any = beside("sandbox_guard")
+    fence: Any = load_sibling("sandbox_guard")
     fence.guard(".", [*fence.READABLE, *sys.path, sys.prefix, sys.base_prefix])
 
 
@@ -169,7 +169,7 @@ def isolate_solution(job: dict[str, Any]) -> None:
 
 
 def solution(job: dict[str, Any], requests: int, answers: int) -> int:
-    """Run the solution, then answer calls of its functions; returns the exit status."""
+    """Run the solution, then serve calls to its functions; returns the exit status."""
     sys.path.extend(job["packages"])
     null = os.open(os.devnull, os.O_RDWR)
     isolate_solution(job)
@@ -182,7 +182,7 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
     module = types.ModuleType(name)
     _state["main"], sys.modules["__main__"] = sys.modules["__main__"], module
     sys.modules[name] = module
-    error = executed(job["code"], module)
+    error = run_code(job["code"], module)
     if standard:
         sys.stdout.flush()
         return int(error is not None)
@@ -196,14 +196,14 @@ def solution(job: dict[str, Any], requests: int, answers: int) -> int:
 
 
 def close_files(kept: set[int]) -> None:
-    """Close all files but some: the program's input and output, or the pipes to the tests."""
+    """Close all file descriptors except ``kept``."""
     for fd in set(range(MAX_OPEN)) - kept:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
-def executed(code: str, module: types.ModuleType) -> BaseException | None:
-    """Run code in a module; what it raised, unless it ended well."""
+def run_code(code: str, module: types.ModuleType) -> BaseException | None:
+    """Run code in a module; returns the exception, or None on success."""
     try:
         exec(compile(code, "<solution>", "exec"), module.__dict__)
     except SystemExit as error:
@@ -220,38 +220,38 @@ DIED = "the solution ended"
 
 
 def run_tests(checks: dict[str, Any], requests: int, answers: int) -> None:
-    """Run every test, and report each as soon as it is done."""
+    """Run every test and report each as it finishes."""
     try:
         first = wire.read_frame(answers)
         if first is None or "raised" in first:
-            say({"error": DIED if first is None else ": ".join(first["raised"])})
+            report({"error": DIED if first is None else ": ".join(first["raised"])})
             return
-        space = names_of_tests(checks, calls.Away(requests, answers, first))
-    except Exception as error:  # the solution's process writes what it likes
-        say({"error": f"the solution describes itself wrongly ({type(error).__name__})"})
+        space = test_namespace(checks, calls.Away(requests, answers, first))
+    except Exception as error:  # the solution's process may write anything
+        report({"error": f"the solution sent an invalid description ({type(error).__name__})"})
         return
     for number, test in enumerate(checks["tests"]):
         try:
             body = compile(test, "<test>", "exec")
         except (SyntaxError, ValueError) as wrong:
-            say({"broken": f"test {number} is not valid Python: {wrong}"})
+            report({"broken": f"test {number} is not valid Python: {wrong}"})
             return
         problem = failure(body, space)
         if problem is None:
-            say({"test": number, "passed": True})
+            report({"test": number, "passed": True})
         else:
-            say({"test": number, "passed": False, "error": problem})
+            report({"test": number, "passed": False, "error": problem})
         if problem == DIED:
             return
 
 
-def names_of_tests(checks: dict[str, Any], away: calls.Away) -> dict[str, Any]:
-    """The names that tests see: those of the prefix, then the solution's."""
+def test_namespace(checks: dict[str, Any], away: calls.Away) -> dict[str, Any]:
+    """The namespace of the tests: names of the prefix, then of the solution."""
     module = types.ModuleType("tests")
     sys.modules["tests"] = module
     space = module.__dict__
     if checks["prefix"]:
-        with contextlib.suppress(SyntaxError):  # an unfinished function is not a module
+        with contextlib.suppress(SyntaxError):  # the prefix may end in an unfinished function
             exec(compile(checks["prefix"], "<prefix>", "exec"), space)
     entry = checks["entry_point"]
     functions = {name for name, thing in space.items() if isinstance(thing, types.FunctionType)}
@@ -265,7 +265,7 @@ def names_of_tests(checks: dict[str, Any], away: calls.Away) -> dict[str, Any]:
 
 
 def failure(test: types.CodeType, space: dict[str, Any]) -> str | None:
-    """What a test raised, or None if it passed."""
+    """The error of a test, or None if it passed."""
     try:
         exec(test, space)
     except calls.Died:
@@ -275,8 +275,8 @@ def failure(test: types.CodeType, space: dict[str, Any]) -> str | None:
     return None
 
 
-def say(value: dict[str, Any]) -> None:
-    """One line to whoever started the sandbox, with the secret that only the tests know."""
+def report(value: dict[str, Any]) -> None:
+    """Write one report line, with the secret that the solution does not know."""
     line = json.dumps({**value, "secret": _state["secret"]})
     wire.write_all(_state["report"], line.encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""What a solution may not do: an audit hook in its process, which it cannot take off."""
+"""The audit hook that restricts a solution in its process; it cannot be removed."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ NO_IMPORT = {
 
 
 def guard(folder: str, readable: list[str]) -> None:
-    """Refuse, from now on and for ever, what a solution has no business doing.
+    """Install the audit hook, permanently.
 
-    The rules are closures over built-in functions and exact built-in types: whatever the solution
-    does to modules and classes, they stay as they are.
+    The rules are closures over built-in functions and exact built-in types, so the solution cannot
+    change them by patching modules or classes.
     """
-    own = os.path.realpath(folder)
-    inside = path_rule()
-    roots = (own, *(os.path.realpath(path) for path in readable))
-    rules = path_rules(inside, (own,), roots) | other_rules(inside, own)
+    work_folder = os.path.realpath(folder)
+    is_inside = path_rule()
+    roots = (work_folder, *(os.path.realpath(path) for path in readable))
+    rules = path_rules(is_inside, (work_folder,), roots) | other_rules(is_inside, work_folder)
     forbidden, denied, missing = FORBIDDEN, PermissionError, ImportError
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         rule = rules.get(event)
         refused = event.startswith(forbidden) if rule is None else rule(arguments)
         if refused:
-            error = missing if event == "import" else denied  # packages try and do without
+            error = missing if event == "import" else denied  # packages handle ImportError
             raise error(f"the sandbox does not allow {event}")
 
     remove_ways_out()
@@ -53,9 +53,9 @@ Rule = Callable[[tuple[Any, ...]], bool]  # arguments of an event -> whether it 
 
 
 def plain_path() -> Callable[[str], str]:
-    """A path from the root, without dots, found without asking the file system.
+    """Normalize a path to an absolute one without file-system access.
 
-    That is right in the solution's folder: it can make no links.
+    This is exact in the solution's folder, where it cannot create links.
     """
     here = os.getcwd
 
@@ -72,11 +72,11 @@ def plain_path() -> Callable[[str], str]:
 
 
 def path_rule() -> Callable[[Any, tuple[str, ...]], bool]:
-    """Whether a path lies in one of some folders."""
+    """Whether a path is inside one of the given folders."""
     plain, kind, text, raw, whole = plain_path(), type, str, bytes, int
 
     def inside(path: Any, roots: tuple[str, ...]) -> bool:
-        if path is None or kind(path) is whole:  # the current folder; an open file
+        if path is None or kind(path) is whole:  # the working directory or an open file
             return True
         if kind(path) is not text and kind(path) is not raw:
             return False
@@ -90,27 +90,29 @@ def path_rule() -> Callable[[Any, tuple[str, ...]], bool]:
 
 
 def path_rules(
-    inside: Callable[[Any, tuple[str, ...]], bool], own: tuple[str, ...], roots: tuple[str, ...]
+    inside: Callable[[Any, tuple[str, ...]], bool],
+    writable: tuple[str, ...],
+    roots: tuple[str, ...],
 ) -> dict[str, Rule]:
     """Rules for events about files."""
-    writes, most, made = WRITES, MAX_FILES, [0]
+    writes, max_files, created_files = WRITES, MAX_FILES, [0]
 
     def opened(arguments: tuple[Any, ...]) -> bool:
         path, _, flags = arguments
         if not (flags or 0) & writes:
             return not inside(path, roots)
-        made[0] += 1
-        return made[0] > most or not inside(path, own)
+        created_files[0] += 1
+        return created_files[0] > max_files or not inside(path, writable)
 
     def created(arguments: tuple[Any, ...]) -> bool:
-        made[0] += 1
-        return made[0] > most or not inside(arguments[0], own)
+        created_files[0] += 1
+        return created_files[0] > max_files or not inside(arguments[0], writable)
 
     def changed(arguments: tuple[Any, ...]) -> bool:
-        return not inside(arguments[0], own)
+        return not inside(arguments[0], writable)
 
     def renamed(arguments: tuple[Any, ...]) -> bool:
-        return not (inside(arguments[0], own) and inside(arguments[1], own))
+        return not (inside(arguments[0], writable) and inside(arguments[1], writable))
 
     def listed(arguments: tuple[Any, ...]) -> bool:
         return not inside(arguments[0], roots)
@@ -126,18 +128,20 @@ def path_rules(
     }
 
 
-def other_rules(inside: Callable[[Any, tuple[str, ...]], bool], own: str) -> dict[str, Rule]:
-    """Rules for imports, sockets, databases, and the frames of these very rules."""
+def other_rules(
+    inside: Callable[[Any, tuple[str, ...]], bool], work_folder: str
+) -> dict[str, Rule]:
+    """Rules for imports, sockets, databases, and access to the frames of these rules."""
     import _socket
 
-    hidden, local, folders = frozenset(NO_IMPORT), getattr(_socket, "AF_UNIX", None), (own,)
+    hidden, local, folders = frozenset(NO_IMPORT), getattr(_socket, "AF_UNIX", None), (work_folder,)
 
     def imported(arguments: tuple[Any, ...]) -> bool:
         name, file = arguments[:2]
         return name in hidden or (file is not None and inside(file, folders))
 
     def connected(arguments: tuple[Any, ...]) -> bool:
-        return arguments[1] != local  # socket pairs within the process are fine: asyncio needs one
+        return arguments[1] != local  # asyncio needs socket pairs within the process
 
     def read_attribute(arguments: tuple[Any, ...]) -> bool:
         return arguments[1] == "tb_frame"
@@ -154,12 +158,12 @@ def other_rules(inside: Callable[[Any, tuple[str, ...]], bool], own: str) -> dic
 
 
 def remove_ways_out() -> None:
-    """Take away what no audit event covers."""
+    """Remove functions that no audit event covers."""
     for name in NO_IMPORT - {"posix", "_posixsubprocess"}:
         sys.modules.pop(name, None)
     stub = types.ModuleType("_posixsubprocess")
     stub.fork_exec = None  # type: ignore[attr-defined]
-    sys.modules["_posixsubprocess"] = stub  # so that modules which import subprocess still load
+    sys.modules["_posixsubprocess"] = stub  # so that modules that import subprocess still load
     for module in (os, sys.modules["posix"]):
         for name in ("setsid", "setpgid", "setpgrp", "mkfifo", "mknod"):
             if hasattr(module, name):

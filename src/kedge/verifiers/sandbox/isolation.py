@@ -1,7 +1,7 @@
-"""Where model-written programs run: what they see, and which means of this machine enforce it.
+"""Isolation of model-written programs: what they see, and how this machine enforces it.
 
-One plan, two ways to carry it out: the program bubblewrap, or the same namespaces made by the
-sandbox itself.  Without either, programs run only if the weaker level "audit" is asked for.
+One plan, enforced either by bubblewrap or by namespaces that the sandbox creates itself.  Without
+either, programs run only with the weaker level "audit", on explicit request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 LEVELS = ("bubblewrap", "namespaces", "audit")
 FOLDER = Path(__file__).parent
 CHILD = "child.py"
-CODE, WORK = "/kedge-code", "/kedge-sandbox"  # in the sandbox; nothing of a machine is called so
+CODE, WORK = "/kedge-code", "/kedge-sandbox"  # paths in the sandbox that no machine uses
 FLAGS = ("-s", "-S", "-B")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = (
@@ -33,15 +33,15 @@ SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the processes of a sandbox see: this, and nothing else.
+    """The complete file-system view of the processes in a sandbox.
 
     Attributes:
         python: the interpreter.
-        shown: files and folders, read-only, at their own paths.
-        hidden: folders among those that appear empty.
+        shown: files and folders, read-only, at their usual paths.
+        hidden: folders inside ``shown`` that appear empty.
         devices: device files.
         packages: folders of installed packages that the program may import.
-        folder: where they work, empty at first.
+        folder: the working directory, initially empty.
     """
 
     python: str
@@ -56,7 +56,7 @@ def make_plan(*, packages: bool) -> Plan:
     """The plan for this interpreter.
 
     Args:
-        packages: whether installed packages are shown.
+        packages: whether installed packages are visible.
     """
     python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     runtime = [python, *(f"{sys.base_prefix}/{name}" for name in ("lib", "lib64"))]
@@ -73,10 +73,10 @@ def make_plan(*, packages: bool) -> Plan:
 
 
 def _outermost(paths: list[str]) -> tuple[str, ...]:
-    """Those that exist and lie in no other."""
-    found = sorted({os.path.normpath(path) for path in paths if os.path.exists(path)})
+    """The existing paths that are not inside another one."""
+    existing = sorted({os.path.normpath(path) for path in paths if os.path.exists(path)})
     kept: list[str] = []
-    for path in found:
+    for path in existing:
         if not any(path.startswith(f"{folder}/") for folder in kept):
             kept.append(path)
     return tuple(kept)
@@ -94,7 +94,7 @@ def command(level: str, plan: Plan) -> list[str]:
         "--new-session",
     ]
     line += ["--as-pid-1", "--uid", "65534", "--gid", "65534"]
-    line += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount the working folder; then it is dropped
+    line += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount the working folder; dropped afterwards
     for path in plan.shown:
         line += ["--ro-bind", path, path]
     for path in plan.hidden:
@@ -105,41 +105,41 @@ def command(level: str, plan: Plan) -> list[str]:
     return [*line, "--chdir", "/", plan.python, *FLAGS, f"{CODE}/{CHILD}"]
 
 
-_chosen: dict[str, str] = {}  # the level asked for -> the one that works here
+_chosen: dict[str, str] = {}  # requested level -> level that works here
 
 
 def choose(level: str, attempt: Callable[[str], str]) -> str:
-    """The level at which programs run on this machine, found out once per process.
+    """The isolation level for this machine, determined once per process.
 
     Args:
-        level: one of ``LEVELS``, or ``auto``: the first of the two that the kernel enforces.
-        attempt: runs a program at a level; returns what is wrong, or "".
+        level: one of ``LEVELS``, or ``auto``: the first kernel-enforced one that works.
+        attempt: runs a program at a level; returns the error, or "".
 
     Raises:
-        ConfigError: none works; the message says what to do.
+        ConfigError: no level works; the message says what to do.
     """
     if level == "audit":
-        _warn_of_audit()
+        _warn_audit()
         return level
     if level not in _chosen:
         problems = []
-        for each in LEVELS[:2] if level == "auto" else [level]:
-            problem = _missing(each) or attempt(each)
+        for candidate in LEVELS[:2] if level == "auto" else [level]:
+            problem = _missing(candidate) or attempt(candidate)
             if not problem:
-                _chosen[level] = each
+                _chosen[level] = candidate
                 break
-            problems.append(f"{each}: {problem}")
+            problems.append(f"{candidate}: {problem}")
         else:
             raise ConfigError(_refusal(problems))
     return _chosen[level]
 
 
 @functools.cache
-def _warn_of_audit() -> None:
+def _warn_audit() -> None:
     logger.warning(
-        'sandbox="audit": model-written programs run as your user, held back by an audit hook of'
-        " Python alone; one that attacks the interpreter can read, write and delete your files,"
-        " start processes that stay, and reach the network"
+        'sandbox="audit": model-written programs run as your user, restricted only by a Python'
+        " audit hook; a program that attacks the interpreter can read, write and delete your files,"
+        " leave processes running, and use the network"
     )
 
 

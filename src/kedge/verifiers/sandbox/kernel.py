@@ -1,7 +1,7 @@
-"""What the Linux kernel enforces on the processes of the sandbox: system calls through ctypes.
+"""Linux kernel isolation for the processes of the sandbox: system calls through ctypes.
 
-``enter`` makes the namespaces where bubblewrap has not made them; the rest is the same at both
-levels.  This file is loaded by path, with the standard library alone.
+``enter`` creates the namespaces if bubblewrap has not; the rest is the same at both levels.  Loaded
+by path, with only the standard library.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 CAPABILITIES_VERSION = 0x20080522
-SYS_MOUNT_SETATTR, SYS_LANDLOCK = 442, 444  # and the two after it; the same on all machines
+SYS_MOUNT_SETATTR, SYS_LANDLOCK = 442, 444  # and the next two; the same on all architectures
 NOBODY = 65534
-ROOT = "/proc"  # where the new root is built: no file that it shows lies below
+ROOT = "/proc"  # the new root is built here; no visible file is below it
 
 _library = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: Any) -> int:
-    """A function of the C library.
+    """Call a function of the C library.
 
     Raises:
-        OSError: it returned -1.
+        OSError: the function returned -1.
     """
-    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    result: int = getattr(_library, name)(*given)
+    converted = [
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    ]
+    result: int = getattr(_library, name)(*converted)
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -54,12 +56,12 @@ def prctl(*arguments: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends."""
+    """Have the kernel kill this process when its parent exits."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def hide_memory() -> None:
-    """Close this process's memory and open files to others of the same user."""
+    """Hide this process's memory and open files from other processes of the same user."""
     prctl(PR_SET_DUMPABLE, 0)
 
 
@@ -67,13 +69,13 @@ def hide_memory() -> None:
 
 
 def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str], folder: str) -> None:
-    """Go on in a process that has namespaces of its own, as an unknown user.
+    """Continue in a child process with separate namespaces, as an unprivileged user.
 
     Args:
         shown: files and folders of the new, read-only root.
-        devices: device files of it.
-        hidden: folders below those that appear empty.
-        folder: an empty one, to work in.
+        devices: its device files.
+        hidden: folders below ``shown`` that appear empty.
+        folder: the empty working directory.
 
     Raises:
         OSError: the kernel does not allow it.
@@ -81,7 +83,7 @@ def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str], f
     user, group = os.geteuid(), os.getegid()
     spaces = NEW_USER | NEW_MOUNTS | NEW_PROCESSES | NEW_NETWORK | NEW_IPC | NEW_NAMES
     call("unshare", spaces)
-    die_with_parent()  # after unshare, which takes it back
+    die_with_parent()  # after unshare, which resets it
     for name, text in (
         ("setgroups", "deny"), ("uid_map", f"{NOBODY} {user} 1"), ("gid_map", f"{NOBODY} {group} 1")
     ):  # fmt: skip
@@ -93,7 +95,7 @@ def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str], f
 
 
 def make_folder(folder: str, megabytes: int, files: int) -> None:
-    """Go to an empty folder that holds so much and so many, and is gone with the sandbox."""
+    """Change to an empty, temporary folder with limits on size and number of files."""
     options = f"size={megabytes}m,nr_inodes={files},mode=700"
     _mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES | NO_EXEC, options)
     os.chdir(folder)
@@ -101,13 +103,13 @@ def make_folder(folder: str, megabytes: int, files: int) -> None:
 
 
 def leave() -> None:
-    """Go on in a process that cannot see those that the sandbox has so far."""
+    """Continue in a child process that cannot see the existing processes of the sandbox."""
     call("unshare", NEW_PROCESSES | NEW_IPC)
     exit_with_child()
 
 
 def exit_with_child() -> None:
-    """Fork; the parent waits and exits as the child did."""
+    """Fork; the parent waits and exits with the child's status."""
     child = os.fork()
     if child:
         for fd in (0, 1, 2):
@@ -161,12 +163,12 @@ def _restrict(path: str, flags: int, how: int) -> None:
 
 
 def confine(folder: str) -> None:
-    """Take away from this process what it does not need, for good.
+    """Permanently drop everything that this process does not need.
 
-    Afterwards it has no privileges, starts no process or program, and opens no socket.
+    Afterwards it has no privileges and can start no process and open no socket.
 
     Args:
-        folder: where it may write.
+        folder: the only writable folder.
 
     Raises:
         OSError: the kernel does not allow it.
@@ -182,21 +184,21 @@ def confine(folder: str) -> None:
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 REMOVE, MAKE_FILE, MAKE_LINK = 1 << 4 | 1 << 5, 1 << 7 | 1 << 8, 1 << 12
 TRUNCATE = 1 << 14
-# Rights that versions 1, 2, 3, 4, 5 and 6 of Landlock know: files, TCP ports, scopes.
+# Number of rights in versions 1 to 6 of Landlock: files, TCP ports, scopes.
 FILES, PORTS, SCOPES = (13, 14, 15, 15, 16, 16), (0, 0, 0, 2, 2, 2), (0, 0, 0, 0, 0, 2)
 
 
 def _landlock(folder: str) -> None:
-    """Repeat the rules about files by path, should a mount be other than it was meant to be."""
+    """Enforce the file rules by path as well, in case a mount is wrong."""
     version = _library.syscall(ctypes.c_long(SYS_LANDLOCK), None, ctypes.c_long(0), 1)
     if version < 1:
-        return  # the kernel has none
-    which = min(version, len(FILES)) - 1
-    handled = [(1 << kinds[which]) - 1 for kinds in (FILES, PORTS, SCOPES)]
+        return  # the kernel does not support Landlock
+    version_index = min(version, len(FILES)) - 1
+    handled = [(1 << kinds[version_index]) - 1 for kinds in (FILES, PORTS, SCOPES)]
     rules = struct.pack("=3Q", *handled)[: 8 * (1 + bool(handled[1]) + bool(handled[2]))]
     ruleset = call("syscall", SYS_LANDLOCK, rules, len(rules), 0)
-    own = WRITE_FILE | READ_FILE | READ_DIR | REMOVE | MAKE_FILE | MAKE_LINK | TRUNCATE
-    for path, rights in (("/", READ_FILE | READ_DIR), ("/dev", WRITE_FILE), (folder, own)):
+    work_rights = WRITE_FILE | READ_FILE | READ_DIR | REMOVE | MAKE_FILE | MAKE_LINK | TRUNCATE
+    for path, rights in (("/", READ_FILE | READ_DIR), ("/dev", WRITE_FILE), (folder, work_rights)):
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", rights & handled[0], opened)
         call("syscall", SYS_LANDLOCK + 1, ruleset, 1, rule, 0)

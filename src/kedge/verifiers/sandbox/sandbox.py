@@ -1,4 +1,4 @@
-"""Runs Python code that nobody has read, in a process with limits."""
+"""Runs untrusted Python code in isolated processes with limits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import Any
 from kedge.errors import ConfigError
 from kedge.verifiers.sandbox.isolation import LEVELS, WORK, choose, command, make_plan
 
-START_SECONDS = 2.0  # for Python to start, beyond the solution's own time
+START_SECONDS = 2.0  # for Python to start, in addition to the time limit
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a solution.
+    """Result of running a solution.
 
     Attributes:
-        passed: per test; a test that was not reached did not pass.
-        output: what the program printed, if it was run as a program.
-        stopped: "timeouts" if it ran out of time, "crashes" if its process died, else "".
-        error: the first error, for people.
-        broken: what is wrong with the tests themselves, or "".
+        passed: per test; a test that was not reached counts as failed.
+        output: standard output, if it was run as a program.
+        stopped: "timeouts" if it timed out, "crashes" if its process died, else "".
+        error: the first error message.
+        broken: an error in the tests themselves, or "".
     """
 
     passed: tuple[bool, ...] = ()
@@ -41,28 +41,28 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sandbox:
-    """Processes in which a solution has little time, memory and disk, and nothing of the user's.
+    """Isolated processes with limited time, memory and disk and no access to the user's files.
 
-    The solution runs in one process and its tests in another.  ``isolation`` says what keeps them
-    apart and away from this machine:
+    The solution runs in one process and its tests in another.  ``isolation`` selects what separates
+    them from each other and from this machine:
 
-    * ``bubblewrap``: the program bwrap.  Each process sees the Python runtime, system libraries
-      and an empty folder, all but the folder read-only; it has no network, no other process, no
-      privileges, and a filter refuses the system calls that it does not need.
-    * ``namespaces``: the same, by the kernel's user namespaces and Landlock without bwrap.
-    * ``audit``: an audit hook of Python and limits of time, memory and files.  It stops accidents,
-      not a program that attacks the interpreter: such a one can read and write your files.
-    * ``auto``: the first of the first two that works on this machine.
+    * ``bubblewrap``: the program bwrap.  Each process sees the Python runtime and system libraries
+      (read-only) and an empty working folder; it has no network, no view of other processes, no
+      privileges, and a seccomp filter blocks the system calls that it does not need.
+    * ``namespaces``: the same without bwrap, with user namespaces and Landlock.
+    * ``audit``: a Python audit hook and limits on time, memory and files.  It stops accidents, but
+      a program that attacks the interpreter can read and write your files.
+    * ``auto``: bubblewrap if it works on this machine, else namespaces.
 
     Args:
-        seconds: of wall clock, and of processor time, for one solution.
+        seconds: limit of wall-clock time and of CPU time per solution.
         memory_mb: address space of a process.
-        file_kb: size of one file, and of what is printed; 64 files fit in the folder.
-        packages: whether the solution may import installed packages, beyond the standard library.
+        file_kb: size of one file and of the output; the folder holds up to 64 files.
+        packages: whether the solution may import installed packages.
         isolation: see above.
 
     Raises:
-        ConfigError: a limit does not fit, or the platform has no processes to fork (Windows).
+        ConfigError: a limit is too small, or the platform has no fork (Windows).
     """
 
     seconds: float = 5.0
@@ -81,10 +81,10 @@ class Sandbox:
             raise ConfigError(f"isolation={self.isolation!r} must be auto, {', '.join(LEVELS)}")
 
     def level(self) -> str:
-        """The kind of isolation that programs get on this machine.
+        """The isolation that programs get on this machine.
 
         Raises:
-            ConfigError: it cannot be had; the message says what to install or to allow.
+            ConfigError: it is not available; the message says what to install or allow.
         """
         return choose(self.isolation, _attempt)
 
@@ -93,28 +93,28 @@ class Sandbox:
     ) -> Outcome:
         """Run tests against a solution.
 
-        The tests see the solution's functions, classes and constants by name, and as ``candidate``
-        what ``entry_point`` names.  Arguments and results are of built-in types, or objects that
-        the tests made of a class of the solution; those have no arithmetic, and each equals itself
-        alone.
+        The tests see the solution's functions, classes and constants by name, and ``entry_point``
+        as ``candidate``.  Arguments and results must have built-in types or be instances of the
+        solution's classes created by the tests; those support no arithmetic and compare by
+        identity.
 
         Args:
             code: the solution, a module.
-            tests: each a piece of Python that raises unless the solution is right.
-            entry_point: the function or class under test; the only name the tests then see.
+            tests: Python code that raises unless the solution is correct.
+            entry_point: the function or class under test; if given, the only visible name.
             prefix: trusted code that the tests also see: imports, helper functions.
         """
         checks = {"tests": list(tests), "entry_point": entry_point, "prefix": prefix}
-        said, stopped = self._run(self.level(), {"code": code}, checks)
-        passed = {line["test"] for line in said if line.get("passed")}
-        error = next((line["error"] for line in said if "error" in line), "")
-        if not stopped and not any({"error", "test", "broken"} & line.keys() for line in said):
+        report, stopped = self._run(self.level(), {"code": code}, checks)
+        passed = {line["test"] for line in report if line.get("passed")}
+        error = next((line["error"] for line in report if "error" in line), "")
+        if not stopped and not any({"error", "test", "broken"} & line.keys() for line in report):
             stopped = "crashes"
         return Outcome(
             passed=tuple(number in passed for number in range(len(tests))),
             stopped="crashes" if error == "the solution ended" else stopped,
             error=error or stopped,
-            broken=next((line["broken"] for line in said if "broken" in line), ""),
+            broken=next((line["broken"] for line in report if "broken" in line), ""),
         )
 
     def run(self, code: str, stdin: str = "") -> Outcome:
@@ -122,17 +122,17 @@ class Sandbox:
 
         Args:
             code: the program.
-            stdin: what it reads.
+            stdin: its standard input.
         """
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
-            given.write(stdin.encode(errors="replace"))
-            given.seek(0)
-            job = {"code": code, "stdin": given.fileno(), "stdout": output.fileno()}
-            said, stopped = self._run(self.level(), job, {})
+        with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as output:
+            stdin_file.write(stdin.encode(errors="replace"))
+            stdin_file.seek(0)
+            job = {"code": code, "stdin": stdin_file.fileno(), "stdout": output.fileno()}
+            report, stopped = self._run(self.level(), job, {})
             output.seek(0)
             text = output.read(self.file_kb << 10).decode(errors="replace")
-        status = next((line["exit"] for line in said if "exit" in line), None)
-        if status is None or status < 0 or 128 < status <= 192:  # ended by a signal
+        status = next((line["exit"] for line in report if "exit" in line), None)
+        if status is None or status < 0 or 128 < status <= 192:  # killed by a signal
             stopped = stopped or "crashes"
         error = f"exit code {status}" if status else ""
         return Outcome(output=text, stopped=stopped, error=stopped or error)
@@ -140,7 +140,7 @@ class Sandbox:
     def _run(
         self, level: str, job: dict[str, Any], checks: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], str]:
-        """What the tests' process says of a job, and why it was stopped."""
+        """The report of the tests' process on a job, and why it was stopped."""
         plan = make_plan(packages=self.packages)
         limits = {name: getattr(self, name) for name in ("seconds", "memory_mb", "file_kb")}
         secret = secrets.token_hex(16)
@@ -160,36 +160,36 @@ class Sandbox:
             data = b"".join(struct.pack(">Q", len(body)) + body for body in bodies)
             stopped = ""
             try:
-                said, problem = process.communicate(data, timeout=self.seconds + START_SECONDS)
+                output, problem = process.communicate(data, timeout=self.seconds + START_SECONDS)
             except subprocess.TimeoutExpired:
                 stopped = "timeouts"
-                said, problem = _killed(process)
+                output, problem = _kill(process)
             except BaseException:
-                _killed(process)
+                _kill(process)
                 raise
-        if problem and not said:
-            raise ConfigError(f"the sandbox does not start: {_last_line(problem)}")
-        lines = _signed(said, secret)
+        if problem and not output:
+            raise ConfigError(f"the sandbox cannot start: {_last_line(problem)}")
+        lines = _signed_lines(output, secret)
         return lines, stopped or next((x["stopped"] for x in lines if "stopped" in x), "")
 
 
 def _attempt(level: str) -> str:
-    """What goes wrong when a program runs at a level of isolation, or ""."""
+    """The error of a test program at an isolation level, or ""."""
     checks = {"tests": ["assert one() == 1"], "entry_point": "", "prefix": ""}
     try:
         job = {"code": "def one(): return 1"}
-        said, stopped = Sandbox(seconds=20.0)._run(level, job, checks)
+        report, stopped = Sandbox(seconds=20.0)._run(level, job, checks)
     except ConfigError as error:
         return str(error)
-    if any(line.get("passed") for line in said):
+    if any(line.get("passed") for line in report):
         return ""
-    return stopped or next((line["error"] for line in said if "error" in line), "no answer")
+    return stopped or next((line["error"] for line in report if "error" in line), "no answer")
 
 
-def _signed(said: bytes, secret: str) -> list[dict[str, Any]]:
-    """The lines that the tests' process wrote: whole, valid, and with the secret."""
+def _signed_lines(output: bytes, secret: str) -> list[dict[str, Any]]:
+    """The complete, valid report lines that carry the secret."""
     lines = []
-    for line in said.splitlines(keepends=True):
+    for line in output.splitlines(keepends=True):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if line.endswith(b"\n") and isinstance(value, dict) and value.get("secret") == secret:
@@ -197,9 +197,9 @@ def _signed(said: bytes, secret: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _killed(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """End a process that still runs, with all it started; returns what it had said."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends by itself just now
+def _kill(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Kill a process and its children; returns its output so far."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just exited
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()
 
@@ -210,7 +210,7 @@ def _last_line(text: bytes) -> str:
 
 @contextlib.contextmanager
 def _folder(level: str) -> Iterator[str]:
-    """Where the first process starts; the others have a working folder that is theirs alone."""
+    """Working directory of the first process; the others get a private one."""
     if level != "audit":
         yield "/"
         return

@@ -1,6 +1,6 @@
-"""System calls that a program in the sandbox may not make: a seccomp filter in classic BPF.
+"""A seccomp filter in classic BPF: the system calls that the sandbox blocks.
 
-A refused call fails with EPERM (or ENOSYS, where a caller is expected to try an older one), so a
+A blocked call fails with EPERM (or ENOSYS, if callers should fall back to an older one), so a
 program sees an OSError.  Numbers: asm/unistd_64.h for x86-64, asm-generic/unistd.h for 64-bit ARM.
 """
 
@@ -23,21 +23,21 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "process_vm_writev": (311, 271), "process_madvise": (440, 440), "process_mrelease": (448, 448),
     "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
     "kcmp": (312, 272), "move_pages": (279, 239), "migrate_pages": (256, 238),
-    # sockets, except pairs within the process
+    # sockets, except socket pairs within the process
     "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201),
     "accept": (43, 202), "accept4": (288, 242),
-    # memory and queues that outlive a mapping or are not counted as address space
+    # memory and queues that outlive a mapping or do not count as address space
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "semget": (64, 190),
     "mq_open": (240, 180),
-    # mounts and files by other ways than a path
+    # mounts, and file access other than by path
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
     "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "open_tree": (428, 428), "move_mount": (429, 429), "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "mknod": (133, None),
     "mknodat": (259, 33), "quotactl": (179, 60), "quotactl_fd": (443, 443), "acct": (163, 89),
     "swapon": (167, 224), "swapoff": (168, 225), "fanotify_init": (300, 262),
-    # large parts of the kernel that no Python program needs
+    # large kernel subsystems that no Python program needs
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "splice": (275, 76),
@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "setdomainname": (171, 162), "vhangup": (153, 58), "ioperm": (173, None), "iopl": (172, None),
 }  # fmt: skip
 CLONE, CLONE3, SOCKETPAIR, TGKILL = (56, 220), (435, 435), (53, 199), (234, 131)
-NEWEST = 450  # later calls, and the x32 table, do not exist for the program
+NEWEST = 450  # later calls and the x32 table appear as not implemented
 CLONE_THREAD, AF_UNIX = 0x10000, 1
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -67,14 +67,14 @@ def program(machine: str, pid: int) -> bytes:
 
     Args:
         machine: ``x86_64`` or ``aarch64``.
-        pid: of the process, which may send signals to its own threads alone.
+        pid: of the process, which may only signal its own threads.
 
     Raises:
-        OSError: another kind of machine.
+        OSError: the architecture is not supported.
     """
     if machine not in ARCHITECTURES:
         known = " and ".join(ARCHITECTURES)
-        raise OSError(f"the system-call filter knows {known}, and this machine is {machine}")
+        raise OSError(f"the system-call filter supports {known}, got {machine}")
     audit, column = ARCHITECTURES[machine]
     refuse, missing = FAIL | errno.EPERM, FAIL | errno.ENOSYS
     code = [
@@ -102,10 +102,10 @@ class _Program(ctypes.Structure):
 
 
 def install(prctl: Callable[..., None], pid: int) -> None:
-    """Filter the system calls of this thread and all it starts, for good.
+    """Permanently filter the system calls of this thread and its children.
 
     Args:
-        prctl: the call of the C library; raises OSError when it fails.
+        prctl: the C library function; raises OSError on failure.
         pid: of this process.
     """
     code = program(platform.machine(), pid)

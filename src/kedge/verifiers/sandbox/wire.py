@@ -1,4 +1,4 @@
-"""Plain data over pipes, between the two processes of the sandbox."""
+"""Serialization of plain data over pipes between the two processes of the sandbox."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIMPLE: dict[type, Callable[[Any], Any]] = {
 
 
 def pack(value: Any, reference: Callable[[Any], int | None] = lambda _: None) -> Any:
-    """A value of built-in types as JSON that tells them apart.
+    """Encode a value of built-in types as JSON that preserves the types.
 
     Args:
-        value: what crosses.
-        reference: the number of an object that crosses as a reference, or None.
+        value: the value to send.
+        reference: returns the number of an object that is sent by reference, or None.
 
     Raises:
-        TypeError: it is of another type.
+        TypeError: the value has another type.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -51,11 +51,11 @@ def pack(value: Any, reference: Callable[[Any], int | None] = lambda _: None) ->
 
 
 def unpack(value: Any, referred: Callable[[int], Any] | None = None) -> Any:
-    """What ``pack`` was given.
+    """Decode the result of ``pack``.
 
     Args:
-        value: what crossed.
-        referred: the object that a number refers to.
+        value: the received value.
+        referred: returns the object for a reference number.
     """
     if not isinstance(value, dict):
         return value
@@ -68,15 +68,15 @@ def unpack(value: Any, referred: Callable[[int], Any] | None = None) -> Any:
         return complex(*items)
     if key == "d":
         return {unpack(name, referred): unpack(item, referred) for name, item in items}
-    built = [unpack(item, referred) for item in items]
-    made: dict[str, Callable[[list[Any]], Any]] = {
+    values = [unpack(item, referred) for item in items]
+    builders: dict[str, Callable[[list[Any]], Any]] = {
         "l": list, "t": tuple, "s": set, "z": frozenset, "r": list, "i": iter,
     }  # fmt: skip
-    return made[key](built)
+    return builders[key](values)
 
 
 def encoded(value: Any) -> bytes:
-    """One value as a frame: its length, and JSON."""
+    """One value as a frame: length and JSON."""
     body = json.dumps(value).encode()
     return struct.pack(">Q", len(body)) + body
 
@@ -87,14 +87,14 @@ def write_frame(fd: int, value: Any) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Send bytes, however many the pipe takes at a time."""
+    """Send all bytes, in as many writes as needed."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def read_frame(fd: int) -> Any:
-    """The next value, or None at the end."""
+    """The next value, or None at EOF."""
     head = read_exactly(fd, 8)
     if head is None:
         return None
@@ -104,11 +104,11 @@ def read_frame(fd: int) -> Any:
 
 
 def read_exactly(fd: int, size: int) -> bytes | None:
-    """So many bytes, or None if there are fewer."""
+    """Exactly ``size`` bytes, or None if fewer are left."""
     data = bytearray()
     while len(data) < size:
-        piece = os.read(fd, min(size - len(data), 1 << 20))
-        if not piece:
+        chunk = os.read(fd, min(size - len(data), 1 << 20))
+        if not chunk:
             return None
-        data += piece
+        data += chunk
     return bytes(data)
