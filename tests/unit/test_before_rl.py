@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,22 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     load_scores(str(place / "reward"))(*([row[n] for row in rows] for n in ("prompt", "chosen")))
     assert seen
     assert sorted(read) == sorted(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "reward"])
+def test_progress_is_in_rows(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"sft": "sft", "reward": "pairs"}[command]
+    assert main([command, *flags(place, data, "out", "--logging_steps", "1")]) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [row.split("  ")[0] for row in rows] == ["step 1/3", "step 2/3", "step 3/3"]
+    accuracy = "token accuracy" if command == "sft" else "accuracy"
+    number = r"-?[\d.]+(e-\d+)?"
+    middle = f"  {accuracy} {number}" + (f"  margin {number}" if command == "reward" else "")
+    for row in rows:
+        assert re.search(f"  loss {number}{middle}  lr {number}", row)
+    assert "{" not in out
 
 
 def test_the_reward_of_training_has_the_shift() -> None:
