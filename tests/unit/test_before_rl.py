@@ -233,8 +233,11 @@ def test_the_shift_is_in_the_configuration_and_starts_anew(tmp_path: Path) -> No
     ("command", "said"),
     [
         (["sft", "--learnin_rate", "1"], "the nearest is --learning_rate"),
-        (["sft", "--output_dir", "x"], "--model_name_or_path is missing"),
-        (["reward", "--model_name_or_path", "m", "--output_dir", "x"], "--dataset_name is missing"),
+        (["sft", "--output_dir", "x"], "--model_name_or_path is required"),
+        (
+            ["reward", "--model_name_or_path", "m", "--output_dir", "x"],
+            "--dataset_name is required",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(
@@ -250,4 +253,4 @@ def test_missing_columns_are_named(place: Path, capsys: pytest.CaptureFixture[st
     assert main(["reward", *flags(place, "sft", "out", "--reference_column", "none")]) == 2
     assert "chosen, rejected is missing" in capsys.readouterr().err
     assert main(["reward", *flags(place, "pairs", "out", "--reference_column", "gold")]) == 2
-    assert "--reference_column gold is no column" in capsys.readouterr().err
+    assert "--reference_column gold does not exist" in capsys.readouterr().err
