@@ -420,7 +420,7 @@ def test_an_algorithm_from_a_file(tmp_path):
         load_algorithm(f"{file}:n")
     with pytest.raises(ConfigError, match="cannot import"):
         load_algorithm(f"{tmp_path}/none.py:rule")
-    with pytest.raises(ConfigError, match="has nothing called 'other'"):
+    with pytest.raises(ConfigError, match="does not define 'other'"):
         load_algorithm(f"{file}:other")
 
 
