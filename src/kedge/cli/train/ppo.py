@@ -347,8 +347,7 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
         raise ConfigError(f"--algorithm {spec} with {kwargs or 'no options'}: {error}") from error
     if kwargs and not callable(target):
         raise ConfigError(
-            f"--algorithm_kwargs {options}: {spec} must be a function that takes options, got an"
-            " instance"
+            f"--algorithm_kwargs {options}: {spec} is not a function that takes options"
         )
     if not isinstance(algorithm, Algorithm):
         name = str(spec).rpartition(":")[2]
