@@ -103,7 +103,7 @@ def test_files_beside_a_run_are_missed_with_one_warning_each(
     assert len(rows(made)) == 3
     assert [row["step"] for row in made.state.log_history if "eval_win_rate" in row] == [0, 1, 2, 3]
     said = [line for line in caplog.messages if "cannot be written" in line]
-    kinds = ["the answers of the start", "recorded rollouts", "rows of tokens"]
+    kinds = ["scores of the initial policy", "recorded rollouts", "rows of tokens"]
     kinds += ["the table eval_completions", "curves"]
     assert sorted(line.partition(" cannot")[0] for line in said) == sorted(kinds)
     assert all("No space left" in line and "make room on that disk" in line for line in said)

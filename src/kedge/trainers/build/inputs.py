@@ -108,7 +108,8 @@ _WANTED = {
     "optimizers[1]": "a torch learning-rate scheduler",
     "rollout_engine": "a kedge.protocols.RolloutEngine: an object with the properties"
     " shares_weights and logprobs and the methods generate(prompts, sampling=, seed=) and"
-    " load_weights(weights, version); to choose an engine by name, set it in the config: rollout_engine='vllm'",
+    " load_weights(weights, version); to choose an engine by name, set it in the config:"
+    " rollout_engine='vllm'",
     "peft_config": "a PEFT configuration, such as peft.LoraConfig(...)",
     "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
 }
