@@ -145,7 +145,7 @@ def test_help_of_a_command_lists_what_works_and_hides_what_does_not(capsys):
 
 def test_a_plan_without_prompts_says_so(capsys, tiny):
     assert main(["plan", "ppo", "--model_name_or_path", str(tiny)]) != 0
-    assert "without --dataset_name the number of passes" in capsys.readouterr().err
+    assert "the length of the run is unknown" in capsys.readouterr().err
 
 
 # -- flags ----------------------------------------------------------------------------------------

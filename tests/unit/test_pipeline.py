@@ -123,17 +123,23 @@ def test_a_dry_run_runs_nothing(
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([{"pop": {}}], "no command 'pop'; the nearest is ppo"),
-        ([{"ppo": {"learnin_rate": 1}}], "no option 'learnin_rate'; the nearest is learning_rate"),
+        ([{"pop": {}}], "unknown command 'pop'; the nearest is ppo"),
+        (
+            [{"ppo": {"learnin_rate": 1}}],
+            "unknown option 'learnin_rate'; the nearest is learning_rate",
+        ),
         ([{"sft": {"learnin_rate": 1}}], "the nearest is learning_rate"),
-        ([PPO], r"\$\{sft\} is no variable and no earlier stage; stages before it: none"),
-        ([SFT, SFT], "the name 'sft' is taken"),
+        ([PPO], r"\$\{sft\} must be a variable or an earlier stage; earlier stages: none"),
+        ([SFT, SFT], "the name 'sft' must be unique"),
         ([{"sft": {}, "ppo": {}}], "must be one command, got ppo, sft"),
         ([{"judge": {"ours": "a"}}], "judge needs theirs"),
-        ([{"sft": {"output_dir": "x"}}], "decided by the pipeline"),
+        ([{"sft": {"output_dir": "x"}}], "set by the pipeline"),
         (["sft"], "must be COMMAND"),
         ([{"script": {}}], "script needs path"),
-        ([{"script": {"path": "none.py"}}], r"there is no file none.py; \$\{here\} is the folder"),
+        (
+            [{"script": {"path": "none.py"}}],
+            r"the file none.py does not exist; \$\{here\} is the folder",
+        ),
         ([{"sft": [1]}], "must be name: value"),
     ],
 )
@@ -148,7 +154,7 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "list.yaml").write_text("[1]")
     for file, said in (
         ("none.yaml", "the file does not exist"),
-        (str(tmp_path / "list.yaml"), "needs output_dir, and a list of stages"),
+        (str(tmp_path / "list.yaml"), "must have output_dir and a list of stages"),
         (tmp_path / "more.yaml", "unknown key 'stage'"),
         (tmp_path / "number.yaml", "output_dir is missing"),
     ):
