@@ -192,7 +192,7 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
     )
     with pytest.raises(RewardError, match="the judge is out"):
         made.train()
-    assert "could not be saved: could not write" in caplog.text
+    assert "saving a checkpoint failed: could not write" in caplog.text
     assert saved(tmp_path) == [3]
 
 
