@@ -114,5 +114,5 @@ def test_one_apart_by_default_and_in_turn_by_choice(tmp_path: Path) -> None:
 
 
 def test_another_config_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"kedge.AsyncPPOTrainer takes a kedge.AsyncPPOConfig"):
+    with pytest.raises(ConfigError, match=r"args must be a kedge.AsyncPPOConfig"):
         AsyncPPOTrainer(PPOConfig(use_cpu=True))  # type: ignore[arg-type]

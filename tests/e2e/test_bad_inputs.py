@@ -126,7 +126,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "an adapter of another task": (
         lambda: small(peft_config=LoraConfig(task_type="SEQ_CLS")),
         ConfigError,
-        ["task_type='SEQ_CLS'", "CAUSAL_LM"],
+        ["must have task_type='CAUSAL_LM'", "SEQ_CLS"],
     ),
     "an adapter on layers that are not there": (
         lambda: small(peft_config=LoraConfig(target_modules=["nope"])),
@@ -151,14 +151,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "an algorithm that was not called": (
         lambda: small(algorithm=ppo),
         ConfigError,
-        ["no kedge.Algorithm; call it"],
+        ["must be a kedge.Algorithm; call the function"],
     ),
     "arguments that the optimizer does not read": (
         lambda: small(optim_args="beta=1"),
         ConfigError,
         ["optim_args='beta=1'", "nothing reads 'beta'"],
     ),
-    "no prompt to evaluate on": (
+    "pass at least one prompt": (
         lambda: small(eval_dataset={"new": []}),
         DataError,
         ["eval_dataset['new']", "empty"],
@@ -589,7 +589,7 @@ def test_bad_input_leaves_the_models_as_they_were() -> None:
 
 def test_a_warmup_of_the_value_that_never_ends_is_said(caplog: pytest.LogCaptureFixture) -> None:
     small(value_warmup_steps=2)
-    assert "value_warmup_steps=2 covers all 2 updates" in caplog.text
+    assert "value_warmup_steps=2 covers all 2 iterations" in caplog.text
     caplog.clear()
     small(value_warmup_steps=1)
     assert "value_warmup_steps" not in caplog.text

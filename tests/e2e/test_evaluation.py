@@ -86,7 +86,7 @@ def test_win_rate_against_the_start_survives_a_resume(tmp_path: Path) -> None:
 
     (tmp_path / "cut" / "start" / "eval.json").write_text('{"scores": [1.0]}')
     other = trainer(tmp_path / "cut", **options, save_steps=2, max_steps=4)
-    with pytest.raises(CheckpointError, match="answered 1 rows of 'eval' and there are 10 now"):
+    with pytest.raises(CheckpointError, match="scored on 1 rows of 'eval', got 10 now"):
         other.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
 
 

@@ -161,7 +161,9 @@ def test_who_asked_for_no_checkpoints_gets_none(
     with pytest.raises(RewardError):
         made.train()
     assert saved(tmp_path) == []
-    assert f"after iteration 2 with RewardError, and {why}: what it learned is lost" in caplog.text
+    assert (
+        f"after iteration 2 with RewardError; no checkpoint is written because {why}" in caplog.text
+    )
 
 
 def test_models_alone_are_saved_for_who_wants_no_more(
@@ -190,7 +192,7 @@ def test_the_error_stays_what_it_was_when_nothing_can_be_saved(
     )
     with pytest.raises(RewardError, match="the judge is out"):
         made.train()
-    assert "could not be saved: could not write" in caplog.text
+    assert "saving a checkpoint failed: could not write" in caplog.text
     assert saved(tmp_path) == [3]
 
 

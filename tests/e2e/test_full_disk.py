@@ -102,10 +102,12 @@ def test_files_beside_a_run_are_missed_with_one_warning_each(
     made.train()
     assert len(rows(made)) == 3
     assert [row["step"] for row in made.state.log_history if "eval_win_rate" in row] == [0, 1, 2, 3]
-    said = [line for line in caplog.messages if "cannot be written" in line]
-    kinds = ["the answers of the start", "recorded rollouts", "rows of tokens"]
+    said = [line for line in caplog.messages if line.startswith("cannot write ")]
+    kinds = ["scores of the initial policy", "recorded rollouts", "token logs"]
     kinds += ["the table eval_completions", "curves"]
-    assert sorted(line.partition(" cannot")[0] for line in said) == sorted(kinds)
+    assert sorted(
+        line.removeprefix("cannot write ").partition(" to ")[0] for line in said
+    ) == sorted(kinds)
     assert all("No space left" in line and "make room on that disk" in line for line in said)
     assert logged(out / "metrics.jsonl")[-1] == 3
     assert [p for p in rec.iterdir() if p.suffix != ".part"] == []
@@ -118,7 +120,7 @@ def test_rows_that_found_no_room_do_not_end_the_run(
     file = tmp_path / "metrics.jsonl"
     made.add_callback(At(2, lambda: full(file)))
     made.train()
-    assert "metrics cannot be written to" in caplog.text
+    assert "cannot write metrics to" in caplog.text
     assert len(rows(made)) == 3
 
 
@@ -164,9 +166,7 @@ def test_a_file_in_the_way_is_found_before_anything_is_loaded(tmp_path: Path, op
 @pytest.mark.skipif(os.getuid() == 0, reason="this user may write anywhere")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(
-        ConfigError, match=r"cannot be written to .*Permission denied.*name another"
-    ):
+    with pytest.raises(ConfigError, match=r"must be writable .*Permission denied.*set another"):
         small(output_dir=str(tmp_path / "run"))
 
 

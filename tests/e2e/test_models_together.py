@@ -144,8 +144,8 @@ def test_a_reward_model_with_other_tokens_is_no_start_for_the_value(
     judge = neox_reward(vocab=VOCAB)
     trainer = small(reward_model=judge, reward_processing_class=theirs)
     assert isinstance(trainer.value_model, ScalarHead)
-    assert "has a tokenizer of its own" in caplog.text
-    with pytest.raises(ConfigError, match='value_source="policy", or give value_model'):
+    assert "must use the policy's tokenizer" in caplog.text
+    with pytest.raises(ConfigError, match='value_source="policy", or pass value_model'):
         small(reward_model=judge, reward_processing_class=theirs, value_source="reward")
     same = small(reward_model=judge, reward_processing_class=word_tokenizer())
     assert not isinstance(same.value_model, ScalarHead)

@@ -123,7 +123,7 @@ def test_a_run_that_is_done_says_so_and_rates_are_of_this_process(
     assert "nothing to train" not in caplog.text
     assert done.metrics["train_samples_per_second"] > 0
     again = made.train()
-    assert "all 6 updates are done, so there is nothing to train" in caplog.text
+    assert "all 6 iterations are done, nothing to train" in caplog.text
     assert again.global_step == 6
     assert again.metrics["train_samples_per_second"] == 0
 

@@ -71,9 +71,9 @@ class TestOnRay:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"kl_coef": 0.0}, "no KL to a reference"),
+        ({"kl_coef": 0.0}, "needs a KL term"),
         ({"kl_estimator": "full"}, "kl_estimator='full' needs"),
-        ({"peft_config": {"r": 2}}, "the policy's own base"),
+        ({"peft_config": {"r": 2}}, "the policy's base model"),
         ({"ray_ref_workers": 0, "ray_ref_gpus": 0.5}, "ray_ref_gpus=0.5 has no effect without"),
     ],
 )

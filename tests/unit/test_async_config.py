@@ -333,7 +333,7 @@ def test_each_dataset_has_its_split(chats: Path, tmp_path: Path) -> None:
     )
     assert len(train) == 9
     assert test is None
-    with pytest.raises(DataError, match="names 3 splits for 2 datasets"):
+    with pytest.raises(DataError, match="got 3 splits for 2 datasets"):
         load_mixed(options(tmp_path, *both, "--dataset_mixer_list_splits", "a", "b", "c"))
 
 
@@ -361,9 +361,9 @@ def test_templates_from_files_and_begin_of_text(tmp_path: Path) -> None:
     dressed(tokenizer, small(chat_template_name=str(file), add_bos=True))
     said = tokenizer.apply_chat_template([{"role": "user", "content": "u"}], tokenize=False)
     assert said == "w3u!"
-    with pytest.raises(ConfigError, match="neither tulu nor a file"):
+    with pytest.raises(ConfigError, match="must be tulu or a file"):
         dressed(word_tokenizer(), small(chat_template_name="llama"))
-    with pytest.raises(ConfigError, match="no begin-of-text token"):
+    with pytest.raises(ConfigError, match="needs a tokenizer with a BOS token"):
         dressed(word_tokenizer(), small(add_bos=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,22 @@ def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     assert sorted(read) == sorted(seen)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "reward"])
+def test_progress_is_in_rows(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"sft": "sft", "reward": "pairs"}[command]
+    assert main([command, *flags(place, data, "out", "--logging_steps", "1")]) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [row.split("  ")[0] for row in rows] == ["step 1/3", "step 2/3", "step 3/3"]
+    accuracy = "token accuracy" if command == "sft" else "accuracy"
+    number = r"-?[\d.]+(e-\d+)?"
+    middle = f"  {accuracy} {number}" + (f"  margin {number}" if command == "reward" else "")
+    for row in rows:
+        assert re.search(f"  loss {number}{middle}  lr {number}", row)
+    assert "{" not in out
+
+
 def test_the_reward_of_training_has_the_shift() -> None:
     model = tiny_reward_model(vocab_size=32)
     plain = RewardModel(model).score(batch())
@@ -216,8 +233,11 @@ def test_the_shift_is_in_the_configuration_and_starts_anew(tmp_path: Path) -> No
     ("command", "said"),
     [
         (["sft", "--learnin_rate", "1"], "the nearest is --learning_rate"),
-        (["sft", "--output_dir", "x"], "--model_name_or_path is missing"),
-        (["reward", "--model_name_or_path", "m", "--output_dir", "x"], "--dataset_name is missing"),
+        (["sft", "--output_dir", "x"], "--model_name_or_path is required"),
+        (
+            ["reward", "--model_name_or_path", "m", "--output_dir", "x"],
+            "--dataset_name is required",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(
@@ -233,4 +253,4 @@ def test_missing_columns_are_named(place: Path, capsys: pytest.CaptureFixture[st
     assert main(["reward", *flags(place, "sft", "out", "--reference_column", "none")]) == 2
     assert "chosen, rejected is missing" in capsys.readouterr().err
     assert main(["reward", *flags(place, "pairs", "out", "--reference_column", "gold")]) == 2
-    assert "--reference_column gold is no column" in capsys.readouterr().err
+    assert "--reference_column gold does not exist" in capsys.readouterr().err

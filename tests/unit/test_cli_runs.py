@@ -200,7 +200,7 @@ def test_an_algorithm_of_ones_own(folders, tmp_path, capfd):
         (["--max_prompt_length", "1"], "longer than max_prompt_length=1"),
         (["--report_to", "nowhere"], "report_to='nowhere'"),
         (["--stop_token_id", "999"], "999"),
-        (["--dataset_prompt_column", "answer"], "dataset_prompt_column='answer' is no column"),
+        (["--dataset_prompt_column", "answer"], "dataset_prompt_column='answer' does not exist"),
     ],
 )
 def test_mistakes_are_one_line(folders, tmp_path, capfd, more, message):

@@ -166,7 +166,9 @@ def test_runs_ahead_are_corrected_in_every_trainer(kind: str, tmp_path: Any) -> 
 def test_when_weights_are_on_and_their_bounds(kind, options, want, tmp_path, caplog) -> None:
     made = run_of(kind, tmp_path, **options)
     assert made.engine.correction == want
-    said = [r.getMessage() for r in caplog.records if "weighed by learner against" in r.message]
+    said = [
+        r.getMessage() for r in caplog.records if "importance weights of learner over" in r.message
+    ]
     assert len(said) == (want is not None and "sampler_correction" not in options)
 
 
@@ -223,7 +225,7 @@ def test_truncation_has_a_lower_bound_too() -> None:
 def test_what_cannot_be_weighed_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="sampler_correction_level='token'"):
         run_of("rloo", tmp_path, sampler_correction="truncate", sampler_correction_level="token")
-    with pytest.raises(ConfigError, match="records no log-probabilities"):
+    with pytest.raises(ConfigError, match="ScriptedRollouts records none"):
         run_of("ppo", tmp_path, sampler_correction="mask", engine=ScriptedRollouts([[[3, 1]] * 4]))
 
 

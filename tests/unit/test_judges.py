@@ -535,7 +535,7 @@ def test_missing_files_columns_and_prompts_are_named(
 ) -> None:
     score = ["--score", "x.py:f", "--output_dir", str(tmp_path / "out")]
     for ours, theirs, said in (
-        (files[0], "nothing.jsonl", "there is no file nothing.jsonl"),
+        (files[0], "nothing.jsonl", "the file nothing.jsonl does not exist"),
         (files[0], "@gold", "has no text in column 'gold'"),
         (files[0], write(tmp_path / "few.jsonl", [{"prompt": "a", "completion": "b"}]), "40 of 40"),
         (write(tmp_path / "list.jsonl", [[1]]), files[1], "line 1 is not a JSON object"),  # type: ignore[list-item]

@@ -80,18 +80,21 @@ def test_everything_of_from_pretrained_is_handed_on(
     [
         (
             {"model_init_kwargs": {"revision": "v2"}, "model": None},
-            "sets revision, and the model is",
+            "sets revision, but the model is",
         ),
         ({"model_init_kwargs": {"device_map": "auto"}}, "device_map='auto': accelerate places"),
-        ({"model_init_kwargs": {"use_safetensors": False}}, "pickled weights can run code"),
+        (
+            {"model_init_kwargs": {"use_safetensors": False}},
+            "pickled weights can run arbitrary code",
+        ),
         ({"model_init_kwargs": "[1]"}, "must be a mapping of names to values"),
         ({"model_init_kwargs": "{"}, "must be a mapping of names to values"),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, "float32"),
-        ({"quantization_config": object()}, "weights that do not train; give a peft_config"),
-        ({"quantization_config": object(), "model": None}, "the model is loaded already"),
+        ({"quantization_config": object()}, "freezes the weights; pass a peft_config"),
+        ({"quantization_config": object(), "model": None}, "the model is already loaded"),
         (
             {"quantization_config": 1, "model_init_kwargs": {"quantization_config": 1}},
-            "give it once",
+            "set it once",
         ),
     ],
     ids=lambda x: str(x)[:40],

@@ -123,17 +123,23 @@ def test_a_dry_run_runs_nothing(
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([{"pop": {}}], "no command 'pop'; the nearest is ppo"),
-        ([{"ppo": {"learnin_rate": 1}}], "no option 'learnin_rate'; the nearest is learning_rate"),
+        ([{"pop": {}}], "unknown command 'pop'; the nearest is ppo"),
+        (
+            [{"ppo": {"learnin_rate": 1}}],
+            "unknown option 'learnin_rate'; the nearest is learning_rate",
+        ),
         ([{"sft": {"learnin_rate": 1}}], "the nearest is learning_rate"),
-        ([PPO], r"\$\{sft\} is no variable and no earlier stage; stages before it: none"),
-        ([SFT, SFT], "the name 'sft' is taken"),
+        ([PPO], r"\$\{sft\} must be a variable or an earlier stage; earlier stages: none"),
+        ([SFT, SFT], "the name 'sft' must be unique"),
         ([{"sft": {}, "ppo": {}}], "must be one command, got ppo, sft"),
         ([{"judge": {"ours": "a"}}], "judge needs theirs"),
-        ([{"sft": {"output_dir": "x"}}], "decided by the pipeline"),
+        ([{"sft": {"output_dir": "x"}}], "set by the pipeline"),
         (["sft"], "must be COMMAND"),
         ([{"script": {}}], "script needs path"),
-        ([{"script": {"path": "none.py"}}], r"there is no file none.py; \$\{here\} is the folder"),
+        (
+            [{"script": {"path": "none.py"}}],
+            r"the file none.py does not exist; \$\{here\} is the folder",
+        ),
         ([{"sft": [1]}], "must be name: value"),
     ],
 )
@@ -147,8 +153,8 @@ def test_mistakes_are_found_before_anything_runs(
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list.yaml").write_text("[1]")
     for file, said in (
-        ("none.yaml", "there is no such file"),
-        (str(tmp_path / "list.yaml"), "needs output_dir, and a list of stages"),
+        ("none.yaml", "the file does not exist"),
+        (str(tmp_path / "list.yaml"), "must have output_dir and a list of stages"),
         (tmp_path / "more.yaml", "unknown key 'stage'"),
         (tmp_path / "number.yaml", "output_dir is missing"),
     ):
@@ -179,11 +185,11 @@ def test_variables_are_replaced_and_keep_their_type(tmp_path: Path, ran: list[An
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--set", "sed=1"], "there is no variable 'sed'; the nearest is seed"),
-        (["--set", "seed"], "write NAME=VALUE"),
-        (["--set", "seed=1", "--seeds", "1"], "are both given; choose one"),
-        (["--only", "pop"], "there is no stage 'pop'; the stages are sft, ppo"),
-        (["--only", "sft", "--redo", "ppo"], "--redo ppo: the stages are sft"),
+        (["--set", "sed=1"], "unknown variable 'sed'; the nearest is seed"),
+        (["--set", "seed"], "must be NAME=VALUE"),
+        (["--set", "seed=1", "--seeds", "1"], "are both given; set only one"),
+        (["--only", "pop"], "unknown stage 'pop'; the stages are sft, ppo"),
+        (["--only", "sft", "--redo", "ppo"], "--redo ppo must be one of the stages sft"),
     ],
 )
 def test_flags_that_ask_for_what_is_not_there(
@@ -270,7 +276,7 @@ def test_a_script_of_the_user(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     with pytest.raises(ConfigError, match=r"mine.py has changed\); run it again with --redo"):
         start(str(tmp_path / "moved" / "pipe.yaml"))
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
-    with pytest.raises(KedgeError, match=r"stage script: .* ended with code 3"):
+    with pytest.raises(KedgeError, match=r"stage script: .* failed with exit code 3"):
         start(write(tmp_path, {"script": {"path": "${here}/bad.py"}}, output_dir=str(tmp_path)))
     assert not (tmp_path / "script" / "done.json").exists()
 

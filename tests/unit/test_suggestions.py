@@ -82,7 +82,7 @@ def test_a_trainer_takes_the_older_names_that_it_knows() -> None:
 
 def test_flags_that_are_arguments_of_trainers() -> None:
     for flag, here in (("--model", "model_name_or_path"), ("--dataset", "dataset_name")):
-        with pytest.raises(ConfigError, match=f"no flag {flag}; it is called --{here} here"):
+        with pytest.raises(ConfigError, match=f"unknown flag {flag}; it is called --{here} here"):
             parse([flag, "x"], prog="kedge ppo")
 
 

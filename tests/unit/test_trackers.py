@@ -152,6 +152,13 @@ def test_disable_tqdm_gives_plain_lines_on_a_terminal_too():
     assert out.getvalue() == "step 1/10  score 1  0:00:00 left\n"
 
 
+def test_labels_choose_the_metrics_of_a_row():
+    shown, out, _ = screen(labels={"loss": "loss", "eval_accuracy": "eval accuracy"})
+    metrics = {"loss": 1.23, "objective/scores": 1.0, "eval_accuracy": 0.5}
+    shown.log(metrics, step=10)
+    assert out.getvalue() == "step 10/10  loss 1.23  eval accuracy 0.5\n"
+
+
 def test_on_a_terminal_a_bar_moves_with_every_update():
     shown, out, clock = screen(terminal=True)
     clock.now = 30.0

@@ -168,7 +168,7 @@ def test_a_value_model_in_bfloat16_trains_in_float32(caplog: Any) -> None:
 
     made = build_value_model(value(), None, None, None)
     assert {p.dtype for p in made.parameters()} == {torch.float32}
-    assert caplog.text.count("value_model has weights in bfloat16; it is trained in float32") == 1
+    assert caplog.text.count("value_model has weights in bfloat16; converting them to float32") == 1
     assert next(
         build_value_model(value(), None, None, None, allow_low=True).parameters()
     ).dtype == (torch.bfloat16)

@@ -421,8 +421,8 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"rollout_engine": "http://host:1"}, "host:1. is one; use"),
-        ({"rollout_engine": "vllm"}, "'vllm' is one; use"),
+        ({"rollout_engine": "http://host:1"}, "host:1. is a single engine; use"),
+        ({"rollout_engine": "vllm"}, "'vllm' is a single engine; use"),
         ({"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 5}, "set it to 4"),
         ({"rollout_engine": "ray", "ray_engine": "embedded"}, "set it to 2"),
     ],

@@ -1,4 +1,4 @@
-"""Flags and YAML files into dataclasses."""
+"""Parses flags and YAML files into dataclasses."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
@@ -25,42 +25,42 @@ from kedge.suggestions import hint
 
 @dataclass
 class ScriptArguments:
-    """Data and rewards by name."""
+    """Datasets, reward sources and algorithm, by name."""
 
     dataset_name: str | None = option(
         None, "Prompts: a json, jsonl, csv, parquet or txt file, a folder, or a hub name."
     )
     dataset_mixer_list: list[str] | None = option(
-        None, "Instead of dataset_name: names and amounts in turn, such as a.jsonl 0.5 b.jsonl 400."
+        None, "Instead of dataset_name: pairs of name and amount, such as a.jsonl 0.5 b.jsonl 400."
     )
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
     dataset_train_split: str = option("train", "Split with the training prompts.")
     dataset_test_split: str = option("test", "Split with the evaluation prompts.")
     dataset_prompt_column: str | None = option(
-        None, "Column with the prompts, if it is not prompt, query or input_ids."
+        None, "Prompt column, if it is not called prompt, query or input_ids."
     )
     reward_funcs: list[str] | None = option(
         None, "Reward functions: file.py:function or module:function, one or more."
     )
-    reward_model_multiplier: float = option(
-        1.0, "Weight of the reward model; at 0 it is not loaded."
-    )
+    reward_model_multiplier: float = option(1.0, "Weight of the reward model; 0: it is not loaded.")
     apply_verifiable_reward: bool = option(
-        False, "Score rows by the verifier that their column dataset names, against ground_truth."
+        False, "Score each row by the verifier named in its column dataset, against ground_truth."
     )
-    verification_reward: float = option(10.0, "Weight of the verifiers.")
+    verification_reward: float = option(10.0, "Weight of apply_verifiable_reward.")
     add_r1_style_format_reward: bool = option(
-        False, "Reward responses with ...</think> <answer>...</answer>."
+        False, "Reward responses of the form ...</think> <answer>...</answer>."
     )
-    r1_style_format_reward: float = option(1.0, "How much.")
-    value_model_path: str | None = option(None, "Folder or name of the value model.")
+    r1_style_format_reward: float = option(1.0, "Weight of add_r1_style_format_reward.")
+    value_model_path: str | None = option(None, "Folder or hub name of the value model.")
     algorithm: str | None = option(
         None,
-        "Another algorithm: reinforce_pp, reinforce_pp_baseline, remax, or file.py:name or "
-        "module:name of a kedge.Algorithm.",
+        "Replaces the algorithm of the command: reinforce_pp, reinforce_pp_baseline, remax, or "
+        "file.py:name or module:name of a kedge.Algorithm.",
     )
-    algorithm_kwargs: str | None = option(None, 'Its options as JSON, such as {"baseline": true}.')
-    dataset_streaming: bool = option(False, "Not supported: a step must be able to name its rows.")
+    algorithm_kwargs: str | None = option(
+        None, 'Options of algorithm as JSON, such as {"baseline": true}.'
+    )
+    dataset_streaming: bool = option(False, "Not supported: a resumed run must see the same rows.")
     ignore_bias_buffers: bool = option(False, "Not supported (older DDP).")
 
     def __post_init__(self) -> None:
@@ -69,31 +69,33 @@ class ScriptArguments:
 
 @dataclass
 class ModelArguments:
-    """How the policy is loaded, and its adapter."""
+    """Loading of the policy, and its adapter."""
 
     model_name_or_path: str | None = option(
-        None, "Folder or name of the model; also the policy, unless sft_model_path is given."
+        None, "Folder or hub name of the policy, unless sft_model_path is given."
     )
     model_revision: str = option("main", "Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
-        None, "Type of the policy's weights; unset: float32, and bf16 is autocast over it."
+        None, "Type of the policy's weights; unset: float32, with autocast under bf16."
     )
     attn_implementation: str | None = option(None, "sdpa, eager, flash_attention_2 ...")
-    trust_remote_code: bool = option(False, "Run code that comes with a model.")
+    trust_remote_code: bool = option(False, "Run code from model repositories.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
     lora_r: int = option(16, "Rank of the adapter.", ge=1)
     lora_alpha: int = option(32, "Scale of the adapter.", ge=1)
-    lora_dropout: float = option(0.0, "Has to be 0: PPO trains without dropout.", ge=0, lt=1)
-    lora_target_modules: list[str] | None = option(None, "Layers with adapter; unset: PEFT's own.")
-    lora_target_parameters: list[str] | None = option(None, "Parameters with adapter.")
-    lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved whole.")
-    lora_task_type: str = option("CAUSAL_LM", "Task of the adapter.")
+    lora_dropout: float = option(0.0, "Must be 0: PPO trains without dropout.", ge=0, lt=1)
+    lora_target_modules: list[str] | None = option(
+        None, "Layers with an adapter; unset: PEFT's default."
+    )
+    lora_target_parameters: list[str] | None = option(None, "Parameters with an adapter.")
+    lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved in full.")
+    lora_task_type: str = option("CAUSAL_LM", "PEFT task type of the adapter.")
     use_rslora: bool = option(False, "Rank-stabilized LoRA.")
     use_dora: bool = option(False, "Weight-decomposed LoRA.")
     load_in_8bit: bool = option(False, "Base weights in 8 bit, with use_peft; needs bitsandbytes.")
     load_in_4bit: bool = option(False, "Base weights in 4 bit, with use_peft; needs bitsandbytes.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Kind of 4-bit number.")
-    use_bnb_nested_quant: bool = option(False, "Quantize the constants of 4-bit weights too.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "4-bit number format.")
+    use_bnb_nested_quant: bool = option(False, "Also quantize the quantization constants.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,20 +103,20 @@ class ModelArguments:
 
 @dataclass
 class ModelArgumentsBeside(ModelArguments):
-    """The same beside a config that has ``trust_remote_code`` itself."""
+    """``ModelArguments`` for a config that has its own ``trust_remote_code``."""
 
     trust_remote_code: bool = field(default=False, init=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Everything a command was told.
+    """Parsed options of a command that trains.
 
     Args:
-        script: data and rewards.
+        script: data, rewards and algorithm.
         config: the trainer's options.
-        model: how the policy is loaded.
-        given: names that were set, on the command line or in the file.
+        model: loading of the policy.
+        given: names that were set on the command line or in the file.
     """
 
     script: ScriptArguments
@@ -123,11 +125,11 @@ class Options:
     given: frozenset[str]
 
 
-SHORT = 60  # letters of a list of choices that help shows
+SHORT = 60  # characters: longer lists of choices are not shown in help
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Each flag once, for dashes stand for underscores anywhere, with its default."""
+    """Shows each flag once, with underscores, and with its default."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = [n for n in action.option_strings if "-" not in n.strip("-")]
@@ -144,7 +146,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(HfArgumentParser):
-    """HfArgumentParser with errors that name the nearest flag, and no abbreviations."""
+    """HfArgumentParser without abbreviations, whose errors are ConfigErrors."""
 
     def __init__(self, kinds: Any, support: Mapping[str, Support], **options: Any) -> None:
         super().__init__(
@@ -160,35 +162,35 @@ class Parser(HfArgumentParser):
             if action.type is string_to_bool and action.nargs is None:
                 action.nargs, action.const = "?", True  # --bf16 alone means True
             if action.dest == "resume_from_checkpoint":
-                action.nargs, action.const = "?", "True"  # alone: the newest
-            said = support.get(action.dest, Honored(""))
-            alias = isinstance(said, Moved) and action.dest not in FIELD_SUPPORT
-            if not (alias or isinstance(said, Honored)):
+                action.nargs, action.const = "?", "True"  # alone: the newest checkpoint
+            status = support.get(action.dest, Honored(""))
+            alias = isinstance(status, Moved) and action.dest not in FIELD_SUPPORT
+            if not (alias or isinstance(status, Honored)):
                 action.help = argparse.SUPPRESS
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of leaving, so that there is one way that errors are shown."""
+        """Raise a ConfigError instead of exiting."""
         raise ConfigError(message)
 
 
 def nullable(kinds: Iterable[Any]) -> frozenset[str]:
-    """Fields for which None means something other than leaving them out.
+    """Fields that can be set to None although that is not their default.
 
-    Texts are not among them: ``none`` may be the text.
+    String fields are excluded: ``none`` may be the string.
     """
-    found = set()
+    names = set()
     for kind in kinds:
         hints = get_type_hints(kind)
         for f in fields(kind):
             types = set(get_args(hints[f.name]))
             optional = type(None) in types and not types & {bool, str}
             if optional and f.default not in (None, MISSING):
-                found.add(f.name)
-    return frozenset(found)
+                names.add(f.name)
+    return frozenset(names)
 
 
 def _take_none(action: argparse.Action) -> None:
-    """Let a flag be set to ``none`` (or ``null``)."""
+    """Accept ``none`` (or ``null``) as the value of a flag."""
     convert: Any = action.type
 
     def converted(text: str) -> Any:
@@ -202,15 +204,15 @@ def _take_none(action: argparse.Action) -> None:
 
 
 def parser(prog: str, config: type[OnPolicyConfig] = PPOv2Config) -> Parser:
-    """The parser of a command that trains, and of the scripts."""
+    """The parser of a command that trains."""
     has_trust = "trust_remote_code" in {f.name for f in fields(config)}
     return Parser(
         (ScriptArguments, config, ModelArgumentsBeside if has_trust else ModelArguments),
         config.SUPPORT,
         prog=prog,
         usage=f"{prog} [--config FILE.yaml] [--flag value ...]",
-        description="Train a language model.  --config FILE.yaml reads flags from a file; the "
-        "command line wins.",
+        description="Train a language model.  --config FILE.yaml reads flags from a file; flags on "
+        "the command line override it.",
     )
 
 
@@ -221,17 +223,16 @@ def parse(
     defaults: Mapping[str, Any] | None = None,
     config: type[OnPolicyConfig] = PPOv2Config,
 ) -> Options:
-    """Read flags, and the file that ``--config`` names.
+    """Parse flags and the files given by ``--config``.
 
     Args:
         argv: the flags.
         prog: the command, for help and errors.
-        defaults: values that count where neither flags nor file say anything.
-        config: the options of the trainer.
+        defaults: values of names that neither flags nor files set.
+        config: the config class of the trainer.
 
     Raises:
-        ConfigError: an unknown flag or key (with the nearest known one), or a value that is no
-            such thing.
+        ConfigError: an unknown flag or key (the message suggests the nearest), or an invalid value.
     """
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
     if isinstance(model, ModelArgumentsBeside):
@@ -242,31 +243,31 @@ def parse(
 
 
 def read(
-    made: Parser, argv: Sequence[str], defaults: Mapping[str, Any] | None = None
+    parser: Parser, argv: Sequence[str], defaults: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], frozenset[str]]:
-    """The dataclasses of a parser out of flags and files, and the names that were given.
+    """Parse flags and files into the parser's dataclasses; also return the names that were set.
 
     Args:
-        made: the parser.
-        argv: the flags; ``--config FILE.yaml`` reads a file, and flags win.
-        defaults: values that count where neither flags nor file say anything.
+        parser: the parser.
+        argv: the flags; ``--config FILE.yaml`` reads a file, which flags override.
+        defaults: values of names that neither flags nor files set.
 
     Raises:
-        ConfigError: an unknown flag or key, or a value that is no such thing.
+        ConfigError: an unknown flag or key, or an invalid value.
     """
-    known = {action.dest for action in made._actions if action.dest != "help"}
+    known = {action.dest for action in parser._actions if action.dest != "help"}
     files, argv = _take_config(list(argv))
     tokens: list[str] = []
     for file in files:
-        tokens += _tokens(_read_yaml(file, known), made)
+        tokens += _tokens(_read_yaml(file, known), parser)
     tokens += argv
     given = _names(tokens, known)
     before = {k: v for k, v in (defaults or {}).items() if k not in given}
-    tokens = [*_tokens(before, made), *tokens]
-    _, extra = made.parse_known_args(tokens)
+    tokens = [*_tokens(before, parser), *tokens]
+    _, extra = parser.parse_known_args(tokens)
     if extra:
         raise ConfigError(_unknown(extra[0], known))
-    return made.parse_args_into_dataclasses(tokens, look_for_args_file=False), given
+    return parser.parse_args_into_dataclasses(tokens, look_for_args_file=False), given
 
 
 def _take_config(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -289,27 +290,27 @@ def _read_yaml(file: str, known: Iterable[str]) -> dict[str, Any]:
 
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"--config {file}: there is no such file")
+        raise ConfigError(f"--config {file}: the file does not exist")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file} is no YAML: {error}") from error
+        raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {file} must hold `name: value` lines, not a list or a text")
+        raise ConfigError(f"--config {file} must hold `name: value` lines, not a list or a string")
     for key in values:
         if key not in known:
             raise ConfigError(f"{file}: {_unknown(str(key), known, in_file=True)}")
     return values
 
 
-def _tokens(values: Mapping[str, Any], made: Parser) -> list[str]:
-    """``name: value`` as the flags that say the same."""
-    several = {action.dest for action in made._actions if action.nargs == "+"}
+def _tokens(values: Mapping[str, Any], parser: Parser) -> list[str]:
+    """``name: value`` pairs as flags."""
+    several = {action.dest for action in parser._actions if action.nargs == "+"}
     tokens: list[str] = []
     for key, value in values.items():
-        if value is None and key in made.nullable:
+        if value is None and key in parser.nullable:
             tokens.append(f"--{key}=none")
         elif value is None:
             continue
@@ -335,41 +336,44 @@ def _unknown(token: str, known: Iterable[str], *, in_file: bool = False) -> str:
     if token.startswith("-") or in_file:
         name = token.lstrip("-").partition("=")[0].replace("-", "_")
         dashes = "--" if token.startswith("-") else ""
-        meant = hint(name, {*known}, dashes=dashes)
-        return f"there is no {'flag' if dashes else 'option'} {dashes}{name}{meant}"
-    return f"{token!r} belongs to no flag; flags look like --learning_rate 1e-5"
+        suggestion = hint(name, {*known}, dashes=dashes)
+        return f"unknown {'flag' if dashes else 'option'} {dashes}{name}{suggestion}"
+    return f"{token!r} does not belong to a flag; flags look like --learning_rate 1e-5"
 
 
 def _check(script: ScriptArguments, model: ModelArguments) -> None:
     if script.dataset_streaming:
         raise ConfigError(
-            "dataset_streaming=True is not supported: a resumed run must see the same prompts, and "
-            "a stream cannot name its rows; leave it out"
+            "dataset_streaming=True is not supported: a resumed run must see the same prompts; "
+            "leave it unset"
         )
     if script.ignore_bias_buffers:
         raise ConfigError(
-            "ignore_bias_buffers=True is for DistributedDataParallel, which is not used; drop it"
+            "ignore_bias_buffers=True is for DistributedDataParallel, which is not used; leave it "
+            "unset"
         )
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
-        raise ConfigError("load_in_4bit and load_in_8bit freeze the weights; add --use_peft")
+        raise ConfigError(
+            "load_in_4bit and load_in_8bit freeze the weights and need --use_peft; add it"
+        )
     if model.load_in_4bit and model.load_in_8bit:
-        raise ConfigError("load_in_4bit and load_in_8bit are both set; set one of them")
+        raise ConfigError("load_in_4bit and load_in_8bit are both set; set only one")
     if model.lora_dropout:
         raise ConfigError(
-            f"lora_dropout={model.lora_dropout} would make two passes over the same text disagree, "
-            "and with them the ratio that PPO clips; leave it 0"
+            f"lora_dropout={model.lora_dropout} must be 0: with dropout two passes over the same "
+            "tokens differ, which distorts the probability ratio"
         )
     adapter = {f.name for f in fields(model) if f.name.startswith(("lora_", "use_rs", "use_do"))}
-    set_anyway = sorted(n for n in adapter if getattr(model, n) != getattr(ModelArguments, n))
-    if set_anyway and not model.use_peft:
-        raise ConfigError(f"{', '.join(set_anyway)} set without --use_peft; add it")
+    unused = sorted(n for n in adapter if getattr(model, n) != getattr(ModelArguments, n))
+    if unused and not model.use_peft:
+        raise ConfigError(f"{', '.join(unused)} needs --use_peft; add it")
 
 
 class Flags(argparse.ArgumentParser):
-    """``ArgumentParser`` that raises instead of leaving: there is one way that errors are shown."""
+    """``ArgumentParser`` that raises a ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong.
+        """Raise the error.
 
         Raises:
             ConfigError: always.

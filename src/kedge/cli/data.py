@@ -1,4 +1,4 @@
-"""Datasets by name: files, folders, and the hub."""
+"""Loads datasets by name: files, folders, and the hub."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ KINDS = {
     ".txt": "text",
 }
 SANITY_ROWS = 100
-HELD_OUT = 100  # prompts, at most a tenth of them, where there is no test split
+HELD_OUT = 100  # prompts for evaluation without a test split, at most a tenth of all
 
 
 def note(text: str) -> None:
-    """Tell the user something, once for all processes."""
+    """Print a message on stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"kedge: {text}", file=sys.stderr)
 
 
 def load_prompts(options: Options) -> tuple[Any, Any]:
-    """Training prompts, and evaluation prompts or None when no evaluation is asked for.
+    """Training prompts, and evaluation prompts or None if the run does not evaluate.
 
     Raises:
-        DataError: no dataset, or one that cannot be read.
+        DataError: no dataset is given, or it cannot be read.
     """
     script, config = options.script, options.config
     if script.dataset_mixer_list:
-        return _mixed(options)
+        return _load_mixture(options)
     if script.dataset_name is None:
-        raise DataError("--dataset_name is missing: a file, a folder or a hub name with prompts")
+        raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
     splits = Splits(script.dataset_name, script.dataset_config)
     train = splits.load(script.dataset_train_split)
     test = None
@@ -47,16 +47,16 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
             test = splits.load(script.dataset_test_split)
         else:
             train, test = hold_out(train, script.dataset_test_split)
-    train = _shaped(train, options)
-    return train, None if test is None else _shaped(test, options)
+    train = _select_prompts(train, options)
+    return train, None if test is None else _select_prompts(test, options)
 
 
-def _mixed(options: Options) -> tuple[Any, Any]:
+def _load_mixture(options: Options) -> tuple[Any, Any]:
     script, config = options.script, options.config
     if script.dataset_name is not None:
         raise DataError(
-            f"dataset_name={script.dataset_name!r} and dataset_mixer_list are both given: choose"
-            " one"
+            f"dataset_name={script.dataset_name!r} and dataset_mixer_list are both given: set"
+            " only one"
         )
     from kedge.backends.data.mixer import mix
 
@@ -65,13 +65,13 @@ def _mixed(options: Options) -> tuple[Any, Any]:
 
     train, test = mix(script.dataset_mixer_list or (), load, seed=config.seed), None
     if config.do_eval or config.eval_on_start:
-        train = train.shuffle(seed=config.seed)  # so that prompts of every dataset are held out
+        train = train.shuffle(seed=config.seed)  # so that the held-out rows come from every dataset
         train, test = hold_out(train, script.dataset_test_split)
-    return _shaped(train, options), None if test is None else _shaped(test, options)
+    return _select_prompts(train, options), None if test is None else _select_prompts(test, options)
 
 
 class Splits:
-    """The splits of a dataset: a file, a folder of files or of ``save_to_disk``, or a hub name."""
+    """The splits of a dataset: a file, a folder (of files or ``save_to_disk``), or a hub name."""
 
     def __init__(self, name: str, config: str | None = None) -> None:
         self.name, self.config = name, config
@@ -84,7 +84,7 @@ class Splits:
         elif path.is_dir():
             self._open_folder(path)
         elif path.suffix in KINDS or name.startswith((".", "/", "~")):
-            raise DataError(f"dataset_name={name!r}: there is no such file or folder")
+            raise DataError(f"dataset_name={name!r}: the file or folder does not exist")
 
     def _open_folder(self, path: Path) -> None:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -100,17 +100,17 @@ class Splits:
                     self._files.setdefault(split, []).append(str(file))
         if not self._files:
             raise DataError(
-                f"dataset_name={str(path)!r} has no {', '.join(KINDS)} file and was not written "
-                "by save_to_disk"
+                f"dataset_name={str(path)!r} must be a folder with {', '.join(KINDS)} files, or "
+                "written by save_to_disk"
             )
 
     @property
     def names(self) -> list[str]:
-        """The splits, as far as they can be known without a download."""
+        """The splits of a local dataset."""
         return list(self._saved or self._files)
 
     def has(self, split: str) -> bool:
-        """Whether there is such a split."""
+        """Whether the dataset has the split."""
         if self.local:
             return split in self.names
         from datasets import get_dataset_split_names
@@ -121,10 +121,10 @@ class Splits:
             raise DataError(f"dataset_name={self.name!r}: {error}") from error
 
     def load(self, split: str) -> Any:
-        """The rows of a split; a local dataset of one split has that one under any name.
+        """The rows of a split; a local dataset with a single split returns it for any name.
 
         Raises:
-            DataError: there is no such split, or it cannot be read.
+            DataError: the split does not exist, or cannot be read.
         """
         import datasets
 
@@ -133,16 +133,16 @@ class Splits:
                 return datasets.load_dataset(self.name, self.config, split=split)
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
                 raise DataError(
-                    f"dataset_name={self.name!r} is no file or folder here, and split={split!r} "
-                    f"could not be had from the hub: {error}"
+                    f"dataset_name={self.name!r} is not a local file or folder, and loading "
+                    f"split={split!r} from the hub failed: {error}"
                 ) from error
         if split not in self.names:
             if len(self.names) > 1:
                 raise DataError(
-                    f"dataset_name={self.name!r} has no split {split!r}; it has "
+                    f"dataset_name={self.name!r} has no split {split!r}; its splits: "
                     f"{', '.join(self.names)}"
                 )
-            note(f"{self.name} has one split, {self.names[0]!r}; it stands for {split!r}")
+            note(f"{self.name} has only the split {self.names[0]!r}; using it as {split!r}")
             split = self.names[0]
         if self._saved is not None:
             return self._saved[split]
@@ -153,33 +153,34 @@ class Splits:
 
         suffix = Path(files[0]).suffix
         if suffix not in KINDS:
-            raise DataError(f"{files[0]} is none of {', '.join(KINDS)}")
+            raise DataError(f"{files[0]} must be one of {', '.join(KINDS)}")
         try:
             return datasets.load_dataset(KINDS[suffix], data_files=files, split="train")
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             cause = error.__cause__ or error
-            raise DataError(f"{files[0]} cannot be read as {KINDS[suffix]}: {cause}") from error
+            raise DataError(f"cannot read {files[0]} as {KINDS[suffix]}: {cause}") from error
 
 
 def hold_out(rows: Any, missing: str) -> tuple[Any, Any]:
-    """The last rows for evaluation, where there is no test split."""
-    held = min(HELD_OUT, len(rows) // 10)
-    if held == 0:
+    """Split off the last rows for evaluation, for a dataset without test split."""
+    count = min(HELD_OUT, len(rows) // 10)
+    if count == 0:
         raise DataError(
-            f"evaluation is asked for, but there is no split {missing!r}, and {len(rows)} rows are "
-            "too few to hold some out; name one with --dataset_test_split"
+            f"evaluation needs a test split: there is no split {missing!r}, and {len(rows)} rows "
+            "are too few to hold some out; name a split with --dataset_test_split"
         )
-    note(f"there is no split {missing!r}; the last {held} prompts are held out")
-    train = rows.select(range(len(rows) - held))
-    return train, rows.select(range(len(rows) - held, len(rows)))
+    note(f"there is no split {missing!r}; holding out the last {count} prompts for evaluation")
+    train = rows.select(range(len(rows) - count))
+    return train, rows.select(range(len(rows) - count, len(rows)))
 
 
-def _shaped(rows: Any, options: Options) -> Any:
+def _select_prompts(rows: Any, options: Options) -> Any:
+    """Rename the prompt column, and cut the dataset for a sanity check."""
     column = options.script.dataset_prompt_column
     if column is not None:
         if column not in rows.column_names:
             raise DataError(
-                f"dataset_prompt_column={column!r} is no column; there are "
+                f"dataset_prompt_column={column!r} does not exist; columns: "
                 f"{', '.join(rows.column_names)}"
             )
         others = [n for n in ("input_ids", "prompt") if n in rows.column_names and n != column]

@@ -1,4 +1,4 @@
-"""``kedge``: pick a command, and turn errors into one clear line."""
+"""``kedge``: runs a command and prints errors on one line."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "ppo": "train a language model with PPO",
-    "rloo": "train one with RLOO: several responses per prompt, no value model",
-    "grpo": "train one with GRPO or one of its family",
-    "async-ppo": "PPO whose engines sample on Ray with vLLM while the learners train",
-    "sft": "train a supervised model, before RL, by TRL's trainer",
-    "reward": "train a reward model from preferences, by TRL's trainer",
-    "pipeline": "run commands one after another, resumable: sft, reward, ppo, generate, judge",
-    "plan": "show the sizes and the memory of a run, before any weight is loaded",
-    "compare": "draw runs over one another, with bands over seeds",
-    "doctor": "say what is wrong with a run, from its log, and what to try",
-    "report": "write one HTML page of a run: curves, completions, tokens",
-    "generate": "sample answers of a model to prompts, by any engine",
-    "judge": "say which of two sets of answers a judge prefers, with an interval",
-    "serve-reward": "serve reward functions over HTTP, for trainers that run elsewhere",
+    "rloo": "train with RLOO: several responses per prompt, no value model",
+    "grpo": "train with GRPO or one of its variants",
+    "async-ppo": "train with asynchronous PPO: Ray and vLLM sample while the learners train",
+    "sft": "supervised fine-tuning before RL, with TRL's trainer",
+    "reward": "train a reward model on preferences, with TRL's trainer",
+    "pipeline": "run several commands in order, resumable: sft, reward, ppo, generate, judge",
+    "plan": "show batch sizes and estimated memory of a run without loading weights",
+    "compare": "plot several runs in one figure, with bands over seeds",
+    "doctor": "diagnose a run from its log and suggest fixes",
+    "report": "write an HTML report of a run: curves, completions, tokens",
+    "generate": "sample completions of prompts with a model",
+    "judge": "compare two sets of completions: win rate with a confidence interval",
+    "serve-reward": "serve reward functions over HTTP to trainers on other machines",
 }
 
-_WHERE = {
+_MODULES = {
     "ppo": "kedge.cli.train.ppo",
     "rloo": "kedge.cli.train.rloo",
     "grpo": "kedge.cli.train.grpo",
@@ -46,11 +46,11 @@ EXAMPLE = """\
 example:
   kedge ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
       --reward_funcs rewards.py:length --stop_token eos --total_episodes 10000 --output_dir runs/a
-  kedge plan ppo ...         the same flags: every size, and an estimate of the memory
+  kedge plan ppo ...         the same flags: batch sizes and estimated memory
 
 MODEL is a folder or a name on the Hugging Face hub.  `kedge ppo --help` lists every flag;
---config FILE.yaml reads them from a file, and the command line wins.
-KEDGE_TRACEBACK=1 shows where an error came from."""
+--config FILE.yaml reads them from a file; flags on the command line override it.
+KEDGE_TRACEBACK=1 prints the full traceback of an error."""
 
 
 def usage() -> str:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code: 0, or 2 for something the user can fix, 130 when interrupted.
+        The exit code: 0, 2 for an error that the user can fix, 130 when interrupted.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
@@ -81,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kedge {__version__}")
         return 0
     name, *rest = args
-    if not sys.stderr.isatty():  # bars are for who watches, and dirt in a log
+    if not sys.stderr.isatty():  # no progress bars in log files
         for package in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{package}_DISABLE_PROGRESS_BARS", "1")
-    if name not in _WHERE:
-        near = difflib.get_close_matches(name, _WHERE, n=1)
+    if name not in _MODULES:
+        near = difflib.get_close_matches(name, _MODULES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         print(
-            f"kedge: error: there is no command {name!r}{hint} (commands: {', '.join(COMMANDS)})",
+            f"kedge: error: unknown command {name!r}{hint} (commands: {', '.join(COMMANDS)})",
             file=sys.stderr,
         )
         return 2
@@ -96,17 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_command(name: str) -> Callable[[list[str]], object]:
-    """What runs a command of ``COMMANDS``."""
-    command: Callable[[list[str]], object] = importlib.import_module(_WHERE[name]).main
+    """The ``main`` function of a command in ``COMMANDS``."""
+    command: Callable[[list[str]], object] = importlib.import_module(_MODULES[name]).main
     return command
 
 
 def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
-    """Run ``command(argv)``; an error that the user can fix becomes one line.
+    """Run ``command(argv)``; print an error that the user can fix on one line.
 
     Returns:
-        The exit code: what the command returns if that is a number, else 0; 2 for such an error,
-        130 when interrupted.
+        The exit code: the command's if it returns an integer, else 0; 2 for such an error, 130
+        when interrupted.
     """
     from kedge.errors import KedgeError
 
@@ -119,14 +119,14 @@ def guarded(command: Callable[[list[str]], object], argv: Sequence[str], *, name
         if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
             raise
         print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):  # where the user's code raised
+        for note in getattr(error, "__notes__", ()):  # the traceback of the user's code
             print(note, file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
 
 
 def _one_line(error: BaseException) -> str:
-    """The message without line breaks and without control codes that a terminal would obey."""
+    """The message without line breaks or terminal control codes."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 

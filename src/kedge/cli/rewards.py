@@ -1,4 +1,4 @@
-"""What scores responses, as the flags say."""
+"""Builds reward sources from flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kedge.cli.arguments import Options
 from kedge.errors import ConfigError
 
-# A flag that says how much, and the flag without which it would do nothing.
+# Weight -> the flag it needs to have any effect.
 _NEEDS = {
     "verification_reward": "apply_verifiable_reward",
     "r1_style_format_reward": "add_r1_style_format_reward",
@@ -18,11 +18,11 @@ _NEEDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Reward sources beside a reward model, and the weights of all of them.
+    """Reward functions that are used with or without a reward model, and all weights.
 
     Args:
         functions: callables, or ``file.py:function`` and ``module:function`` strings.
-        weights: the model's first, if there is one; None leaves them to ``reward_weights``.
+        weights: one per source, the reward model first if any; None: ``reward_weights`` applies.
     """
 
     functions: list[str | Callable[..., Any]]
@@ -30,7 +30,7 @@ class Sources:
 
 
 def scores_without_model(options: Options) -> bool:
-    """Whether anything but a reward model scores."""
+    """Whether any reward source is given that is not a reward model."""
     script = options.script
     return bool(
         script.reward_funcs or script.apply_verifiable_reward or script.add_r1_style_format_reward
@@ -38,43 +38,43 @@ def scores_without_model(options: Options) -> bool:
 
 
 def check_rewards(options: Options) -> None:
-    """Refuse flags that would do nothing, or say the same thing twice.
+    """Reject reward flags that would have no effect, or leave no reward source.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: names the flag.
     """
     given, script = options.given, options.script
     for amount, switch in _NEEDS.items():
         if amount in given and not getattr(script, switch):
-            raise ConfigError(f"--{amount} is set without --{switch}; add it")
+            raise ConfigError(f"--{amount} needs --{switch}; add it")
     if script.reward_model_multiplier == 0 and not scores_without_model(options):
         raise ConfigError(
-            "--reward_model_multiplier 0 leaves nothing to score with; add --reward_funcs,"
+            "--reward_model_multiplier 0 leaves no reward source; add --reward_funcs,"
             " --apply_verifiable_reward or --add_r1_style_format_reward"
         )
     if script.reward_model_multiplier != 1 and "reward_model_path" not in given:
-        raise ConfigError("--reward_model_multiplier is set without --reward_model_path; add it")
+        raise ConfigError("--reward_model_multiplier needs --reward_model_path; add it")
 
 
-def _renamed(spec: str | None) -> dict[str, str]:
-    """``old=new`` as the other names of verifiers."""
+def _parse_rename(spec: str | None) -> dict[str, str]:
+    """Parse ``old=new``, two names of verifiers."""
     if spec is None:
         return {}
     old, equals, new = spec.partition("=")
     if not (old and equals and new):
-        raise ConfigError(f"--remap_verifier {spec} must be old=new, two names of verifiers")
+        raise ConfigError(f"--remap_verifier must be old=new, two verifier names, got {spec}")
     return {old: new}
 
 
 def build_sources(options: Options, *, model: bool) -> Sources:
-    """Functions and weights.
+    """Reward functions and weights.
 
     Args:
         options: what ``parse`` returned.
-        model: whether a reward model comes first.
+        model: whether there is a reward model, which comes first.
 
     Raises:
-        ConfigError: weights are given in two ways.
+        ConfigError: weights are given twice.
     """
     from kedge.verifiers import by_column, r1_style_format
 
@@ -82,10 +82,10 @@ def build_sources(options: Options, *, model: bool) -> Sources:
     weighted: list[tuple[Any, float]] = [(name, 1.0) for name in script.reward_funcs or []]
     if script.apply_verifiable_reward:
         renamed = getattr(options.config, "remap_verifier", None)
-        weighted.append((by_column(rename=_renamed(renamed)), script.verification_reward))
+        weighted.append((by_column(rename=_parse_rename(renamed)), script.verification_reward))
     if script.add_r1_style_format_reward:
         weighted.append((r1_style_format, script.r1_style_format_reward))
-    functions = [each for each, _ in weighted]
+    functions = [function for function, _ in weighted]
     amounts = [
         flag
         for flag in ("reward_model_multiplier", *_NEEDS, *_NEEDS.values())
@@ -95,8 +95,7 @@ def build_sources(options: Options, *, model: bool) -> Sources:
         return Sources(functions=functions, weights=None)
     if options.config.reward_weights is not None:
         raise ConfigError(
-            f"--reward_weights and --{amounts[0]} both say how much a reward counts; leave"
-            " --reward_weights out"
+            f"--reward_weights and --{amounts[0]} both set reward weights; remove --reward_weights"
         )
     first = [script.reward_model_multiplier] if model else []
     return Sources(functions=functions, weights=first + [weight for _, weight in weighted])

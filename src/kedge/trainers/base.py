@@ -1,4 +1,4 @@
-"""What every Trainer-style trainer offers: train, evaluate, save, publish."""
+"""The methods that all Trainer-style trainers share: train, evaluate, save, publish."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerShell:
-    """The public methods; a trainer of its own adds how it is built.
+    """The public methods of a trainer; subclasses add the constructor.
 
     Args:
-        run: everything the trainer works with.
-        given: what the user handed over.
+        run: the engine and everything around it.
+        given: the constructor arguments.
         algorithm_name: for the model card.
     """
 
@@ -49,10 +49,12 @@ class TrainerShell:
         self.processing_class = given.processing_class
         self.train_dataset, self.eval_dataset = given.train_dataset, given.eval_dataset
         self.accelerator = run.learner.accelerator
-        own = given.reward_processing_class
-        self.reward_processing_classes = list(own) if isinstance(own, list | tuple) else [own]
+        tokenizers = given.reward_processing_class
+        self.reward_processing_classes = (
+            list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+        )
         self.callbacks = run.callbacks
-        self._made_of = provenance(
+        self._provenance = provenance(
             algorithm_name, self.model, given.train_dataset, given.reward_model, given.reward_funcs
         )
 
@@ -60,24 +62,24 @@ class TrainerShell:
 
     @short_errors
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train to the end; ``resume_from_checkpoint`` is True (the newest) or a folder.
+        """Train to the end; ``resume_from_checkpoint`` is True (newest checkpoint) or a folder.
 
-        Called again after the end it does nothing, with a warning; after a stop it resumes.
+        After a finished run it only warns; after an interrupted one it continues.
 
         Raises:
             ConfigError: another run is writing to ``output_dir``.
         """
         resume = resume_from_checkpoint
-        if not resume and self.engine.step >= (updates := self.engine.batch_sizes.updates):
+        if not resume and self.engine.step >= (total := self.engine.batch_sizes.updates):
             logger.warning(
-                "all %d updates are done, so there is nothing to train; for more, make a trainer"
-                " with a larger total_episodes, max_steps or num_train_epochs, and resume",
-                updates,
+                "all %d iterations are done, nothing to train; to train longer, resume with larger"
+                " total_episodes, max_steps or num_train_epochs",
+                total,
             )
         with claimed(self.args):
             if self.args.output_dir and self.accelerator.is_main_process:
                 with required_write("output_dir", self.args.output_dir):
-                    write_run_info(self._made_of, self.args, device=str(self.accelerator.device))
+                    write_run_info(self._provenance, self.args, device=str(self.accelerator.device))
             return self._run.train(self.args.resume_from_checkpoint if resume is None else resume)
 
     @short_errors
@@ -95,12 +97,12 @@ class TrainerShell:
                 eval_dataset, self.args, run.settings, run.tokenizer, self.accelerator
             )
         if not sets:
-            raise ConfigError("evaluate() needs prompts: give eval_dataset here or to the trainer")
+            raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
         return evaluator.evaluate(sets)
 
     @short_errors
     def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
-        """Completions of the evaluation prompts as a table: query, model response, score.
+        """Sample the evaluation prompts into a table: query, model response, score.
 
         Args:
             sampling: one batch only.
@@ -108,14 +110,14 @@ class TrainerShell:
         return self._run.evaluator.generate_completions(sampling=sampling)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save policy and tokenizer, and the value model in a folder below.
+        """Save policy and tokenizer, and the value model in a subfolder.
 
         Raises:
-            ConfigError: there is no folder to save to.
+            ConfigError: no folder is given.
         """
         folder = output_dir or self.args.output_dir
         if not folder:
-            raise ConfigError("save_model() needs a folder: give output_dir here or in the config")
+            raise ConfigError("save_model() needs a folder: set output_dir here or in the config")
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_models(Path(folder), self._run.learner, self._run.tokenizer)
         if self.args.push_to_hub and not _internal_call:
@@ -129,7 +131,7 @@ class TrainerShell:
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save model and card, and upload the folder to the hub."""
+        """Save model and model card, and upload the folder to the hub."""
         self.save_model(_internal_call=True)
         self.create_model_card(**kwargs)
         if not self.accelerator.is_main_process:
@@ -144,10 +146,10 @@ class TrainerShell:
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
     ) -> None:
-        """Write ``README.md`` into ``output_dir``: what was trained, how, and what came out."""
+        """Write the model card ``README.md`` into ``output_dir``: setup and results."""
         if self.accelerator.is_main_process:
             write_card(
-                self._made_of,
+                self._provenance,
                 self.args,
                 self.state.log_history,
                 about=read_run_info(self.args.output_dir),
@@ -161,15 +163,15 @@ class TrainerShell:
         self.callbacks.add(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> Any:
-        """Take a callback out again, an object or the first of a class, and return it."""
+        """Remove and return a callback: an object, or the first of a class."""
         return self.callbacks.pop(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Take a callback out again, an object or the first of a class."""
+        """Remove a callback: an object, or the first of a class."""
         self.callbacks.remove(callback)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the process that writes files."""
+        """Whether this is rank 0, which writes files."""
         return bool(self.accelerator.is_main_process)
 
     # -- what users look at ---------------------------------------------------------------------
@@ -181,7 +183,7 @@ class TrainerShell:
 
     @property
     def engine(self) -> Engine:
-        """The loop and its parts: prompts, sampler, reward, learner, KL controller."""
+        """The loop and its parts: prompts, rollout engine, reward, learner, KL controller."""
         return self._run.engine
 
     @property
@@ -197,7 +199,7 @@ class TrainerShell:
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """TRL's name: whether mixtures of experts get a balancing loss.  They get none."""
+        """TRL's name: whether MoE models get a load-balancing loss; always False."""
         return False
 
     @property
@@ -212,9 +214,9 @@ class TrainerShell:
 
 
 def configure_process(args: TrainingArguments) -> None:
-    """Seed everything and set the verbosity that ``log_level`` and its kin ask for.
+    """Seed all generators, and set the verbosity by ``log_level`` and ``log_level_replica``.
 
-    ``log_level="passive"`` leaves verbosity as it is.
+    ``log_level="passive"`` leaves the verbosity unchanged.
     """
     if args.full_determinism:
         enable_full_determinism(args.seed)

@@ -26,33 +26,33 @@ from kedge.trainers.trl_names import log_trl_names
 
 @named("argument", config=GRPOConfig)
 class GRPOTrainer(TrainerShell):
-    """Trains a causal language model with GRPO, or one of its family, against a reward.
+    """Trains a causal language model with GRPO, or one of its variants, against a reward.
 
     Args:
         model: the policy: a model, a folder or a hub name.
         reward_funcs: Python functions ``f(prompts, completions, **columns) -> list[float]``,
             ``"module:function"`` strings, reward models, folders or names, or a list of these.
         args: every option; see ``GRPOConfig``.
-        train_dataset: prompts: a column ``prompt`` or ``query`` (text or chat messages), or
+        train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
             ``input_ids``.
-        eval_dataset: prompts for evaluation, or a dict of named ones.
-        processing_class: the policy's tokenizer.  None loads the one that lies beside the model.
-        reward_processing_classes: tokenizers of reward models that do not share the policy's.
+        eval_dataset: evaluation prompts, or a dict of named datasets.
+        processing_class: the policy's tokenizer.  None: loaded with the model.
+        reward_processing_classes: tokenizers of reward models that differ from the policy's.
         callbacks: ``transformers.TrainerCallback`` objects or classes.
-        optimizers: your own ``(optimizer, lr_scheduler)``, each may be None.
-        peft_config: trains an adapter of this kind on the policy.
-        ref_model: what the KL holds the policy to.  None: a frozen copy of the policy where
-            ``beta`` or ``kl_coef`` is above 0, with PEFT its base without adapter.
+        optimizers: a custom pair ``(optimizer, lr_scheduler)``; None for the default.
+        peft_config: trains this adapter on the policy.
+        ref_model: the reference of the KL terms.  None: if ``beta`` or ``kl_coef`` is above 0, a
+            frozen copy of the policy, or with PEFT its base without adapter.
         reward_weights: weight of each source; overrides ``GRPOConfig``'s.
-        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
-        rollout_engine: samples instead of the embedded engine.
-        algorithm: a algorithm of your own instead of GRPO.
-        quantization_config: of transformers, for the base of an adapter whose model is given by
-            name; needs ``peft_config``.
+        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
+        rollout_engine: a rollout engine instead of the one that the config names.
+        algorithm: a custom algorithm instead of GRPO.
+        quantization_config: transformers' configuration for a policy given by name; needs
+            ``peft_config``.
 
     Raises:
-        ConfigError: options that cannot work, before any weight is loaded where possible.
-        DataError: prompts that cannot be used.
+        ConfigError: invalid or conflicting options, before any weight is loaded where possible.
+        DataError: invalid prompts.
     """
 
     def __init__(  # noqa: PLR0913
@@ -108,26 +108,24 @@ class GRPOTrainer(TrainerShell):
             world_size=accelerator.num_processes,
             eos_token_ids=end_tokens(given, tokenizer),
         )
-        held = ref_model is not None or settings.kl.coef > 0 or settings.grpo.beta > 0
-        rule = algorithm or grpo(
+        reference = ref_model is not None or settings.kl.coef > 0 or settings.grpo.beta > 0
+        chosen = algorithm or grpo(
             **asdict(settings.grpo),
-            reference=held,
+            reference=reference,
         )
-        run = build_run(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        run = build_run(given, settings, chosen, tokenizer=tokenizer, accelerator=accelerator)
         log_trl_names(run)
         super().__init__(run, given, "GRPO" if algorithm is None else algorithm.name)
 
 
 def checked(args: Any) -> GRPOConfig:
-    """The config, or defaults.
+    """The config, or the default one for None.
 
     Raises:
-        ConfigError: something else was passed.
+        ConfigError: it has another type.
     """
     if args is None:
         return GRPOConfig()
     if not isinstance(args, GRPOConfig):
-        raise ConfigError(
-            f"args is a {type(args).__name__}; kedge.GRPOTrainer takes a kedge.GRPOConfig"
-        )
+        raise ConfigError(f"args must be a kedge.GRPOConfig, got a {type(args).__name__}")
     return args

@@ -1,4 +1,4 @@
-"""PPO for language models, Trainer style."""
+"""PPO for language models, with a Trainer-style interface."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ class PPOTrainer(TrainerShell):
 
     Args:
         args: every option; see ``PPOConfig``.
-        processing_class: the policy's tokenizer.  None loads the one beside a model given by name.
+        processing_class: the policy's tokenizer.  None: loaded with a model given by name.
         model: the policy: a model, a folder or a hub name.
-        ref_model: what the KL penalty holds the policy to.  None: a frozen copy of the policy, or
-            with PEFT its base without adapter.
+        ref_model: the reference of the KL penalty.  None: a frozen copy of the policy, or with PEFT
+            its base without adapter.
         reward_model: a sequence-classification model, a folder or name, or a list of them.
-        train_dataset: prompts: a column ``prompt`` or ``query`` (text or chat messages), or
+        train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
             ``input_ids``.
-        value_model: predicts the value.  None: see ``PPOConfig.value_source``.
-        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
-        eval_dataset: prompts for evaluation, or a dict of named ones.
-        optimizers: your own ``(optimizer, lr_scheduler)``, each may be None.
+        value_model: the value model.  None: see ``PPOConfig.value_source``.
+        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
+        eval_dataset: evaluation prompts, or a dict of named datasets.
+        optimizers: a custom pair ``(optimizer, lr_scheduler)``; None for the default.
         callbacks: ``transformers.TrainerCallback`` objects or classes.
-        peft_config: trains an adapter of this kind on the policy.
+        peft_config: trains this adapter on the policy.
         reward_funcs: Python functions, ``"module:function"`` strings, models, or a list of these,
             next to or instead of ``reward_model``.
         reward_weights: weight of each source, models first; overrides ``PPOConfig``'s.
-        reward_processing_class: tokenizers of reward models that do not share the policy's.
-        rollout_engine: samples instead of the embedded engine.
-        algorithm: a algorithm of your own instead of PPO.
+        reward_processing_class: tokenizers of reward models that differ from the policy's.
+        rollout_engine: a rollout engine instead of the one that the config names.
+        algorithm: a custom algorithm instead of PPO.
 
     Raises:
-        ConfigError: options that cannot work, before any weight is loaded where possible.
-        DataError: prompts that cannot be used.
+        ConfigError: invalid or conflicting options, before any weight is loaded where possible.
+        DataError: invalid prompts.
     """
 
     def __init__(  # noqa: PLR0913
@@ -112,14 +112,14 @@ class PPOTrainer(TrainerShell):
             world_size=accelerator.num_processes,
             eos_token_ids=end_tokens(given, tokenizer),
         )
-        held = ref_model is not None or settings.kl.coef > 0 or settings.kl.adaptive
-        rule = algorithm or ppo(**asdict(settings.ppo), reference=held)
-        run = build_run(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        reference = ref_model is not None or settings.kl.coef > 0 or settings.kl.adaptive
+        chosen = algorithm or ppo(**asdict(settings.ppo), reference=reference)
+        run = build_run(given, settings, chosen, tokenizer=tokenizer, accelerator=accelerator)
         super().__init__(run, given, "PPO" if algorithm is None else algorithm.name)
 
 
 class PPOv2Trainer(PPOTrainer):
-    """``PPOTrainer`` under its first name, which takes the older argument names too.
+    """``PPOTrainer`` under its older name; also accepts the older argument names.
 
     ``config``, ``tokenizer``, ``policy`` and ``ref_policy`` mean ``args``, ``processing_class``,
     ``model`` and ``ref_model``.
@@ -129,22 +129,22 @@ class PPOv2Trainer(PPOTrainer):
         for old, new in _OLDER_NAMES.items():
             if old in kwargs:
                 if new in kwargs:
-                    raise ConfigError(f"{old} is the older name of {new}; give one of them")
+                    raise ConfigError(f"{old} is the older name of {new}; pass only one of them")
                 kwargs[new] = kwargs.pop(old)
         super().__init__(*args, **kwargs)
 
 
 def checked(args: Any) -> PPOConfig:
-    """The config, or defaults.
+    """The config, or the default one for None.
 
     Raises:
-        ConfigError: something else was passed as the first argument.
+        ConfigError: it has another type.
     """
     if args is None:
         return PPOConfig()
     if not isinstance(args, PPOConfig):
         raise ConfigError(
-            f"args is a {type(args).__name__}; kedge.PPOTrainer takes a kedge.PPOConfig first"
-            " (models are given by keyword: model=, ref_model=, reward_model=)"
+            f"args must be a kedge.PPOConfig, got a {type(args).__name__}; pass models by keyword:"
+            " model=, ref_model=, reward_model="
         )
     return args

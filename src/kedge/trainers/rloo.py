@@ -23,7 +23,7 @@ from kedge.trainers.build.inputs import TrainerInputs
 from kedge.trainers.build.models import end_tokens, init_kwargs
 from kedge.trainers.trl_names import log_trl_names
 
-# TRL up to 0.21: TRL 0.22 and later.
+# Name in TRL up to 0.21 -> name in TRL 0.22 and later.
 _PAIRS = {
     "config": "args",
     "tokenizer": "processing_class",
@@ -38,36 +38,37 @@ _NEWER = ("model", "reward_funcs", "args")
 class RLOOTrainer(TrainerShell):
     """Trains a causal language model with RLOO against a reward.
 
-    Arguments are given by name, in the names of TRL up to 0.21 or of 0.22 and later.
+    Arguments are keywords, with the names of TRL up to 0.21 or of TRL 0.22 and later.
 
     Args:
         model: the policy: a model, a folder or a hub name.
         reward_funcs: Python functions ``f(prompts, completions, **columns) -> list[float]``,
             ``"module:function"`` strings, reward models, folders or names, or a list of these.
         args: every option; see ``RLOOConfig``.
-        train_dataset: prompts: a column ``prompt`` or ``query`` (text or chat messages), or
+        train_dataset: prompts in a column ``prompt`` or ``query`` (text or chat messages), or
             ``input_ids``.
-        eval_dataset: prompts for evaluation, or a dict of named ones.
-        processing_class: the policy's tokenizer.  None loads the one that lies beside the model.
-        reward_processing_classes: tokenizers of reward models that do not share the policy's.
+        eval_dataset: evaluation prompts, or a dict of named datasets.
+        processing_class: the policy's tokenizer.  None: loaded with the model.
+        reward_processing_classes: tokenizers of reward models that differ from the policy's.
         callbacks: ``transformers.TrainerCallback`` objects or classes.
-        optimizers: your own ``(optimizer, lr_scheduler)``, each may be None.
-        peft_config: trains an adapter of this kind on the policy.
-        ref_model: what the KL penalty holds the policy to.  None: a frozen copy of the policy, or
-            with PEFT its base without adapter.
+        optimizers: a custom pair ``(optimizer, lr_scheduler)``; None for the default.
+        peft_config: trains this adapter on the policy.
+        ref_model: the reference of the KL penalty.  None: a frozen copy of the policy, or with PEFT
+            its base without adapter.
         reward_weights: weight of each source; overrides ``RLOOConfig``'s.
-        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: Kedge's own.
-        rollout_engine: samples instead of the embedded engine.
-        algorithm: a algorithm of your own instead of RLOO.
-        quantization_config: of transformers, for the base of an adapter whose model is given by
-            name; needs ``peft_config``.
+        data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
+        rollout_engine: a rollout engine instead of the one that the config names.
+        algorithm: a custom algorithm instead of RLOO.
+        quantization_config: transformers' configuration for a policy given by name; needs
+            ``peft_config``.
         older: the names of TRL up to 0.21: ``config``, ``tokenizer``, ``policy``, ``ref_policy``
-            and ``reward_model``, which may also be a function of whole texts,
+            and ``reward_model``, which may also be a function of texts (prompt and completion),
             ``f(list[str]) -> list[float]``.
 
     Raises:
-        ConfigError: options that cannot work, names of both generations, or arguments without one.
-        DataError: prompts that cannot be used.
+        ConfigError: invalid or conflicting options, mixed names of both TRL versions, or positional
+            arguments.
+        DataError: invalid prompts.
     """
 
     def __init__(  # noqa: PLR0913
@@ -93,8 +94,8 @@ class RLOOTrainer(TrainerShell):
     ) -> None:
         if unnamed:
             raise ConfigError(
-                f"RLOOTrainer takes its arguments by name, and {len(unnamed)} came without: TRL's"
-                " own order differs between 0.21 and 0.22; write model=, reward_funcs=, args=,"
+                f"RLOOTrainer takes keyword arguments only, got {len(unnamed)} positional: their"
+                " order differs between TRL 0.21 and 0.22; use model=, reward_funcs=, args=,"
                 " train_dataset= (or policy=, reward_model=, config=)"
             )
         newer = {
@@ -105,24 +106,24 @@ class RLOOTrainer(TrainerShell):
             "reward_funcs": reward_funcs,
             "reward_processing_classes": reward_processing_classes,
         }
-        named = one_spelling(newer, older)
-        options = checked(named["args"])
+        arguments = one_spelling(newer, older)
+        options = checked(arguments["args"])
         if algorithm is not None:
             check_unread(options, algorithm)
         tokenizer = text_tokenizer(
-            named["processing_class"],
-            named["model"],
+            arguments["processing_class"],
+            arguments["model"],
             trust=options.trust_remote_code,
             revision=init_kwargs(options).get("revision"),
         )
-        rewards = named["reward_funcs"]
+        rewards = arguments["reward_funcs"]
         if older.get("reward_model") is not None:
             rewards = of_texts(rewards, tokenizer)
         given = TrainerInputs(
             args=options,
-            processing_class=own_or(named["processing_class"], tokenizer),
-            model=named["model"],
-            ref_model=named["ref_model"],
+            processing_class=own_or(arguments["processing_class"], tokenizer),
+            model=arguments["model"],
+            ref_model=arguments["ref_model"],
             train_dataset=train_dataset,
             data_collator=data_collator,
             eval_dataset=eval_dataset,
@@ -131,7 +132,7 @@ class RLOOTrainer(TrainerShell):
             peft_config=peft_config,
             reward_funcs=rewards,
             reward_weights=reward_weights,
-            reward_processing_class=named["reward_processing_classes"],
+            reward_processing_class=arguments["reward_processing_classes"],
             rollout_engine=rollout_engine,
             quantization_config=quantization_config,
         )
@@ -142,9 +143,9 @@ class RLOOTrainer(TrainerShell):
             world_size=accelerator.num_processes,
             eos_token_ids=end_tokens(given, tokenizer),
         )
-        held = given.ref_model is not None or settings.kl.coef > 0
-        rule = algorithm or rloo(**asdict(settings.rloo), reference=held)
-        run = build_run(given, settings, rule, tokenizer=tokenizer, accelerator=accelerator)
+        reference = given.ref_model is not None or settings.kl.coef > 0
+        chosen = algorithm or rloo(**asdict(settings.rloo), reference=reference)
+        run = build_run(given, settings, chosen, tokenizer=tokenizer, accelerator=accelerator)
         log_trl_names(run)
         super().__init__(run, given, "RLOO" if algorithm is None else algorithm.name)
 
@@ -153,30 +154,30 @@ def one_spelling(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str
     """The arguments under their newer names.
 
     Raises:
-        ConfigError: both names of one thing, or names of both generations.
+        ConfigError: both names of one argument, or names of both TRL versions.
     """
-    found = dict(newer)
+    arguments = dict(newer)
     for name, value in older.items():
         if value is None:
             continue
-        if found[_PAIRS[name]] is not None:
+        if arguments[_PAIRS[name]] is not None:
             raise ConfigError(
-                f"{name} and {_PAIRS[name]} are the older and the newer name of the same thing; "
-                "give one of them"
+                f"{name} and {_PAIRS[name]} are the older and the newer name of the same argument; "
+                "pass only one of them"
             )
         other = next((n for n in _NEWER if newer.get(n) is not None), None)
         if other is not None and name != "tokenizer":
-            was = next(old for old, new in _PAIRS.items() if new == other)
+            older_name = next(old for old, new in _PAIRS.items() if new == other)
             raise ConfigError(
-                f"{name} is a name of TRL up to 0.21 and {other} one of 0.22 and later; write"
-                f" {_PAIRS[name]} for {name}, or {was} for {other}"
+                f"{name} is a name of TRL up to 0.21 and {other} of 0.22 and later; use"
+                f" {_PAIRS[name]} for {name}, or {older_name} for {other}"
             )
-        found[_PAIRS[name]] = value
-    return found
+        arguments[_PAIRS[name]] = value
+    return arguments
 
 
 def of_texts(reward: Any, tokenizer: Any) -> Any:
-    """A reward of TRL up to 0.21; a function of whole texts is called as one of token ids."""
+    """Adapt a reward of TRL up to 0.21: a function of texts becomes one of token ids."""
     if not callable(reward) or isinstance(reward, nn.Module):
         return reward
 
@@ -190,15 +191,13 @@ def of_texts(reward: Any, tokenizer: Any) -> Any:
 
 
 def checked(args: Any) -> RLOOConfig:
-    """The config, or defaults.
+    """The config, or the default one for None.
 
     Raises:
-        ConfigError: something else was passed.
+        ConfigError: it has another type.
     """
     if args is None:
         return RLOOConfig()
     if not isinstance(args, RLOOConfig):
-        raise ConfigError(
-            f"args is a {type(args).__name__}; kedge.RLOOTrainer takes a kedge.RLOOConfig"
-        )
+        raise ConfigError(f"args must be a kedge.RLOOConfig, got a {type(args).__name__}")
     return args

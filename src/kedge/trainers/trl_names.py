@@ -1,4 +1,4 @@
-"""The metrics of a row under the names that TRL's GRPO and RLOO trainers log them."""
+"""Metrics under the names of TRL's GRPO and RLOO trainers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _STD = "/std"
 
 
 def log_trl_names(run: Run) -> None:
-    """Let training and evaluations of ``run`` log TRL's names, too."""
+    """Make training and evaluations of ``run`` also log TRL's names."""
     rows = run.engine.batch_sizes.batch_size
     token_kl = run.engine.algorithm.name != "rloo"
     run.more = run.evaluator.more = partial(trl_names, rows=rows, token_kl=token_kl)
 
 
 def trl_names(row: Mapping[str, float], *, rows: int, token_kl: bool = True) -> dict[str, float]:
-    """What TRL calls the metrics of ``row``.
+    """The metrics of ``row`` under TRL's names.
 
     Args:
-        row: metrics of an update, or of an evaluation without its prefix.
-        rows: responses of a batch; TRL's deviations divide by their number less one.
+        row: metrics of an iteration, or of an evaluation without its prefix.
+        rows: responses of a batch; TRL's standard deviations divide by rows - 1.
         token_kl: ``kl`` is the KL in the loss; False: the KL in the reward, per token.
     """
-    found = {theirs: row[ours] for theirs, ours in TRL_NAMES.items() if ours in row}
+    metrics = {theirs: row[ours] for theirs, ours in TRL_NAMES.items() if ours in row}
     for name, value in row.items():
         if name.startswith("rewards/") and not name.endswith(_STD):
-            found[f"{name}/mean"] = value
+            metrics[f"{name}/mean"] = value
         elif name.startswith("log/"):
-            found.setdefault(name.removeprefix("log/"), value)
+            metrics.setdefault(name.removeprefix("log/"), value)
     scored = rows - row.get("rollout/dropped_rows", 0.0)
-    if "reward_std" in found and scored > 1:
-        found["reward_std"] *= (scored / (scored - 1)) ** 0.5
+    if "reward_std" in metrics and scored > 1:
+        metrics["reward_std"] *= (scored / (scored - 1)) ** 0.5
     length = row.get("completions/mean_length", 0.0)
     if not token_kl and "objective/kl" in row and length:
-        found["kl"] = row["objective/kl"] / length
-    return {name: value for name, value in found.items() if name not in row}
+        metrics["kl"] = row["objective/kl"] / length
+    return {name: value for name, value in metrics.items() if name not in row}

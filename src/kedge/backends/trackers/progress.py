@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.progress import (
@@ -58,6 +59,7 @@ class Screen:
         max_chars: characters of a cell that are shown; of a prompt, half as many, its end.
         table_seconds: least time between two tables of one name.
         clock: seconds.
+        labels: metrics of a row and what they are called there.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class Screen:
         max_chars: int = 320,
         table_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        labels: Mapping[str, str] = MappingProxyType(SHOWN),
     ) -> None:
-        self.console = console or Console()
+        self.console, self.labels = console or Console(), labels
         self.total, self.start, self.step = total, start, start
         self.tables, self.max_rows, self.max_chars = tables, max_rows, max_chars
         self._every, self._shown = table_seconds, dict[str, float]()  # table -> when it was shown
@@ -97,10 +100,10 @@ class Screen:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """One line of the main metrics, above the bar where there is one."""
         self.step = max(self.step, step)
-        shown = [f"{label} {metrics[k]:.4g}" for k, label in SHOWN.items() if k in metrics]
+        shown = [f"{label} {metrics[k]:.4g}" for k, label in self.labels.items() if k in metrics]
         for name, value in metrics.items():
             found = _EVALUATION.fullmatch(name)
-            if found is not None:
+            if found is not None and name not in self.labels:
                 words = ("eval", found[1], EVALUATED.get(found[2], found[2]))
                 shown.append(f"{' '.join(filter(None, words))} {value:.4g}")
         if not shown:

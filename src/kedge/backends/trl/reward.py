@@ -16,6 +16,7 @@ from torch import nn
 
 from kedge.backends.rewards.heads import SHIFT
 from kedge.backends.rewards.model import RewardModel
+from kedge.backends.trl.progress import train_with_progress
 from kedge.errors import ConfigError, DataError
 
 
@@ -95,7 +96,7 @@ def train_reward(
         processing_class=tokenizer,
         peft_config=peft,
     )
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    train_with_progress(trainer)
     if references is not None:
         shift_scores(trainer.model, tokenizer, references)
     trainer.save_model(config.output_dir)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from kedge.backends.trl.progress import train_with_progress
 from kedge.errors import ConfigError, DataError
 
 
@@ -51,7 +52,7 @@ def train_supervised(
         processing_class=tokenizer,
         peft_config=peft,
     )
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    train_with_progress(trainer)
     trainer.save_model(config.output_dir)
     tokenizer.save_pretrained(config.output_dir)
     return trainer

@@ -1,1 +1,1 @@
-"""Pipelines of several stages."""
+"""Pipelines of several commands."""

@@ -1,4 +1,4 @@
-"""``kedge pipeline``: commands one after another, each in a folder of its own, resumable."""
+"""``kedge pipeline``: runs commands in order, each in its own folder, resumable."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FILE.yaml:
     - ppo:      {model_name_or_path: "${sft}", reward_model_path: "${reward}", dataset_name: p.json}
     - generate: {model: "${ppo}", prompts: test.jsonl}
     - judge:    {ours: "${generate}/completions.jsonl", theirs: "@reference", reward_model: GOLD}
-Options are the command's flags; ${NAME} is the folder of an earlier stage, or a variable; ${here}
-is the folder of the file.  A stage is named after its command, or by `name: other` beside it;
-`launch: "accelerate launch --config_file fsdp2.yaml"` beside it starts it in several processes;
-`script: {path: mine.py, ...}` runs a program of yours with --output_dir."""
+Options are the command's flags.  ${NAME} is the folder of an earlier stage, or a variable; ${here}
+is the folder of the file.  Next to a command, `name: other` names its stage (default: the command)
+and `launch: "accelerate launch --config_file fsdp2.yaml"` starts it in several processes.
+`script: {path: mine.py, ...}` runs a custom program with --output_dir."""
 DONE = "done.json"  # written last
 
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = Flags(
         prog="kedge pipeline",
-        description="Run commands one after another.",
+        description="Run commands in order.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,92 +46,97 @@ def parser() -> argparse.ArgumentParser:
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of variables"
     )
     flags.add_argument(
-        "--seeds", nargs="+", type=int, help="all of it for each value of the variable seed"
+        "--seeds",
+        nargs="+",
+        type=int,
+        help="run the pipeline once for each value of the variable seed",
     )
     flags.add_argument(
-        "--only", nargs="+", metavar="NAME", help="these stages, and the stages that they use"
+        "--only", nargs="+", metavar="NAME", help="run only these stages and the stages they use"
     )
-    flags.add_argument("--redo", metavar="NAME", help="run this stage again, and what follows it")
-    flags.add_argument("--dry_run", action="store_true", help="print the commands alone")
+    flags.add_argument("--redo", metavar="NAME", help="run this stage and its dependents again")
+    flags.add_argument("--dry_run", action="store_true", help="only print the commands")
     return flags
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run what is not done yet, and show what was judged."""
+    """Run the unfinished stages and show the results of the judges."""
     from kedge.cli.pipeline.results import results, show
 
-    asked = parser().parse_args(list(argv))
-    base, plans = load_pipelines(asked)
-    for plan in plans:
-        run(plan, redo=asked.redo, dry=asked.dry_run)
-    if not asked.dry_run:
-        found = results([(plan.folder, plan.stages) for plan in plans])
-        if found:
-            show(found)
-            (base / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    flags = parser().parse_args(list(argv))
+    base, pipelines = load_pipelines(flags)
+    for pipeline in pipelines:
+        run(pipeline, redo=flags.redo, dry=flags.dry_run)
+    if not flags.dry_run:
+        rows = results([(pipeline.folder, pipeline.stages) for pipeline in pipelines])
+        if rows:
+            show(rows)
+            (base / "results.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
             print(f"kedge: the results are in {base / 'results.json'}")
 
 
-def load_pipelines(asked: argparse.Namespace) -> tuple[Path, list[Pipeline]]:
-    """The folder of all, and a plan for each seed, every one of them checked.
+def load_pipelines(flags: argparse.Namespace) -> tuple[Path, list[Pipeline]]:
+    """The output folder, and one checked pipeline per seed.
 
     Raises:
         ConfigError: something in the file or in the flags is wrong.
     """
-    given = _given(asked.set)
-    if asked.seeds is not None and "seed" in given:
-        raise ConfigError("--seeds and --set seed=... are both given; choose one")
-    base = read(asked.file, {**given, **({"seed": asked.seeds[0]} if asked.seeds else {})})
-    plans = [base]
-    if asked.seeds:
-        plans = [
-            replace(read(asked.file, {**given, "seed": seed}), folder=base.folder / f"seed-{seed}")
-            for seed in dict.fromkeys(asked.seeds)
+    variables = _parse_variables(flags.set)
+    if flags.seeds is not None and "seed" in variables:
+        raise ConfigError("--seeds and --set seed=... are both given; set only one")
+    base = read(flags.file, {**variables, **({"seed": flags.seeds[0]} if flags.seeds else {})})
+    pipelines = [base]
+    if flags.seeds:
+        pipelines = [
+            replace(
+                read(flags.file, {**variables, "seed": seed}), folder=base.folder / f"seed-{seed}"
+            )
+            for seed in dict.fromkeys(flags.seeds)
         ]
-    if asked.only:
-        plans = [plan.only(asked.only) for plan in plans]
-    names = [stage.name for stage in plans[0].stages]
-    if asked.redo is not None and asked.redo not in names:
-        raise ConfigError(f"--redo {asked.redo}: the stages are {', '.join(names)}")
-    return base.folder, plans
+    if flags.only:
+        pipelines = [plan.only(flags.only) for plan in pipelines]
+    names = [stage.name for stage in pipelines[0].stages]
+    if flags.redo is not None and flags.redo not in names:
+        raise ConfigError(f"--redo {flags.redo} must be one of the stages {', '.join(names)}")
+    return base.folder, pipelines
 
 
-def _given(pairs: Sequence[str]) -> dict[str, Any]:
+def _parse_variables(pairs: Sequence[str]) -> dict[str, Any]:
     """``NAME=VALUE`` words; values are read as YAML, so that 3 is a number."""
     import yaml
 
-    found = {}
+    variables = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
         if not sign or not name:
-            raise ConfigError(f"--set {pair}: write NAME=VALUE")
-        found[name] = yaml.safe_load(value)
-    return found
+            raise ConfigError(f"--set must be NAME=VALUE, got {pair}")
+        variables[name] = yaml.safe_load(value)
+    return variables
 
 
-def run(plan: Pipeline, *, redo: str | None = None, dry: bool = False) -> None:
-    """Run the stages that are not done; each marker is written when its stage has ended.
+def run(pipeline: Pipeline, *, redo: str | None = None, dry: bool = False) -> None:
+    """Run the unfinished stages; a marker is written when a stage ends.
 
     Raises:
-        ConfigError: a stage was done with other options.
-        KedgeError: what a stage raises.
+        ConfigError: a stage was finished with other options.
+        KedgeError: a stage failed.
     """
     marks: dict[str, str] = {}
-    for stage in plan.stages:
-        place = plan.folder / stage.name
+    for stage in pipeline.stages:
+        place = pipeline.folder / stage.name
         inputs = {name: marks[name] for name in stage.uses}
         mark = _done(place, stage, inputs, again=redo == stage.name)
         if dry or mark is None:
-            told = f"kedge {stage.command}" if stage.command != SCRIPT else "python"
-            words = " ".join(_words(stage, plan.folder))
-            print(f"kedge: stage {stage.name}: {told} {words}", flush=True)
+            program = f"kedge {stage.command}" if stage.command != SCRIPT else "python"
+            words = " ".join(_words(stage, pipeline.folder))
+            print(f"kedge: stage {stage.name}: {program} {words}", flush=True)
         else:
             print(f"kedge: stage {stage.name} is done", flush=True)
         if dry:
             marks[stage.name] = mark or ""
             continue
         if mark is None:
-            mark = _run_stage(stage, plan.folder, inputs)
+            mark = _run_stage(stage, pipeline.folder, inputs)
         marks[stage.name] = mark
 
 
@@ -160,38 +165,40 @@ def _start(words: list[str], stage: Stage) -> None:
     try:
         code = subprocess.run(words, check=False).returncode
     except OSError as error:
-        raise KedgeError(f"stage {stage.name}: {words[0]!r} cannot be started: {error}") from error
+        raise KedgeError(f"stage {stage.name}: {words[0]!r} cannot be started ({error})") from error
     if code:
-        raise KedgeError(f"stage {stage.name}: {' '.join(words[:3])} ... ended with code {code}")
+        raise KedgeError(
+            f"stage {stage.name}: {' '.join(words[:3])} ... failed with exit code {code}"
+        )
 
 
 def _done(place: Path, stage: Stage, inputs: Mapping[str, str], *, again: bool) -> str | None:
-    """The mark of a stage that need not run again, else None."""
+    """The marker of a stage that is up to date, else None."""
     file = place / DONE
     if again or not file.is_file():
         return None
     before = json.loads(file.read_text(encoding="utf-8"))
     if before["asked"] != stage.asked:
         raise ConfigError(
-            f"stage {stage.name} in {place} was done with other options"
+            f"stage {stage.name} in {place} was run with other options"
             f" ({_changes(before['asked'], stage.asked)}); run it again with --redo {stage.name},"
-            " or name another output_dir"
+            " or set another output_dir"
         )
     if before["inputs"] != dict(inputs):
-        return None  # a stage before it ran again
+        return None  # an earlier stage ran again
     return str(before["run"])
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What a stage was asked before, and what now."""
-    told = []
+    """The differences between the options of two runs of a stage."""
+    changes = []
     for part in ("options", "programs"):
         was, is_ = before.get(part, {}), now[part]
         for name in sorted({*was, *is_}):
             if was.get(name) != is_.get(name):
-                said = f"{was.get(name)!r} before, {is_.get(name)!r} now"
-                told.append(f"{name}: {said}" if part == "options" else f"{name} has changed")
-    return ", ".join(told) or "another command"
+                change = f"{was.get(name)!r} before, {is_.get(name)!r} now"
+                changes.append(f"{name}: {change}" if part == "options" else f"{name} has changed")
+    return ", ".join(changes) or "another command"
 
 
 def _words(stage: Stage, folder: Path) -> list[str]:
@@ -203,13 +210,13 @@ def _words(stage: Stage, folder: Path) -> list[str]:
 
 
 def _resumed(stage: Stage, place: Path) -> list[str]:
-    """What makes a stage that was killed go on where it was."""
+    """Flags that resume an interrupted stage."""
     if stage.command not in (*RL, "sft", "reward"):
         return []
     numbers = [int(p.name.rpartition("-")[2]) for p in place.glob("checkpoint-*[0-9]")]
     if not numbers or "resume_from_checkpoint" in stage.options:
         return []
-    if (place / DONE).is_file():  # to be done again, from the start
+    if (place / DONE).is_file():  # it runs again from the start
         return ["--overwrite_output_dir"] if stage.command in RL else []
     newest = str(place / f"checkpoint-{max(numbers)}")
     return ["--resume_from_checkpoint", "True" if stage.command in RL else newest]

@@ -1,4 +1,4 @@
-"""What the judges of a pipeline said, over all of its seeds."""
+"""Results of the judge stages of a pipeline, over all seeds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kedge.judges.match import interval, worth
 
 
 def results(runs: Sequence[tuple[Path, Iterable[Stage]]]) -> list[dict[str, Any]]:
-    """One row for each stage that judges.
+    """One row for each judge stage.
 
     Args:
-        runs: for each seed its folder, and its stages, the same for all.
+        runs: for each seed its folder and its stages, which are the same for all.
 
     Returns:
         ``stage``, ``judge``, ``win_rate`` (mean over the seeds), ``win_rate_low`` and
@@ -23,49 +23,49 @@ def results(runs: Sequence[tuple[Path, Iterable[Stage]]]) -> list[dict[str, Any]
         ``length_controlled_win_rate`` (mean, None where a seed has none), ``prompts`` and
         ``invalid`` (sums).
     """
-    found = []
+    rows = []
     for stage in runs[0][1]:
         if stage.command != "judge":
             continue
         places = [folder / stage.name for folder, _ in runs]
-        said = [json.loads((place / "summary.json").read_text()) for place in places]
+        summaries = [json.loads((place / "summary.json").read_text()) for place in places]
         low, high = interval([_worths(place) for place in places])
-        controlled = [one["length_controlled_win_rate"] for one in said]
-        found.append(
+        controlled = [one["length_controlled_win_rate"] for one in summaries]
+        rows.append(
             {
                 "stage": stage.name,
-                "judge": said[0]["judge"],
-                "win_rate": sum(one["win_rate"] for one in said) / len(said),
+                "judge": summaries[0]["judge"],
+                "win_rate": sum(one["win_rate"] for one in summaries) / len(summaries),
                 "win_rate_low": low,
                 "win_rate_high": high,
-                "each": [one["win_rate"] for one in said],
+                "each": [one["win_rate"] for one in summaries],
                 "length_controlled_win_rate": (
                     None if None in controlled else sum(controlled) / len(controlled)
                 ),
-                "prompts": sum(one["prompts"] for one in said),
-                "invalid": sum(one["invalid"] for one in said),
+                "prompts": sum(one["prompts"] for one in summaries),
+                "invalid": sum(one["invalid"] for one in summaries),
             }
         )
-    return found
+    return rows
 
 
 def _worths(place: Path) -> list[float]:
     lines = (place / "judgments.jsonl").read_text(encoding="utf-8").split("\n")
     outcomes = (worth(json.loads(line)["outcome"]) for line in lines if line.strip())
-    return [each for each in outcomes if each is not None]
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
-def show(found: Sequence[dict[str, Any]]) -> None:
+def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
     from rich.console import Console
     from rich.table import Table
 
-    seeds = len(found[0]["each"])
+    seeds = len(rows[0]["each"])
     title = "win rates" if seeds == 1 else f"win rates, mean of {seeds} seeds"
     table = Table("stage", "win rate", "95%", "at equal length", title=title, title_justify="left")
     if seeds > 1:
         table.add_column("each seed")
-    for row in found:
+    for row in rows:
         controlled = row["length_controlled_win_rate"]
         cells = [
             row["stage"],

@@ -15,9 +15,9 @@ from kedge.errors import ConfigError
 from kedge.suggestions import hint
 
 RL = ("ppo", "rloo", "grpo", "async-ppo")
-PLACES = {"generate": ("model", "prompts"), "judge": ("ours", "theirs")}  # without a flag
-SCRIPT = "script"  # a program of the user's
-HERE = "here"  # stands for the folder of the pipeline's file
+PLACES = {"generate": ("model", "prompts"), "judge": ("ours", "theirs")}  # positional arguments
+SCRIPT = "script"  # a custom program
+HERE = "here"  # variable: the folder of the pipeline's file
 _KEYS = {"output_dir", "variables", "stages"}
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
@@ -30,28 +30,28 @@ class Stage:
     command: str
     options: Mapping[str, Any]
     here: str = "."  # folder of the pipeline's file
-    launch: tuple[str, ...] = ()  # what starts it in processes of its own
+    launch: tuple[str, ...] = ()  # command that starts it in separate processes
     uses: tuple[str, ...] = field(default=())  # stages whose folders its options name
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What makes its results what they are, as JSON: options, and what its programs say."""
+        """Everything that determines its results, as JSON: options and digests of programs."""
         options = json.loads(json.dumps(dict(self.options)))
         return {"command": self.command, "options": options, "programs": self._programs()}
 
     def _programs(self) -> dict[str, str]:
         """Digests of the Python files that options name, alone or as ``file.py:function``."""
-        found = {}
+        digests = {}
         for value in self.options.values():
             for word in value if isinstance(value, list) else [value]:
                 name = re.sub(r"(\.py):\w+$", r"\1", word) if isinstance(word, str) else ""
                 file = Path(name.replace("${here}", self.here))
                 if name.endswith(".py") and file.is_file():
-                    found[name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        return found
+                    digests[name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        return digests
 
     def words(self, folder: Path) -> list[str]:
-        """Its command line, without the place of its output."""
+        """Its command line, without the output folder."""
 
         def filled(value: Any) -> str:
             text = value if isinstance(value, str) else json.dumps(value)
@@ -76,7 +76,7 @@ class Stage:
         return found
 
     def _nullable(self) -> frozenset[str]:
-        """Options for which null says something other than leaving them out."""
+        """Options for which null differs from the default."""
         from kedge.cli.arguments import nullable
         from kedge.cli.planning.plan import CONFIGS
 
@@ -85,7 +85,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A folder, and the stages that fill it."""
+    """An output folder and the stages that write to it."""
 
     folder: Path
     stages: tuple[Stage, ...]
@@ -94,14 +94,14 @@ class Pipeline:
         """The named stages, and the stages that these use.
 
         Raises:
-            ConfigError: there is no such stage.
+            ConfigError: a stage does not exist.
         """
         known = {stage.name: stage for stage in self.stages}
         wanted: set[str] = set()
 
         def want(name: str) -> None:
             if name not in known:
-                raise ConfigError(f"there is no stage {name!r}; the stages are {', '.join(known)}")
+                raise ConfigError(f"unknown stage {name!r}; the stages are {', '.join(known)}")
             wanted.add(name)
             for used in known[name].uses:
                 want(used)
@@ -112,14 +112,14 @@ class Pipeline:
 
 
 def read(file: str, given: Mapping[str, Any] | None = None) -> Pipeline:
-    """Folder and stages of a file, every option checked.
+    """Read a pipeline file and check every option.
 
     Args:
-        file: YAML with ``output_dir``, ``stages`` and perhaps ``variables``.
-        given: values of variables, instead of the file's.
+        file: YAML with ``output_dir``, ``stages`` and optional ``variables``.
+        given: values that override the file's variables.
 
     Raises:
-        ConfigError: no such file, variable, stage, option or earlier stage.
+        ConfigError: an unknown file, variable, command, option or stage.
     """
     path = Path(file).expanduser()
     found = _loaded(path, file)
@@ -129,7 +129,7 @@ def read(file: str, given: Mapping[str, Any] | None = None) -> Pipeline:
     for number, entry in enumerate(found["stages"], 1):
         stage = _stage(_filled(entry, variables), f"{file}, stage {number}", stages, here)
         if stage.name in (*variables, HERE):
-            raise ConfigError(f"{file}: {stage.name!r} is a variable and a stage; rename one")
+            raise ConfigError(f"{file}: {stage.name!r} is both a variable and a stage; rename one")
         stages.append(stage)
     return Pipeline(Path(output).expanduser(), tuple(stages))
 
@@ -138,20 +138,20 @@ def _loaded(path: Path, file: str) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
-        raise ConfigError(f"{file}: there is no such file")
+        raise ConfigError(f"{file}: the file does not exist")
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("stages"), list):
-        raise ConfigError(f"{file} needs output_dir, and a list of stages")
-    unknown = sorted(set(map(str, found)) - _KEYS)
-    if unknown or not isinstance(found.get("output_dir"), str):
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("stages"), list):
+        raise ConfigError(f"{file} must have output_dir and a list of stages")
+    unknown = sorted(set(map(str, content)) - _KEYS)
+    if unknown or not isinstance(content.get("output_dir"), str):
         raise ConfigError(
             f"{file}: {f'unknown key {unknown[0]!r}' if unknown else 'output_dir is missing'};"
             f" a pipeline has {', '.join(sorted(_KEYS))}"
         )
-    return found
+    return content
 
 
 def _variables(found: dict[str, Any], file: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,11 +169,11 @@ def _variables(found: dict[str, Any], file: str, given: Mapping[str, Any]) -> di
 
 
 def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
-    """With variables replaced; one that stands alone keeps its type."""
+    """Substitute variables; one that is the whole value keeps its type."""
     if isinstance(value, dict):
-        return {key: _filled(each, variables) for key, each in value.items()}
+        return {key: _filled(item, variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(each, variables) for each in value]
+        return [_filled(item, variables) for item in value]
     if not isinstance(value, str):
         return value
     alone = _REFERENCE.fullmatch(value)
@@ -198,14 +198,14 @@ def _stage(entry: Any, where: str, earlier: Sequence[Stage], here: str) -> Stage
     names = [stage.name for stage in earlier]
     if name in names or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise ConfigError(
-            f"{where}: the name {name!r} is taken, or no name of a folder; add `name: other`"
+            f"{where}: the name {name!r} must be unique and a valid folder name; set `name: other`"
         )
-    found = dict.fromkeys(_REFERENCE.findall(json.dumps(options)))
-    uses = tuple(each for each in found if each != HERE)
+    references = dict.fromkeys(_REFERENCE.findall(json.dumps(options)))
+    uses = tuple(name for name in references if name != HERE)
     for used in uses:
         if used not in names:
             raise ConfigError(
-                f"{where}: ${{{used}}} is no variable and no earlier stage; stages before it:"
+                f"{where}: ${{{used}}} must be a variable or an earlier stage; earlier stages:"
                 f" {', '.join(names) or 'none'}"
             )
     return Stage(
@@ -219,7 +219,7 @@ def _stage(entry: Any, where: str, earlier: Sequence[Stage], here: str) -> Stage
 
 
 def _checked(command: str, options: Any, where: str, here: str) -> dict[str, Any]:
-    """The options of a command, all of which it has."""
+    """Check that the options of a command exist."""
     known = _commands()
     if command not in (*known, SCRIPT):
         raise ConfigError(f"{where}: {nearest(command, (*known, SCRIPT), 'command')}")
@@ -232,19 +232,19 @@ def _checked(command: str, options: Any, where: str, here: str) -> dict[str, Any
     accepted = {*options} if command == SCRIPT else known[command]()
     for key in options:
         if key in ("output_dir", "output"):
-            raise ConfigError(f"{where}: {key} is decided by the pipeline; leave it out")
+            raise ConfigError(f"{where}: {key} is set by the pipeline; leave it out")
         if key not in accepted:
             raise ConfigError(f"{where}: {nearest(str(key), accepted, 'option')}")
     program = str(options.get("path", "")).replace("${here}", here)
     if command == SCRIPT and not Path(program).is_file():
         raise ConfigError(
-            f"{where}: there is no file {program}; ${{here}} is the folder of the pipeline"
+            f"{where}: the file {program} does not exist; ${{here}} is the folder of the pipeline"
         )
     return options
 
 
 def _commands() -> dict[str, Callable[[], set[str]]]:
-    """What can be a stage, and the options that it has."""
+    """The commands that can be a stage, and their options."""
 
     def flags_of(made: Any) -> set[str]:
         return {action.dest for action in made._actions if action.dest != "help"}
@@ -268,16 +268,16 @@ def _commands() -> dict[str, Callable[[], set[str]]]:
 
         return flags_of((generate if name == "generate" else judge).parser())
 
-    found: dict[str, Callable[[], set[str]]] = {}
+    commands: dict[str, Callable[[], set[str]]] = {}
     for name in ("sft", "reward"):
-        found[name] = lambda name=name: before(name)  # type: ignore[misc]
+        commands[name] = lambda name=name: before(name)  # type: ignore[misc]
     for name in RL:
-        found[name] = lambda name=name: rl(name)  # type: ignore[misc]
+        commands[name] = lambda name=name: rl(name)  # type: ignore[misc]
     for name in PLACES:
-        found[name] = lambda name=name: small(name)  # type: ignore[misc]
-    return found
+        commands[name] = lambda name=name: small(name)  # type: ignore[misc]
+    return commands
 
 
 def nearest(word: str, known: Any, kind: str) -> str:
-    """That there is no such word, and which one was perhaps meant."""
-    return f"there is no {kind} {word!r}{hint(word, {*known})}"
+    """Message for an unknown name, with the nearest known one."""
+    return f"unknown {kind} {word!r}{hint(word, {*known})}"

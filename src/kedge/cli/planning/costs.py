@@ -1,4 +1,4 @@
-"""How long an update takes, on paper: floating-point operations, bytes, seconds.
+"""Estimated time of an iteration: floating-point operations, bytes, seconds.
 
 A matrix product of a model with N weights costs 2 N operations a token forward and 4 N backward
 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).  While responses are sampled every step reads
@@ -71,7 +71,7 @@ def body_parameters(parameters: int, shape: Shape, *, tied: bool) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One update.
+    """One iteration.
 
     Args:
         policy: the policy; the reference has its size.
@@ -128,7 +128,7 @@ class Split:
 
     @property
     def update(self) -> float:
-        """Seconds of an update: in turn on the same devices, else the longer of both."""
+        """Seconds of an iteration: the sum on shared devices, else the maximum of both."""
         return (
             self.sampling + self.learning if not self.engines else max(self.sampling, self.learning)
         )

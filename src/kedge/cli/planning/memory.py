@@ -1,4 +1,4 @@
-"""How much memory a run will need, from model configurations alone.
+"""Estimated memory of a run, from model configurations only.
 
 Estimates per process, in bytes, before any sharding (FSDP, DeepSpeed ZeRO).  Weights, gradients
 and optimizer state follow from parameter counts; activations and caches are approximate.
@@ -162,7 +162,7 @@ def trained(
     training: float,
     generation: float = 0.0,
 ) -> Need:
-    """The need of a model that trains; what trains is float32."""
+    """The memory of a trained model; trained weights are float32."""
     everything, learning = counts
     return Need(
         role=role,
@@ -177,12 +177,12 @@ def trained(
 
 
 def frozen(role: str, parameters: int, weight_bytes: float = 4.0) -> Need:
-    """The need of a model that only answers."""
+    """The memory of a frozen model."""
     return Need(role=role, parameters=parameters, trained=0, weights=parameters * weight_bytes)
 
 
 def peak(needs: list[Need]) -> float:
-    """The most at any time: everything that stays, and the larger of training and sampling."""
+    """Peak memory: everything resident, plus the larger of training and sampling."""
     return sum(n.resident for n in needs) + max(
         sum(n.training for n in needs), sum(n.generation for n in needs)
     )

@@ -1,4 +1,4 @@
-"""``kedge plan``: every size of a run and an estimate of its memory, before weights are loaded."""
+"""``kedge plan``: batch sizes and estimated memory of a run, without loading weights."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def main(argv: Sequence[str]) -> None:
     """``kedge plan ppo [flags]``, or of another command that trains."""
     if not argv or argv[0] in ("-h", "--help"):
         print(
-            f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [the flags of the same]\n"
-            "async-ppo, besides: [--hardware a100|h100|h200|cpu] [--devices N]"
+            f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [flags of that command]\n"
+            "async-ppo also takes: [--hardware a100|h100|h200|cpu] [--devices N]"
         )
         return
     name, *rest = argv
     if name not in CONFIGS:
-        raise ConfigError(f"kedge plan {name}: only runs of {', '.join(CONFIGS)} can be planned")
+        raise ConfigError(f"kedge plan {name} must be one of {', '.join(CONFIGS)}")
     prog, config = f"kedge plan {name}", CONFIGS[name]
     if {"-h", "--help"} & set(rest):
         parser(prog, config).print_help()
@@ -72,11 +72,11 @@ def _plan_async(argv: list[str], processes: int | None) -> None:
 def plan(
     options: Options, processes: int | None = None
 ) -> tuple[Options, BatchSizes, dict[str, int], list[memory.Need]]:
-    """Sizes, prompt facts and memory of the run that the flags describe.
+    """Batch sizes, prompt statistics and memory of the run that the flags describe.
 
     Args:
         options: what ``parse`` returned.
-        processes: plan for this many; the default is the number that runs now.
+        processes: number of ranks; None: as in this launch.
 
     Raises:
         ConfigError, DataError: as training would.
@@ -103,7 +103,7 @@ def plan(
 
 
 def _check(options: Options, names: Names, prompt: int, columns: list[str] | None) -> None:
-    """Find what the run would: folders, reward functions, columns, positions of the models.
+    """Run the checks of training: folders, reward functions, columns, context length.
 
     Raises:
         ConfigError: as training would.
@@ -166,8 +166,8 @@ def _batches(
     if options.script.dataset_name is None and not options.script.dataset_mixer_list:
         if settings.batch.total_episodes is None and settings.batch.max_steps <= 0:
             raise ConfigError(
-                "without --dataset_name the number of passes does not say how long the run is; "
-                "give it, or --total_episodes or --max_steps"
+                "the length of the run is unknown; set --dataset_name, --total_episodes or "
+                "--max_steps"
             )
         guess = settings.data.max_prompt_length or PROMPT_GUESS
         made = compute_batch_sizes(**asdict(settings.batch), min_group=min_group)

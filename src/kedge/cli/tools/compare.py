@@ -1,4 +1,4 @@
-"""``kedge compare``: runs drawn over one another, bands over seeds, and how they end."""
+"""``kedge compare``: plots runs in one figure with bands over seeds, and prints a table."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kedge.insight.log import RunLog, read_log
 
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")
 EPILOG = """\
-RUN is the output_dir of a run, or its metrics.jsonl.  NAME=RUN,RUN,... puts runs together, as with
+RUN is the output_dir of a run, or its metrics.jsonl.  NAME=RUN,RUN,... groups runs, for example
 several seeds: the line is their mean, the band their range.
 example: kedge compare ppo=runs/ppo-0,runs/ppo-1 rloo=runs/rloo-0,runs/rloo-1 --output both.png"""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Draw and print."""
+    """Plot and print."""
     flags = Flags(
         prog="kedge compare",
-        description="Draw runs over one another.",
+        description="Plot several runs in one figure.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("runs", nargs="+", metavar="RUN")
-    flags.add_argument("--metrics", nargs="+", default=list(METRICS), help="what to draw")
+    flags.add_argument("--metrics", nargs="+", default=list(METRICS), help="metrics to plot")
     flags.add_argument("--axis", choices=AXES, default="episode", help="default: %(default)s")
     flags.add_argument("--output", default="compare.png", help="default: %(default)s")
     chosen = flags.parse_args(list(argv))
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def kind(word: str) -> tuple[str, list[RunLog]]:
-    """``NAME=RUN,RUN`` or a run under its own name.
+    """Parse ``NAME=RUN,RUN``, or a single run named after its folder.
 
     Raises:
         ConfigError: a name without runs.
@@ -54,16 +54,16 @@ def kind(word: str) -> tuple[str, list[RunLog]]:
 
 
 def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file: Path) -> Path:
-    """One panel a metric that some run has.
+    """Plot one panel for each metric that some run has.
 
     Raises:
-        ConfigError: none has any.
+        ConfigError: no run has any of the metrics.
     """
     panels: dict[str, dict[str, Band]] = {}
     for metric in metrics:
-        found = {name: b for name, runs in kinds.items() if (b := band(runs, metric, axis))}
-        if found:
-            panels[metric] = found
+        bands_by_name = {name: b for name, runs in kinds.items() if (b := band(runs, metric, axis))}
+        if bands_by_name:
+            panels[metric] = bands_by_name
     if not panels:
         raise ConfigError(f"no run has any of {', '.join(metrics)}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,9 +73,9 @@ def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file
     FigureCanvasAgg(figure)
     for i, (metric, bands) in enumerate(panels.items()):
         axes: Any = figure.add_subplot(len(panels), 1, i + 1)
-        for name, each in bands.items():
-            (line,) = axes.plot(each.x, each.mean, label=name)
-            axes.fill_between(each.x, each.low, each.high, color=line.get_color(), alpha=0.15)
+        for name, curve in bands.items():
+            (line,) = axes.plot(curve.x, curve.mean, label=name)
+            axes.fill_between(curve.x, curve.low, curve.high, color=line.get_color(), alpha=0.15)
         axes.set_title(metric, fontsize=10)
         axes.set_xlabel({"episode": "responses trained on", "step": "updates"}[axis], fontsize=8)
         axes.grid(alpha=0.3)

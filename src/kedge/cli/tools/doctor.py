@@ -1,4 +1,4 @@
-"""``kedge doctor``: what the log of a run says is wrong, and what to try."""
+"""``kedge doctor``: diagnoses a run from its log and suggests fixes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ it, the numbers that say so, and what to try.  The exit code is 1 if anything wa
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine every run; 1 if something was found."""
+    """Examine every run; return 1 if there are findings."""
     if {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
     if not argv or any(word.startswith("-") for word in argv):
-        raise ConfigError("name the folder of a run: kedge doctor RUN [RUN ...]")
-    found = 0
+        raise ConfigError("give the folder of a run: kedge doctor RUN [RUN ...]")
+    count = 0
     for place in argv:
         log = read_log(place)
         findings = examine(log)
-        found += len(findings)
+        count += len(findings)
         updates = log.rows[-1].get("step", len(log.rows))
         read = f"{len(log.rows)} rows of metrics up to update {updates:.0f}"
         print(f"{place}: {read}{'' if findings else ', nothing found'}")
-        for each in findings:
-            print(f"  {each.rule}: {each.seen}\n      try: {each.advice}")
-    return int(found > 0)
+        for finding in findings:
+            print(f"  {finding.rule}: {finding.seen}\n      try: {finding.advice}")
+    return int(count > 0)

@@ -1,4 +1,4 @@
-"""``kedge generate``: answers of a model to prompts, by any engine, as jsonl and CSV."""
+"""``kedge generate``: samples completions of prompts, written as jsonl or CSV."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ BATCH = 64
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = Flags(
+    flags = Flags(
         prog="kedge generate",
-        description="Sample answers to prompts.",
+        description="Sample completions of prompts.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("model", help="folder or hub name")
-    made.add_argument("prompts", help="dataset with a column prompt")
-    made.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
-    made.add_argument("--split", default="test", help="default: %(default)s")
-    made.add_argument("--limit", type=int, help="the first so many prompts")
-    made.add_argument("--num_generations", type=int, default=1, help="answers to each prompt")
-    made.add_argument("--batch_size", type=int, default=BATCH, help="default: %(default)s")
-    made.add_argument("--max_new_tokens", type=int, default=53)
-    made.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
-    made.add_argument("--max_prompt_length", type=int, help="longer prompts are left out")
-    made.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    made.add_argument("--seed", type=int, default=0)
-    return made
+    flags.add_argument("model", help="folder or hub name")
+    flags.add_argument("prompts", help="dataset with a column prompt")
+    flags.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
+    flags.add_argument("--split", default="test", help="default: %(default)s")
+    flags.add_argument("--limit", type=int, help="the first so many prompts")
+    flags.add_argument("--num_generations", type=int, default=1, help="completions per prompt")
+    flags.add_argument("--batch_size", type=int, default=BATCH, help="default: %(default)s")
+    flags.add_argument("--max_new_tokens", type=int, default=53)
+    flags.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
+    flags.add_argument("--max_prompt_length", type=int, help="tokens; longer prompts are dropped")
+    flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    flags.add_argument("--seed", type=int, default=0)
+    return flags
 
 
 def main(argv: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     rows = Splits(flags.prompts).load(flags.split)
     if flags.limit is not None:
         rows = rows.select(range(min(flags.limit, len(rows))))
-    found = answered(
+    completions = answered(
         flags.model,
         rows,
         num_generations=flags.num_generations,
@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> None:
         engine=flags.engine,
         seed=flags.seed,
     )
-    write(Path(flags.output), found)
-    sys.stdout.write(f"kedge: {len(found)} completions are in {flags.output}\n")
+    write(Path(flags.output), completions)
+    sys.stdout.write(f"kedge: {len(completions)} completions are in {flags.output}\n")
 
 
 def answered(
@@ -80,25 +80,25 @@ def answered(
     engine: str = "embedded",
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """The rows of a dataset with a ``completion`` each, without special tokens.
+    """The rows of a dataset, each with a ``completion`` without special tokens.
 
-    Prompt and completion, one after the other, are the text of the whole answer.  ``finished`` says
-    whether it ended by itself.  A column ``completion`` of the dataset becomes ``reference``.
+    Prompt and completion concatenated are the full text.  ``finished`` says whether the completion
+    ended with an end token.  A column ``completion`` of the dataset becomes ``reference``.
 
     Args:
         name: folder or hub name of a causal language model with a tokenizer.
         dataset: with a column of prompts, as for training.
-        max_new_tokens: the most tokens of an answer; it ends at the tokenizer's EOS token or at
+        max_new_tokens: maximum tokens of a completion; it ends at the tokenizer's EOS token or at
             an ``eos_token_id`` of the model's generation_config.
         temperature: 0 takes the most likely tokens.
-        num_generations: answers to each prompt, in rows that follow one another.
-        batch_size: answers that are sampled at once.
-        max_prompt_length: tokens; longer prompts are left out.
+        num_generations: completions per prompt, in consecutive rows.
+        batch_size: completions sampled at a time.
+        max_prompt_length: tokens; longer prompts are dropped.
         engine: ``embedded`` or ``vllm``.
-        seed: of the draws.
+        seed: seed of sampling.
 
     Raises:
-        ConfigError, DataError: a model, an engine or prompts that cannot be used.
+        ConfigError, DataError: an invalid model, engine or dataset.
     """
     from kedge.backends.data import DatasetPrompts
     from kedge.backends.hf.end_tokens import eos_token_ids
@@ -112,14 +112,14 @@ def answered(
     ends = eos_token_ids(model, tokenizer)
     if not ends:
         logger.warning(
-            "neither the tokenizer nor the generation_config of %r names an EOS token: every"
+            "neither the tokenizer nor the generation_config of %r defines an EOS token: every"
             " completion has %d tokens",
             name,
             max_new_tokens,
         )
     for name_, value in (("num_generations", num_generations), ("batch_size", batch_size)):
         if value < 1:
-            raise ConfigError(f"--{name_} {value}: at least 1")
+            raise ConfigError(f"--{name_} {value} must be at least 1")
     if num_generations > 1:
         dataset = dataset.select([i for i in range(len(dataset)) for _ in range(num_generations)])
     size = min(batch_size, max(len(dataset), 1))
@@ -131,16 +131,16 @@ def answered(
         shuffle=False,
         max_prompt_length=max_prompt_length,
     )
-    sampler = _engine(engine, model, tokenizer)
+    rollout_engine = _engine(engine, model, tokenizer)
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         stop_ids=ends,
     )
-    found: list[dict[str, Any]] = []
+    completions: list[dict[str, Any]] = []
     for step in range(-(-len(prompts) // size)):
         batch = prompts.batch(step)
-        rollout = sampler.generate(batch, sampling=sampling, seed=seed + step)
+        rollout = rollout_engine.generate(batch, sampling=sampling, seed=seed + step)
         answers = Texts(rollout, tokenizer, skip_special_tokens=True).completion_texts
         for i, (text, finished) in enumerate(
             zip(answers, rollout.terminated.tolist(), strict=True)
@@ -148,8 +148,8 @@ def answered(
             columns = {n: values[i] for n, values in batch.columns.items()}
             if "completion" in columns:
                 columns["reference"] = columns.pop("completion")
-            found.append({**columns, "completion": text, "finished": finished})
-    return found[: len(prompts)]  # the last batch is filled up from the start
+            completions.append({**columns, "completion": text, "finished": finished})
+    return completions[: len(prompts)]  # the last batch is padded with rows from the start
 
 
 def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
@@ -169,17 +169,17 @@ def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
         raise ConfigError("--engine vllm needs vLLM: pip install 'kedge[vllm]'; or use embedded")
     from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
-    blueprint = PolicySpec.of(model)
+    spec = PolicySpec.of(model)
     weights = {n: p.detach() for n, p in model.named_parameters()}
-    return VLLMEngine(InProcess(blueprint, weights), blueprint, pad_id=pad)
+    return VLLMEngine(InProcess(spec, weights), spec, pad_id=pad)
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """The rows as jsonl, or as CSV by the file's ending.
+    """Write the rows as jsonl, or as CSV if the file name ends in .csv.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no rows.
     """
     if not rows:
-        raise DataError(f"{file}: there is no prompt to answer")
+        raise DataError(f"{file}: the dataset has no prompts")
     (write_csv if file.suffix == ".csv" else write_jsonl)(file, rows)

@@ -1,4 +1,4 @@
-"""``kedge judge``: which answers a judge prefers, with an interval."""
+"""``kedge judge``: win rate of one set of answers over another, with an interval."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ example: kedge judge ppo.jsonl @reference --endpoint http://127.0.0.1:8000/v1 --
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = Flags(
+    flags = Flags(
         prog="kedge judge",
         description="Compare two sets of answers.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("ours", help="answers whose win rate is wanted")
-    made.add_argument("theirs", help="answers to beat, or @COLUMN of the first file")
-    made.add_argument("--prompt_column", default="prompt", help="default: %(default)s")
-    made.add_argument("--answer_column", default="completion", help="default: %(default)s")
-    which = made.add_mutually_exclusive_group(required=True)
+    flags.add_argument("ours", help="answers whose win rate is computed")
+    flags.add_argument("theirs", help="answers to compare with, or @COLUMN of the first file")
+    flags.add_argument("--prompt_column", default="prompt", help="default: %(default)s")
+    flags.add_argument("--answer_column", default="completion", help="default: %(default)s")
+    which = flags.add_mutually_exclusive_group(required=True)
     which.add_argument("--endpoint", metavar="URL")
     which.add_argument("--reward_model", metavar="PATH")
     which.add_argument("--function", metavar="FILE:NAME")
     which.add_argument("--score", metavar="FILE:NAME")
-    made.add_argument("--model", help="of the endpoint")
-    made.add_argument("--key_env", default="OPENAI_API_KEY", help="default: %(default)s")
-    made.add_argument("--template", help="file with {prompt}, {first} and {second}")
-    made.add_argument("--temperature", type=float, default=0.0)
-    made.add_argument("--max_tokens", type=int, default=256)
-    made.add_argument("--concurrency", type=int, default=8, help="requests at the same time")
-    made.add_argument("--timeout", type=float, default=60.0, help="seconds for a request")
-    made.add_argument("--retries", type=int, default=5)
-    made.add_argument("--cache", help="file with replies; default: OUTPUT_DIR/replies.sqlite")
-    made.add_argument("--price_in", type=float, help="of a million tokens read")
-    made.add_argument("--price_out", type=float, help="of a million tokens written")
-    made.add_argument("--margin", type=float, default=0.0, help="scores this close are a tie")
-    made.add_argument("--seed", type=int, default=0, help="of the order of each pair")
-    made.add_argument("--limit", type=int, help="the first so many prompts")
-    made.add_argument("--output_dir", default="judged", help="default: %(default)s")
-    return made
+    flags.add_argument("--model", help="model name at the endpoint")
+    flags.add_argument("--key_env", default="OPENAI_API_KEY", help="default: %(default)s")
+    flags.add_argument("--template", help="file with {prompt}, {first} and {second}")
+    flags.add_argument("--temperature", type=float, default=0.0)
+    flags.add_argument("--max_tokens", type=int, default=256)
+    flags.add_argument("--concurrency", type=int, default=8, help="requests at the same time")
+    flags.add_argument("--timeout", type=float, default=60.0, help="seconds for a request")
+    flags.add_argument("--retries", type=int, default=5)
+    flags.add_argument("--cache", help="file with replies; default: OUTPUT_DIR/replies.sqlite")
+    flags.add_argument("--price_in", type=float, help="price per million input tokens")
+    flags.add_argument("--price_out", type=float, help="price per million output tokens")
+    flags.add_argument("--margin", type=float, default=0.0, help="scores this close are a tie")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the order within pairs")
+    flags.add_argument("--limit", type=int, help="use only the first N prompts")
+    flags.add_argument("--output_dir", default="judged", help="default: %(default)s")
+    return flags
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compare, print, write."""
+    """Compare, print and write."""
     flags = parser().parse_args(list(argv))
     check_folder("--output_dir", flags.output_dir)
     prompts, ours, theirs = read(flags)
     folder = Path(flags.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    found = match(prompts, ours, theirs, build_judge(flags), seed=flags.seed)
-    summary = summarize(found, flags)
-    write(folder, found, summary)
+    result = match(prompts, ours, theirs, build_judge(flags), seed=flags.seed)
+    summary = summarize(result, flags)
+    write(folder, result, summary)
     show(summary)
     print(f"kedge: the judgments are in {folder}")
 
@@ -82,13 +82,13 @@ def build_judge(flags: argparse.Namespace) -> Judge:
     """The judge that the flags name.
 
     Raises:
-        ConfigError: an endpoint without model, or no such function.
+        ConfigError: an endpoint without model, or an unknown function.
     """
     from kedge.backends.rewards.load import load_function
 
     if flags.endpoint is not None:
         if flags.model is None:
-            raise ConfigError("--endpoint needs --model: the name that the endpoint knows it by")
+            raise ConfigError("--endpoint needs --model, the model name at the endpoint")
         return Endpoint(
             flags.endpoint,
             flags.model,
@@ -109,17 +109,17 @@ def build_judge(flags: argparse.Namespace) -> Judge:
 
 
 def load_scores(name: str) -> Any:
-    """A function that scores answers with a reward model, each as one that has ended.
+    """A function that scores complete answers with a reward model.
 
     Raises:
-        ConfigError: the model has no tokenizer beside it.
+        ConfigError: the model has no tokenizer.
     """
     from kedge.backends.rewards.load import load_model, load_tokenizer
     from kedge.backends.rewards.model import RewardModel
 
     model, tokenizer = RewardModel(load_model(name)), load_tokenizer(name)
     if tokenizer is None:
-        raise ConfigError(f"--reward_model {name}: there is no tokenizer beside it")
+        raise ConfigError(f"--reward_model {name} must include a tokenizer")
 
     def score(prompts: list[str], answers: list[str]) -> list[float]:
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
@@ -167,7 +167,7 @@ def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
 def _rows(file: str) -> list[dict[str, Any]]:
     path = Path(file).expanduser()
     if not path.is_file():
-        raise DataError(f"there is no file {file}")
+        raise DataError(f"the file {file} does not exist")
     rows = read_objects(path)
     if not rows:
         raise DataError(f"{file} has no rows")
@@ -177,7 +177,7 @@ def _rows(file: str) -> list[dict[str, Any]]:
 def _text(file: str) -> str:
     path = Path(file).expanduser()
     if not path.is_file():
-        raise DataError(f"there is no file {file}")
+        raise DataError(f"the file {file} does not exist")
     return path.read_text(encoding="utf-8")
 
 
@@ -186,13 +186,13 @@ def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:
     for number, (row, text) in enumerate(zip(rows, texts, strict=True), 1):
         if text is None:
             raise DataError(
-                f"{file}, row {number} has no text in column {name!r}; it has {', '.join(row)}"
+                f"{file}, row {number} has no text in column {name!r}; columns: {', '.join(row)}"
             )
     return [text for text in texts if text is not None]
 
 
 def _readable(value: Any) -> str | None:
-    """A text as it is; chat messages as text, a single one without its role; else None."""
+    """Convert a string or chat messages (a single one without its role) to text; else None."""
     if isinstance(value, str):
         return value
     try:
@@ -204,9 +204,9 @@ def _readable(value: Any) -> str | None:
     return "\n\n".join(f"{role}: {said}" for role, said in turns) or None
 
 
-def summarize(found: Match, flags: argparse.Namespace) -> dict[str, Any]:
-    """The match in numbers, and what it cost where prices are given."""
-    summary: dict[str, Any] = {"ours": flags.ours, "theirs": flags.theirs, **found.summary()}
+def summarize(result: Match, flags: argparse.Namespace) -> dict[str, Any]:
+    """The results as numbers, and the cost if prices are given."""
+    summary: dict[str, Any] = {"ours": flags.ours, "theirs": flags.theirs, **result.summary()}
     if flags.price_in is not None or flags.price_out is not None:
         read_, written = summary["prompt_tokens"], summary["completion_tokens"]
         cost = read_ * (flags.price_in or 0.0) + written * (flags.price_out or 0.0)
@@ -214,10 +214,10 @@ def summarize(found: Match, flags: argparse.Namespace) -> dict[str, Any]:
     return summary
 
 
-def write(folder: Path, found: Match, summary: dict[str, Any]) -> None:
+def write(folder: Path, result: Match, summary: dict[str, Any]) -> None:
     """``judgments.jsonl``, ``judgments.csv`` and ``summary.json``."""
     names = ("prompt", "ours", "theirs", "outcome", "swapped")
-    rows = [{n: getattr(r, n) for n in names} | {"said": r.answer.said} for r in found.rows]
+    rows = [{n: getattr(r, n) for n in names} | {"said": r.answer.said} for r in result.rows]
     write_jsonl(folder / "judgments.jsonl", rows)
     write_csv(folder / "judgments.csv", rows)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
@@ -237,7 +237,7 @@ def show(summary: dict[str, Any]) -> None:
     counts = ("wins", "losses", "ties", "invalid")
     table.add_row(" / ".join(counts), " / ".join(str(summary[n]) for n in counts))
     table.add_row("first answer preferred", f"{summary['first_preferred']:.1%}")
-    if summary["prompt_tokens"] or summary["cached"]:  # a judge that is paid by the token
+    if summary["prompt_tokens"] or summary["cached"]:  # a judge with usage counts
         tokens = f"{summary['prompt_tokens']:,} / {summary['completion_tokens']:,}"
         cached = f"{summary['cached']} answers from the cache"
         table.add_row("tokens read / written", f"{tokens}; {cached}")

@@ -1,4 +1,4 @@
-"""``kedge report``: one HTML page that shows what a run did."""
+"""``kedge report``: writes an HTML report of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kedge.insight.page import page
 from kedge.insight.report import gather
 
 EPILOG = """\
-RUN is the output_dir of a run, finished or not.  The page needs nothing but itself: send it, or
-open it from the disk.
+RUN is the output_dir of a run, finished or not.  The page is self-contained: open it from disk or
+send it.
 example: kedge report runs/one --output one.html"""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the page."""
+    """Write the report."""
     flags = Flags(
         prog="kedge report",
         description="One HTML page of a run: overview, curves, completions, tokens.",
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         "--responses",
         type=int,
         default=5000,
-        help="most responses of each kind on the page; default: %(default)s",
+        help="maximum responses of each kind on the page; default: %(default)s",
     )
     chosen = flags.parse_args(list(argv))
     if chosen.responses < 1:

@@ -1,4 +1,4 @@
-"""``kedge serve-reward``: reward functions over HTTP, for trainers that run elsewhere."""
+"""``kedge serve-reward``: serves reward functions over HTTP to trainers on other machines."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ EPILOG = f"""\
 REWARD is a verifier ({", ".join(VERIFIERS)}, by_column), module:function, or file.py:function.
 Train with it:  RemoteReward("http://127.0.0.1:8421/score") among the reward_funcs.
 The token is read from the environment variable {TOKEN_ENV}; without one, the server listens on
-this machine alone.  Code that a verifier runs is run on this machine."""
+localhost only.  Verifiers that execute code do so on this machine."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = Flags(
+    flags = Flags(
         prog="kedge serve-reward",
         description="Serve reward functions over HTTP.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("rewards", nargs="+", metavar="REWARD", help="what to serve")
-    made.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    made.add_argument("--port", type=int, default=8421, help="port to listen on; 0: a free one")
-    made.add_argument(
+    flags.add_argument("rewards", nargs="+", metavar="REWARD", help="reward functions to serve")
+    flags.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    flags.add_argument("--port", type=int, default=8421, help="port to listen on; 0: a free one")
+    flags.add_argument(
         "--workers", type=int, default=1, help="calls at the same time (default: %(default)s)"
     )
-    made.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
-    made.add_argument("--token_env", default=TOKEN_ENV, help="variable that holds the token")
-    return made
+    flags.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
+    flags.add_argument("--token_env", default=TOKEN_ENV, help="variable that holds the token")
+    return flags
 
 
 def load(name: str) -> tuple[str, Callable[..., Any]]:
     """A reward function and the name it is served under.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: the function does not exist.
     """
     if name in VERIFIERS:
         return name, VERIFIERS[name]
@@ -52,7 +52,7 @@ def load(name: str) -> tuple[str, Callable[..., Any]]:
         return name, by_column()
     if ":" not in name:
         raise ConfigError(
-            f"reward {name!r} is none of {', '.join(VERIFIERS)}, by_column; others:"
+            f"reward {name!r} must be one of {', '.join(VERIFIERS)}, by_column, or"
             " module:function or file.py:function"
         )
     from kedge.backends.rewards.load import load_function
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser().parse_args(list(argv))
     functions = dict(load(name) for name in options.rewards)
     if len(functions) < len(options.rewards):
-        raise ConfigError(f"two rewards have the same name: {', '.join(options.rewards)}")
+        raise ConfigError(f"reward names must be unique, got {', '.join(options.rewards)}")
     for function in functions.values():
         if isinstance(function, Verifier):
             function.prepare()
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     )
     signal.signal(signal.SIGTERM, _interrupt)
     names = [server.url] if len(functions) == 1 else [f"{server.url}/{name}" for name in functions]
-    guarded = "with a token" if token else "without a token, for this machine alone"
+    guarded = "with a token" if token else "without a token, localhost only"
     print(f"kedge: serving {', '.join(names)} ({guarded})", flush=True)
     try:
         server.serve_forever()

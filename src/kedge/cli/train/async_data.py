@@ -1,4 +1,4 @@
-"""Prompts of ``kedge async-ppo``: mixtures with splits, chats, and columns under other names."""
+"""Prompts of ``kedge async-ppo``: dataset mixtures, chats, and renamed columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kedge.cli.data import Splits, load_prompts
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.errors import ConfigError, DataError
 
-# The Tulu chat format: each turn under its role, an answer ended by the end-of-text token.
+# The Tulu chat format: a role tag before each turn, the EOS token after each answer.
 TULU = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -33,7 +33,7 @@ def load_mixed(options: Options) -> tuple[Any, Any]:
     """Training prompts, and evaluation prompts or None.
 
     Raises:
-        DataError: no dataset, or one that cannot be read.
+        DataError: no dataset is given, or it cannot be read.
     """
     config, script = options.config, options.script
     assert isinstance(config, AsyncPPOConfig)
@@ -61,61 +61,61 @@ def _mixture(mixer: Sequence[str], splits: Sequence[str], flag: str, options: Op
     names = [part.name for part in parse_mixer(mixer)]
     if len(splits) not in (1, len(names)):
         raise DataError(
-            f"--{flag} names {len(splits)} splits for {len(names)} datasets; give one for all, or"
-            " one for each"
+            f"--{flag} must name one split for all datasets or one for each, got {len(splits)}"
+            f" splits for {len(names)} datasets"
         )
-    # A dataset may be named twice, with another split each time; `mix` asks in order.
-    each = iter(splits if len(splits) > 1 else list(splits) * len(names))
+    # A dataset may be named twice with different splits; `mix` loads in order.
+    remaining = iter(splits if len(splits) > 1 else list(splits) * len(names))
 
     def load(name: str) -> Any:
-        return Splits(name, options.script.dataset_config).load(next(each))
+        return Splits(name, options.script.dataset_config).load(next(remaining))
 
     return mix(mixer, load, seed=options.config.seed)
 
 
 def _columns(rows: Any, config: AsyncPPOConfig) -> Any:
-    """The columns under the names that Kedge reads: prompt, ground_truth, dataset."""
-    have = rows.column_names
-    for named, ours in (
+    """Rename columns to what Kedge reads: prompt, ground_truth, dataset."""
+    columns = rows.column_names
+    for theirs, ours in (
         (config.ground_truths_key, "ground_truth"),
         (config.dataset_source_key, "dataset"),
     ):
-        if named != ours and named in have:
-            if ours in have:
+        if theirs != ours and theirs in columns:
+            if ours in columns:
                 rows = rows.remove_columns(ours)
-            rows = rows.rename_column(named, ours)
+            rows = rows.rename_column(theirs, ours)
     chats = config.sft_messages_key
-    if chats in have and not {"prompt", "query", "input_ids"} & set(have):
+    if chats in columns and not {"prompt", "query", "input_ids"} & set(columns):
         rows = rows.map(lambda row: {"prompt": asked(row[chats])}, remove_columns=[chats])
     return rows
 
 
 def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat without its last answer."""
+    """A chat without its final assistant turn."""
     last = messages[-1] if messages else {}
     return messages[:-1] if last.get("role") == "assistant" else messages
 
 
 def dressed(tokenizer: Any, config: AsyncPPOConfig) -> Any:
-    """The tokenizer with the chat template that the options name.
+    """Set the tokenizer's chat template as the options say.
 
     Raises:
-        ConfigError: there is no such template, or no token to begin it with.
+        ConfigError: the template is unknown, or ``add_bos`` cannot be applied.
     """
     name = config.chat_template_name
     if name is not None:
         if name not in TEMPLATES and not Path(name).is_file():
             raise ConfigError(
-                f"chat_template_name={name!r} is neither {', '.join(TEMPLATES)} nor a file with a"
-                " Jinja template; leave it out to use the tokenizer's own"
+                f"chat_template_name={name!r} must be {', '.join(TEMPLATES)} or a file with a Jinja"
+                " template; leave it unset to use the tokenizer's template"
             )
-        found = TEMPLATES.get(name)
-        tokenizer.chat_template = found or Path(name).read_text(encoding="utf-8")
+        template = TEMPLATES.get(name)
+        tokenizer.chat_template = template or Path(name).read_text(encoding="utf-8")
     if config.add_bos:
         if tokenizer.bos_token is None or tokenizer.chat_template is None:
             raise ConfigError(
-                "add_bos=True: the tokenizer has no begin-of-text token, or no chat template to"
-                " begin with it; leave add_bos out"
+                "add_bos=True needs a tokenizer with a BOS token and a chat template; leave add_bos"
+                " unset"
             )
         if "bos_token" not in tokenizer.chat_template:
             tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template

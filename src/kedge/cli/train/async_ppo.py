@@ -1,4 +1,4 @@
-"""``kedge async-ppo``: PPO whose engines sample while the learners train."""
+"""``kedge async-ppo``: PPO whose rollout engines sample while the learners train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AI2 = (
 
 
 def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
-    """Train as the flags say."""
+    """Train with the given flags."""
     if {"-h", "--help"} & set(argv):
         parser(prog, AsyncPPOConfig).print_help()
         return
@@ -41,7 +41,7 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
 
 
 def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Options:
-    """What the flags say, the reward model's double role settled.
+    """Parse the flags; the value model defaults to the reward model, even if that scores nothing.
 
     Raises:
         ConfigError: unknown flags, or values that cannot work.
@@ -50,8 +50,7 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
     script, given = options.script, options.given
     ignored = sorted(set(_AI2) & given)
     if ignored:
-        note(f"{', '.join(ignored)}: of Ai2's own cluster, ignored")
-    # The value model starts from the reward model even where that scores nothing.
+        note(f"ignoring {', '.join(ignored)}: specific to Ai2's cluster")
     unscored = script.reward_model_multiplier == 0 and "reward_model_path" in given
     if unscored and script.value_model_path is None:
         script = replace(script, value_model_path=options.config.reward_model_path)
@@ -59,24 +58,24 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
 
 
 def on_ray(config: AsyncPPOConfig) -> bool:
-    """Whether learners run in actors: where engines do, and where there are several.
+    """Whether learners run in Ray actors: if the rollout engines do, or with several learners.
 
     Raises:
-        ConfigError: there is no such number of learners.
+        ConfigError: a number of learners is below 1.
     """
     learners = config.actor_num_gpus_per_node or [1]
     if any(n < 1 for n in learners):
-        raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more on each machine")
-    launched = "RANK" in os.environ  # by accelerate, whose ranks these are
+        raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more for each node")
+    launched = "RANK" in os.environ  # by accelerate: this process is one of its ranks
     return not launched and (config.rollout_engine == "ray" or sum(learners) > 1)
 
 
 def learn_on_ray(argv: list[str], options: Options) -> None:
-    """Run ``learn`` on every rank of the plan, with its progress on this screen.
+    """Run ``learn`` on every rank and show its progress here.
 
     Raises:
-        ConfigError: no room in the cluster, or what a learner refuses.
-        LaunchError: a learner failed, died or hung; its error comes first.
+        ConfigError: the cluster lacks resources, or a learner refuses an option.
+        LaunchError: a learner failed, died or hung; the message starts with its error.
     """
     from kedge.backends.ray.launch import LaunchLimits, launch
     from kedge.backends.trackers import Screen
@@ -85,8 +84,8 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     assert isinstance(config, AsyncPPOConfig)
     learners = config.actor_num_gpus_per_node or [1]
     batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
-    updates = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
-    screen = Screen(max(1, updates), bar=not config.disable_tqdm)
+    steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
+    screen = Screen(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if config.rollout_engine == "ray" else 0
     try:
         launch(
@@ -115,10 +114,10 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
 
 
 def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
-    """What the ranks find in their environment: how weights are cut over them.
+    """Environment variables of the ranks: how FSDP shards the weights.
 
     Raises:
-        ConfigError: there is no such stage.
+        ConfigError: ``deepspeed_stage`` is unknown.
     """
     if config.deepspeed_stage not in (0, 1, 2, 3):
         raise ConfigError(f"deepspeed_stage={config.deepspeed_stage} must be 0, 1, 2 or 3")
@@ -132,14 +131,14 @@ def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
 
 
 def learn_from(argv: list[str], folder: str) -> None:
-    """What a rank does: read the flags again, in the folder where they were given, and train."""
+    """Entry point of a rank: parse the flags in the folder they were given in, and train."""
     if Path(folder).is_dir():
         os.chdir(folder)
     learn(parse_options(argv))
 
 
 def learn(options: Options) -> Any:
-    """Build the trainer of this process, and train."""
+    """Build the trainer of this process and train."""
     config = options.config
     assert isinstance(config, AsyncPPOConfig)
     if "wandb" in (config.report_to or []):
@@ -154,12 +153,12 @@ def learn(options: Options) -> Any:
         train_dataset=train,
         eval_dataset=test,
         tokenizer=dressed(tokenizer, config),
-        value_model=_fresh_value(options) if config.init_value_from_scratch else None,
+        value_model=_random_value_model(options) if config.init_value_from_scratch else None,
     )
 
 
-def _fresh_value(options: Options) -> Any:
-    """A value model of the reward model's shape with weights of its own."""
+def _random_value_model(options: Options) -> Any:
+    """A randomly initialized value model with the reward model's architecture."""
     from transformers import AutoModelForSequenceClassification, set_seed
 
     from kedge.cli.planning.memory import read_config
@@ -168,10 +167,10 @@ def _fresh_value(options: Options) -> Any:
     name = script.value_model_path or options.config.reward_model_path
     if "reward_model_path" not in options.given and script.value_model_path is None:
         raise ConfigError(
-            "--init_value_from_scratch needs --reward_model_path or --value_model_path, whose shape"
-            " the value model takes"
+            "--init_value_from_scratch needs --reward_model_path or --value_model_path for the"
+            " architecture of the value model"
         )
-    shape = read_config(name, trust_remote_code=trust)
-    shape.num_labels = 1
+    config = read_config(name, trust_remote_code=trust)
+    config.num_labels = 1
     set_seed(options.config.seed)
-    return AutoModelForSequenceClassification.from_config(shape, trust_remote_code=trust)
+    return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust)

@@ -1,4 +1,4 @@
-"""``kedge grpo``: flags to a trainer, and the run."""
+"""``kedge grpo``: builds a trainer from flags and runs it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from kedge.config.grpo import GRPOConfig
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train as the flags say."""
+    """Train with the given flags."""
     ppo.main(argv, prog="kedge grpo", config=GRPOConfig)

@@ -1,4 +1,4 @@
-"""``kedge ppo``: flags to a trainer, and the run."""
+"""``kedge ppo``: builds a trainer from flags and runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(
     prog: str = "kedge ppo",
     config: type[OnPolicyConfig] = PPOv2Config,
 ) -> None:
-    """Train as the flags say."""
+    """Train with the given flags."""
     if {"-h", "--help"} & set(argv):
         parser(prog, config).print_help()
         return
@@ -40,7 +40,7 @@ def train(options: Options, **given: Any) -> Any:
 
     Args:
         options: what ``parse`` returned.
-        given: what ``build`` takes.
+        given: keyword arguments of ``build``.
 
     Returns:
         The trainer.
@@ -83,16 +83,16 @@ def learn(trainer: Any, resume: str | bool | None) -> None:
     from kedge.backends.shutdown import GracefulShutdown
     from kedge.trainers.run.hf_callbacks import Stopping
 
-    if get_context() is not None:  # the driver of the launch hears signals
+    if get_context() is not None:  # the driver of the launch handles signals
         trainer.train(resume_from_checkpoint=resume)
         return
-    wishes = GracefulShutdown()
-    trainer.add_callback(Stopping(wishes))
-    with wishes.install():
+    shutdown = GracefulShutdown()
+    trainer.add_callback(Stopping(shutdown))
+    with shutdown.install():
         trainer.train(resume_from_checkpoint=resume)
-    if wishes.requested:
+    if shutdown.requested:
         note(how_to_resume(trainer))
-    wishes.reraise()
+    shutdown.reraise()
 
 
 def build(
@@ -109,13 +109,13 @@ def build(
     Args:
         options: what ``parse`` returned.
         train_dataset: prompts to use instead of ``dataset_name``.
-        eval_dataset: prompts to evaluate on, beside ``train_dataset``.
-        tokenizer: instead of the one beside the model.
+        eval_dataset: prompts to evaluate on, with ``train_dataset``.
+        tokenizer: instead of the one next to the model.
         value_model: instead of ``value_model_path``.
-        starts: a new run begins, which must not meet another's checkpoints.
+        starts: this is a new run, so ``output_dir`` must not hold checkpoints of another.
 
     Raises:
-        ConfigError: a value model for a rule that has none, and whatever the trainer refuses.
+        ConfigError: a value model for an algorithm without one, or whatever the trainer refuses.
     """
     from kedge import AsyncPPOConfig, AsyncPPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer
 
@@ -128,35 +128,35 @@ def build(
     if train_dataset is None:
         train_dataset, eval_dataset = load_prompts(options)
     model = options.model
-    reward, reads = reward_model(names.reward, model)
-    scored = build_sources(options, model=reward is not None)
+    reward, reward_tokenizer = reward_model(names.reward, model)
+    sources = build_sources(options, model=reward is not None)
     shared: dict[str, Any] = {
         "args": options.config,
         "processing_class": tokenizer or load_tokenizer(names.tokenizer, model),
-        "model": load_policy(names.policy, model, more=_taken(options.config)),
+        "model": load_policy(names.policy, model, more=_take_init_kwargs(options.config)),
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "peft_config": lora(model) if model.use_peft else None,
         "algorithm": algorithm,
-        "reward_weights": scored.weights,
+        "reward_weights": sources.weights,
     }
     if isinstance(options.config, RLOOConfig | GRPOConfig):
         kind = RLOOTrainer if isinstance(options.config, RLOOConfig) else GRPOTrainer
-        sources = [*([] if reward is None else [reward]), *scored.functions]
-        return kind(reward_funcs=sources, reward_processing_classes=reads, **shared)
+        rewards = [*([] if reward is None else [reward]), *sources.functions]
+        return kind(reward_funcs=rewards, reward_processing_classes=reward_tokenizer, **shared)
     trainer = AsyncPPOTrainer if isinstance(options.config, AsyncPPOConfig) else PPOTrainer
     return trainer(
         reward_model=reward,
-        reward_processing_class=reads,
+        reward_processing_class=reward_tokenizer,
         value_model=value_model or script.value_model_path,
-        reward_funcs=scored.functions or None,
+        reward_funcs=sources.functions or None,
         **shared,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Folders or hub names; ``reward`` is None where reward functions score."""
+    """Folders or hub names; ``reward`` is None if only reward functions score."""
 
     policy: str
     tokenizer: str
@@ -166,24 +166,24 @@ class Names:
 def model_names(options: Options) -> Names:
     """Which folder or hub name is the policy, the tokenizer and the reward model.
 
-    ``sft_model_path`` is the policy where it is given, else ``model_name_or_path``.  Without any
-    reward, a reward head with random weights on the model stands in, to try a run.
+    The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  Without any reward, a
+    randomly initialized reward head on the policy stands in, to try a run.
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: no model is given, or a folder does not exist.
     """
     given, config, main_name = options.given, options.config, options.model.model_name_or_path
     groups = isinstance(config, RLOOConfig | GRPOConfig)
     if groups and options.script.algorithm == "ppo":
-        raise ConfigError("--algorithm ppo: this command has no value model; use kedge ppo")
+        raise ConfigError("--algorithm ppo needs a value model; use the command kedge ppo")
     if groups and options.script.value_model_path:
         raise ConfigError(
-            f"--value_model_path {options.script.value_model_path}: this rule compares responses "
-            "to one prompt and has no value model; leave it out, or use kedge ppo"
+            f"--value_model_path {options.script.value_model_path}: this algorithm has no value "
+            "model; remove the flag, or use kedge ppo"
         )
     policy = config.sft_model_path if "sft_model_path" in given else main_name
     if policy is None:
-        raise ConfigError("--model_name_or_path is missing: a folder or a hub name")
+        raise ConfigError("--model_name_or_path is required: a folder or a hub name")
     tokenizer = main_name or policy
     if "base_model" in given and isinstance(config, PPOv2Config):
         tokenizer = config.base_model
@@ -194,8 +194,8 @@ def model_names(options: Options) -> Names:
     elif reward is None and not scores_without_model(options):
         reward = policy
         note(
-            "no --reward_model_path and no --reward_funcs: the reward is a dummy, a head with "
-            f"random weights on {policy}"
+            "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly "
+            f"initialized head on {policy}"
         )
     for name in (policy, tokenizer, reward, options.script.value_model_path):
         _check_place(name)
@@ -203,18 +203,18 @@ def model_names(options: Options) -> Names:
 
 
 def _check_place(name: str | None) -> None:
-    """Hub names have at most one slash; anything else has to be a folder."""
+    """Check that a name is an existing folder or may be on the hub (at most one slash)."""
     if name is None or Path(name).expanduser().is_dir():
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"the model {name!r} cannot be loaded: there is no such folder")
+        raise ConfigError(f"cannot load the model {name!r}: the folder does not exist")
 
 
 def load_tokenizer(name: str, options: ModelArguments) -> Any:
-    """The tokenizer beside a model.
+    """The tokenizer saved with a model.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is missing or cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -226,16 +226,16 @@ def load_tokenizer(name: str, options: ModelArguments) -> Any:
             trust_remote_code=options.trust_remote_code,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"there is no tokenizer in {name!r}: {error}") from error
+        raise ConfigError(f"cannot load a tokenizer from {name!r}: {error}") from error
 
 
 def load_policy(
     name: str, options: ModelArguments, *, more: Mapping[str, Any] | None = None
 ) -> Any:
-    """The policy's weights; ``more`` are arguments of ``from_pretrained`` that win over the flags.
+    """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: it cannot be loaded.
     """
     from kedge.backends.hf import load
     from kedge.trainers.build.models import split
@@ -250,14 +250,14 @@ def load_policy(
     return load.load_policy(name, **split(flags | dict(more or {})))
 
 
-def _taken(config: OnPolicyConfig) -> dict[str, Any]:
-    """``model_init_kwargs``, out of the config: the trainer is given a loaded model."""
+def _take_init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
+    """Remove ``model_init_kwargs`` from the config, since the trainer gets a loaded model."""
     from kedge.trainers.build.models import init_kwargs
 
-    found = init_kwargs(config)
-    if found:
+    kwargs = init_kwargs(config)
+    if kwargs:
         config.model_init_kwargs = None  # type: ignore[attr-defined]
-    return found
+    return kwargs
 
 
 def loading(options: ModelArguments) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def loading(options: ModelArguments) -> dict[str, Any]:
 
 
 def reward_model(name: str | None, options: ModelArguments) -> tuple[Any, Any]:
-    """The reward model and the tokenizer beside it; its name alone where no foreign code runs."""
+    """The reward model and its tokenizer; loaded here only with ``trust_remote_code``."""
     if name is None or not options.trust_remote_code:
         return name, None
     from kedge.backends.rewards.load import load_model, load_tokenizer
@@ -321,78 +321,80 @@ def lora(options: ModelArguments) -> Any:
 
 
 def load_algorithm(spec: str | None, options: str | None = None) -> Any:
-    """The algorithm of a name, of ``file.py:name`` or ``module:name``; None is the command's own.
+    """The algorithm called ``spec``, or None for the default algorithm of the command.
 
     Args:
-        spec: see above.
-        options: keyword arguments of the function that makes it, as a JSON object.
+        spec: a built-in name, ``file.py:name`` or ``module:name``.
+        options: keyword arguments of its factory function, as a JSON object.
 
     Raises:
-        ConfigError: there is none, it is something else, or it knows no such option.
+        ConfigError: it does not exist, is not an algorithm, or does not accept an option.
     """
     from kedge import Algorithm
 
-    given = _keywords(options)
+    kwargs = _parse_kwargs(options)
     if spec in (None, "ppo"):
-        if given:
+        if kwargs:
             raise ConfigError(
-                f"--algorithm_kwargs {options}: the command's own rule has its options as flags;"
-                " set those, or name a rule with --algorithm"
+                f"--algorithm_kwargs {options} needs --algorithm; the command's default algorithm"
+                " is configured by flags"
             )
         return None
-    found = _rule(str(spec))
+    target = _find_algorithm(str(spec))
     try:
-        made = found(**given) if callable(found) else found
+        algorithm = target(**kwargs) if callable(target) else target
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"--algorithm {spec} with {given or 'no options'}: {error}") from error
-    if given and not callable(found):
-        raise ConfigError(f"--algorithm_kwargs {options}: {spec} is made already, and takes none")
-    if not isinstance(made, Algorithm):
+        raise ConfigError(f"--algorithm {spec} with {kwargs or 'no options'}: {error}") from error
+    if kwargs and not callable(target):
+        raise ConfigError(
+            f"--algorithm_kwargs {options}: {spec} is not a function that takes options"
+        )
+    if not isinstance(algorithm, Algorithm):
         name = str(spec).rpartition(":")[2]
         raise ConfigError(
-            f"--algorithm {spec}: {name!r} is {type(made).__name__}, not a kedge.Algorithm or a "
-            "function that returns one"
+            f"--algorithm {spec}: {name!r} must be a kedge.Algorithm or a function that returns "
+            f"one, got {type(algorithm).__name__}"
         )
-    return made
+    return algorithm
 
 
-def _rule(spec: str) -> Any:
-    """What a name, ``file.py:name`` or ``module:name`` stands for."""
+def _find_algorithm(spec: str) -> Any:
+    """The object called ``spec``: a built-in name, ``file.py:name`` or ``module:name``."""
     from kedge.algorithms import reinforce_pp, remax
     from kedge.backends.rewards.load import load_module
 
-    named: dict[str, Callable[..., Any]] = {
+    builtin: dict[str, Callable[..., Any]] = {
         "reinforce_pp": reinforce_pp,
         "reinforce_pp_baseline": partial(reinforce_pp, baseline=True),
         "remax": remax,
     }
-    if spec in named:
-        return named[spec]
+    if spec in builtin:
+        return builtin[spec]
     where, _, name = spec.rpartition(":")
-    choices = f"{', '.join(named)}, file.py:name or module:name"
+    choices = f"{', '.join(builtin)}, file.py:name or module:name"
     if not where or not name:
-        near = get_close_matches(spec, named, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--algorithm {spec} must be one of {choices}{meant}")
+        near = get_close_matches(spec, builtin, n=1)
+        suggestion = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--algorithm {spec} must be one of {choices}{suggestion}")
     try:
         module = load_module(where, "kedge_algorithm")
     except Exception as error:  # whatever the user's file raises
         raise ConfigError(
-            f"--algorithm {spec}: {where!r} cannot be imported"
-            f" ({type(error).__name__}: {error}); give {choices}"
+            f"--algorithm {spec}: cannot import {where!r}"
+            f" ({type(error).__name__}: {error}); use {choices}"
         ) from error
     if not hasattr(module, name):
-        raise ConfigError(f"--algorithm {spec}: {where!r} has nothing called {name!r}")
+        raise ConfigError(f"--algorithm {spec}: {where!r} does not define {name!r}")
     return getattr(module, name)
 
 
-def _keywords(options: str | None) -> dict[str, Any]:
+def _parse_kwargs(options: str | None) -> dict[str, Any]:
     try:
-        given = json.loads(options or "{}")
+        kwargs = json.loads(options or "{}")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--algorithm_kwargs {shown(options)} must be JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(kwargs, dict):
         raise ConfigError(
-            f'--algorithm_kwargs {options} must be an object, such as {{"beta": 0.1}}'
+            f'--algorithm_kwargs {options} must be a JSON object, such as {{"beta": 0.1}}'
         )
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in kwargs.items()}

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 
-def resume_point(given: str | None) -> str | bool | None:
+def resume_point(value: str | None) -> str | bool | None:
     """``--resume_from_checkpoint`` alone, or True, is the newest checkpoint; else a folder."""
     words: Mapping[str, bool | None] = {"true": True, "false": None, "": None}
-    return given if given is None else words.get(given.lower(), given)
+    return value if value is None else words.get(value.lower(), value)
 
 
 def how_to_resume(trainer: Any) -> str:
-    """What a run that was stopped says: where it stands, and the command that resumes it."""
+    """The message of a stopped run: its progress, and the command that resumes it."""
     state, folder = trainer.state, Path(trainer.args.output_dir)
     saved = folder / f"checkpoint-{state.global_step}"
     stopped = f"stopped after iteration {state.global_step} of {state.max_steps}"
     if trainer.args.save_only_model or not saved.is_dir():
-        return f"{stopped}; there is no checkpoint to resume from"
+        return f"{stopped}; no checkpoint was saved to resume from"
     words = command_to_repeat(without="resume_from_checkpoint")
     if words is None:
         return f"{stopped}; add this to the same command to resume: --resume_from_checkpoint"
@@ -30,9 +30,9 @@ def how_to_resume(trainer: Any) -> str:
 
 
 def command_to_repeat(*, without: str) -> str | None:
-    """The command line of this process as a shell takes it, without one flag and its value.
+    """The command line of this process, quoted for a shell, without one flag and its value.
 
-    None where it cannot be repeated: a launcher started this process, or it holds a secret.
+    None if it cannot be repeated: a launcher started this process, or it holds a secret.
     """
     from kedge.trainers.reporting.run_info import command
 

@@ -1,4 +1,4 @@
-"""``kedge reward``: a reward model from preferences."""
+"""``kedge reward``: trains a reward model on preferences."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from kedge.errors import ConfigError, DataError
 
 @dataclass
 class RewardArguments(BeforeArguments):
-    """The same for preferences."""
+    """Data and head of a reward model."""
 
     fresh_head: bool = option(
-        True, "Draw the score head anew, with deviation 1 / sqrt(hidden + 1)."
+        True, "Initialize the score head randomly, with standard deviation 1 / sqrt(hidden + 1)."
     )
     reference_column: str | None = option(
-        "chosen", "After training, shift scores so that these answers score 0 on average; none: no."
+        "chosen",
+        "After training, shift scores so that this column has mean score 0; none: no shift.",
     )
-    num_references: int = option(1000, "Most rows of it that are scored.", ge=1)
+    num_references: int = option(
+        1000, "Rows of reference_column that are scored to find the shift.", ge=1
+    )
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train as the flags say."""
+    """Train with the given flags."""
     if {"-h", "--help"} & set(argv):
         build_parser("reward", RewardArguments).print_help()
         return
     from kedge.backends.trl import train_reward
     from kedge.trainers.run.output_lock import claimed
 
-    given, config, model = read_step("reward", RewardArguments, argv)
+    script, config, model = read_step("reward", RewardArguments, argv)
     with claimed(config):
-        train, test = load_rows(given, config)
+        train, test = load_rows(script, config)
         train_reward(
             load_scorer(model.model_name_or_path, model),
             load_tokenizer(model.model_name_or_path, model),
             config,
             train,
             test,
-            references=load_references(train, given),
-            fresh_head=given.fresh_head,
+            references=load_references(train, script),
+            fresh_head=script.fresh_head,
             peft=lora(model) if model.use_peft else None,
         )
     print(f"kedge: the reward model is in {config.output_dir}")
@@ -53,7 +56,7 @@ def load_scorer(name: str, options: Any) -> Any:
     """A sequence-classification model with one label.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it cannot be loaded.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -62,29 +65,30 @@ def load_scorer(name: str, options: Any) -> Any:
             name, num_labels=1, **loading(options)
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the model {name!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"cannot load the model {name!r}: {error}") from error
 
 
-def load_references(rows: Any, given: RewardArguments) -> list[str] | None:
-    """Prompt and reference of the first rows, in one text each.
+def load_references(rows: Any, script: RewardArguments) -> list[str] | None:
+    """Prompt and reference answer of the first rows, joined into one text per row.
 
     Raises:
-        DataError: there is no such column, or it holds no text.
+        DataError: the column does not exist or does not hold text.
     """
-    name = given.reference_column
+    name = script.reference_column
     if name in (None, "none"):
         return None
     if name not in rows.column_names:
         raise DataError(
-            f"--reference_column {name} is no column; there are {', '.join(rows.column_names)}"
+            f"--reference_column {name} does not exist; columns: {', '.join(rows.column_names)}"
         )
-    first = rows.select(range(min(given.num_references, len(rows))))
+    first = rows.select(range(min(script.num_references, len(rows))))
     texts = []
     for row in first:
         prompt, answer = row.get("prompt", ""), row[name]
         if not isinstance(answer, str) or not isinstance(prompt, str):
             raise DataError(
-                f"--reference_column {name} holds chats; name a column of text, or none"
+                f"--reference_column {name} must hold text, got chat messages; name another column,"
+                " or none"
             )
         texts.append(prompt + answer)
     return texts

@@ -1,4 +1,4 @@
-"""``kedge rloo``: flags to a trainer, and the run."""
+"""``kedge rloo``: builds a trainer from flags and runs it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from kedge.config.rloo import RLOOConfig
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train as the flags say."""
+    """Train with the given flags."""
     ppo.main(argv, prog="kedge rloo", config=RLOOConfig)

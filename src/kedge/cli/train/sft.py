@@ -1,4 +1,4 @@
-"""``kedge sft``: the supervised model that RL starts from."""
+"""``kedge sft``: trains the supervised model that RL starts from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kedge.errors import ConfigError
 
 @dataclass
 class BeforeArguments:
-    """Data of the steps before RL."""
+    """Data of the training steps before RL."""
 
     dataset_name: str | None = option(None, "A file, a folder or a hub name.")
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
@@ -28,7 +28,7 @@ class BeforeArguments:
 
 
 def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
-    """The parser of a step: its script's options, TRL's configuration, how models are loaded."""
+    """The parser of a step: data options, TRL's configuration and model loading."""
     from kedge.backends.trl.supervised import config_class
 
     config = config_class(kind)
@@ -46,46 +46,46 @@ def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
 def read_step(
     kind: Literal["sft", "reward"], script: Any, argv: Sequence[str]
 ) -> tuple[Any, Any, Any]:
-    """What the flags of a step say, checked before anything is loaded.
+    """Parse and check the flags of a step before anything is loaded.
 
     Raises:
-        ConfigError: an unknown flag, or no model, data or folder.
+        ConfigError: an unknown flag, or a missing model, dataset or output folder.
     """
     from kedge.backends.trl.supervised import defaults
     from kedge.trainers.run.output_lock import check_targets
 
-    made = build_parser(kind, script)
-    (given, config, model), names = read(made, argv, defaults())
+    parser = build_parser(kind, script)
+    (arguments, config, model), names = read(parser, argv, defaults())
     for name in ("model_name_or_path", "dataset_name", "output_dir"):
         if name not in names:
-            raise ConfigError(f"kedge {kind}: --{name} is missing")
+            raise ConfigError(f"kedge {kind}: --{name} is required")
     if model.lora_dropout and not model.use_peft:
-        raise ConfigError("--lora_dropout is set without --use_peft; add it")
+        raise ConfigError("--lora_dropout needs --use_peft; add it")
     config.resume_from_checkpoint = resume_point(config.resume_from_checkpoint)
     check_targets(config)
-    return given, config, model
+    return arguments, config, model
 
 
-def load_rows(given: BeforeArguments, config: Any) -> tuple[Any, Any]:
-    """Rows to train on, and to evaluate on or None."""
-    splits = Splits(str(given.dataset_name), given.dataset_config)
+def load_rows(script: BeforeArguments, config: Any) -> tuple[Any, Any]:
+    """Training rows, and evaluation rows or None."""
+    splits = Splits(str(script.dataset_name), script.dataset_config)
     test = None
     if str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no":
-        test = splits.load(given.dataset_test_split)
-    return splits.load(given.dataset_train_split), test
+        test = splits.load(script.dataset_test_split)
+    return splits.load(script.dataset_train_split), test
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train as the flags say."""
+    """Train with the given flags."""
     if {"-h", "--help"} & set(argv):
         build_parser("sft", BeforeArguments).print_help()
         return
     from kedge.backends.trl import train_supervised
     from kedge.trainers.run.output_lock import claimed
 
-    given, config, model = read_step("sft", BeforeArguments, argv)
+    script, config, model = read_step("sft", BeforeArguments, argv)
     with claimed(config):
-        train, test = load_rows(given, config)
+        train, test = load_rows(script, config)
         train_supervised(
             load_policy(model.model_name_or_path, model),
             load_tokenizer(model.model_name_or_path, model),

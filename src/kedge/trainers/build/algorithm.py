@@ -1,4 +1,4 @@
-"""A algorithm that a user gives in place of a trainer's own."""
+"""Checks of a custom algorithm, KL controller and value warm-up."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from kedge.protocols import KLController
 
 logger = logging.getLogger(__name__)
 
-_RULE, _VALUE = "algorithm: ", "value model"  # what reads an option, in the tables of support
+_ALGORITHM, _VALUE = "algorithm: ", "value model"  # readers of options in the support tables
 
 
 def check_unread(args: OnPolicyConfig, algorithm: Algorithm, *, value_model: Any = None) -> None:
-    """Refuse what nothing would read beside the user's own rule.
+    """Reject trainer options that a custom algorithm would silently ignore.
 
     Raises:
-        ConfigError: it is no rule, an option of the trainer's rule is set, or one of a value model
-            that the user's rule does not have.
+        ConfigError: it is not an algorithm; an option of the default algorithm is set; or an option
+            of the value model is set and the custom algorithm has none.
     """
     if not isinstance(algorithm, Algorithm):
-        called = "; call it" if callable(algorithm) else ""
+        suggestion = "; call the function" if callable(algorithm) else ""
         raise ConfigError(
-            f"algorithm={algorithm!r} is no kedge.Algorithm{called}; pass for example"
+            f"algorithm={algorithm!r} must be a kedge.Algorithm{suggestion}, for example"
             " algorithm=kedge.algorithms.reinforce_pp()"
         )
-    refuse_unread(args, [_RULE], algorithm.name)
+    refuse_unread(args, [_ALGORITHM], algorithm.name)
     if algorithm.needs_values:
         return
     if value_model is not None:
         raise ConfigError(
-            f"value_model is given, and algorithm={algorithm.name} has no value model; leave it out"
+            f"value_model is given, but algorithm={algorithm.name} uses none; leave it out"
         )
     refuse_unread(args, [_VALUE], algorithm.name)
 
 
 def kl_controller(settings: RunSettings) -> KLController:
-    """The coefficient of the KL penalty."""
+    """The controller of the KL coefficient."""
     options = settings.kl
     if options.adaptive:
         return AdaptiveKL(value=options.coef, target=options.target, horizon=options.horizon)
     return FixedKL(value=options.coef)
 
 
-def value_warmup(settings: RunSettings, algorithm: Algorithm, plan: BatchSizes) -> int:
-    """Updates at the start that train the value alone."""
+def value_warmup(settings: RunSettings, algorithm: Algorithm, sizes: BatchSizes) -> int:
+    """Iterations at the start that train only the value model."""
     steps = settings.value.warmup_steps if algorithm.needs_values else 0
-    if steps >= plan.updates:
+    if steps >= sizes.updates:
         logger.warning(
-            "value_warmup_steps=%d covers all %d updates: the value trains and the policy never",
+            "value_warmup_steps=%d covers all %d iterations: the policy will not be trained",
             steps,
-            plan.updates,
+            sizes.updates,
         )
     return steps

@@ -1,4 +1,4 @@
-"""From what a user hands over to an engine that can run.  Everything is decided here, once."""
+"""Builds a run from the constructor arguments of a trainer.  All choices are made here, once."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def build_run(
     tokenizer: Any,
     accelerator: Accelerator,
 ) -> Run:
-    """Everything a run needs.  Data and options are checked before any weight is loaded.
+    """Build everything a run needs; data and options are checked before any weight is loaded.
 
     Args:
-        given: what the user handed over.
-        settings: the config, resolved.
+        given: the constructor arguments.
+        settings: the resolved config.
         algorithm: the algorithm.
         tokenizer: the policy's.
-        accelerator: device and processes.
+        accelerator: device and ranks.
 
     Raises:
-        ConfigError: options that cannot work.
-        DataError: prompts that cannot be used.
+        ConfigError: invalid or conflicting options.
+        DataError: invalid prompts.
     """
     args = given.args
     check_targets(args)
@@ -86,16 +86,16 @@ def build_run(
         min_group=algorithm.min_group,
     )
     sets = build_eval_sets(given.eval_dataset, args, settings, tokenizer, accelerator)
-    sources = [prompts.source, *(each.source for each in sets)]
-    _fill_in(args, prompts.plan.derived())
+    sources = [prompts.source, *(eval_set.source for eval_set in sets)]
+    _set_derived_options(args, prompts.plan.derived())
     check_rollout_engine(given, settings)
     check_reference(given, settings, algorithm)
     models = build_models(given, settings, algorithm, tokenizer)
-    rewards, checked = (
+    rewards, checked_sources = (
         (given.reward_model, given.reward_funcs),
         [] if given.data_collator else sources,
     )
-    check_models(models, rewards, checked, tokens=len(tokenizer), args=args)
+    check_models(models, rewards, checked_sources, tokens=len(tokenizer), args=args)
     callbacks = build_callbacks(given, models, accelerator)
     reward_source = build_reward_source(
         given,
@@ -108,11 +108,11 @@ def build_run(
     )
     if settings.data.drop_unused_columns:
         _keep_columns(sources, reward_source)
-    copied = whole_copy(models.policy, given, settings, accelerator)
+    policy_copy = whole_copy(models.policy, given, settings, accelerator)
     learner = build_learner(models, given, settings, prompts.plan, accelerator)
     callbacks.watch(learner.optimizer, learner.scheduler)
     parts = (prompts, learner, reward_source, algorithm, settings, given)
-    engine = build_engine(*parts, tokenizer=tokenizer, policy=copied)
+    engine = build_engine(*parts, tokenizer=tokenizer, policy=policy_copy)
     evaluator = Evaluator(
         engine=engine,
         settings=settings,
@@ -144,11 +144,11 @@ def _keep_columns(sources: Sequence[object], reward_source: object) -> None:
 
 
 def build_callbacks(given: TrainerInputs, models: Models, accelerator: Accelerator) -> Callbacks:
-    """The user's callbacks, those that report, and the one that pushes."""
+    """The user's callbacks, those for reporting, and the one that pushes to the hub."""
     args = given.args
     reports = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     if "trackio" in reports and args.trackio_space_id is not None and not logged_in():
-        logger.warning("report_to=trackio: not logged in to the hub, so the dashboard is local")
+        logger.warning("report_to=trackio: not logged in to the hub; the dashboard stays local")
         args.trackio_space_id = None
     return Callbacks(
         args,
@@ -166,16 +166,16 @@ def build_models(
     """Policy, reference and value model."""
     args, loading = given.args, loading_options(given)
     policy = build_policy(given.model, given.peft_config, args.model_adapter_name, loading=loading)
-    elsewhere = settings.rollout.ray.ref_workers > 0
+    remote = settings.rollout.ray.ref_workers > 0
     reference, fresh = build_reference(
         policy,
         given.ref_model,
         args.ref_adapter_name,
-        wanted=algorithm.needs_reference and not elsewhere,
+        wanted=algorithm.needs_reference and not remote,
         new_adapter=given.peft_config is not None,
         loading=loading,
     )
-    fresh |= elsewhere and given.ref_model is None
+    fresh |= remote and given.ref_model is None
     value = None
     if algorithm.needs_values:
         reward = first_reward(given.reward_model, given.reward_processing_class, tokenizer)
@@ -188,13 +188,13 @@ def build_learner(
     models: Models,
     given: TrainerInputs,
     settings: RunSettings,
-    plan: BatchSizes,
+    sizes: BatchSizes,
     accelerator: Accelerator,
 ) -> HFLearner:
-    """The models that train, and their optimizer."""
+    """The trained models and their optimizer."""
     options, sampling = settings.learner, settings.sampling
-    how = LearnerSettings(
-        total_updates=plan.updates,
+    learner_settings = LearnerSettings(
+        total_updates=sizes.updates,
         temperature=sampling.temperature,
         min_new_tokens=sampling.min_new_tokens,
         stop_ids=sampling.stop_ids,
@@ -206,16 +206,18 @@ def build_learner(
         reuse_behavior_logprobs=options.precision == "no"
         and settings.max_lag == 0
         and settings.rollout.kind == "embedded"
-        and given.rollout_engine is None,  # what others record is checked, not believed
+        and given.rollout_engine is None,  # log-probabilities of other engines are verified
         allow_low_precision_weights=options.allow_low_precision_weights,
     )
     return HFLearner(
         models.policy,
         given.args,
-        how,
+        learner_settings,
         value=models.value,
         reference=models.reference,
-        elsewhere=build_remote_reference(given, settings, models.policy, how, accelerator),
+        elsewhere=build_remote_reference(
+            given, settings, models.policy, learner_settings, accelerator
+        ),
         accelerator=accelerator,
         optimizers=given.optimizers,
     )
@@ -232,9 +234,9 @@ def build_engine(
     tokenizer: Any,
     policy: nn.Module | None,
 ) -> Engine:
-    """The loop with all its parts."""
+    """The training loop with all its parts."""
     check_resampling(algorithm, prompts.plan)
-    rollouts = build_rollout_engine(
+    rollout_engine = build_rollout_engine(
         given,
         learner,
         settings,
@@ -251,11 +253,11 @@ def build_engine(
             rank=learner.accelerator.process_index,
             world_size=learner.accelerator.num_processes,
         )
-        source = rollouts = reward_source = Replayed(replay, rows=prompts.plan.local_rows)
-        algorithm = replace(algorithm, resample=0)  # what is replayed has been through it
+        source = rollout_engine = reward_source = Replayed(replay, rows=prompts.plan.local_rows)
+        algorithm = replace(algorithm, resample=0)  # replayed batches were resampled before
     return Engine(
         source=source,
-        rollout_engine=rollouts,
+        rollout_engine=rollout_engine,
         reward=reward_source,
         learner=learner,
         algorithm=algorithm,
@@ -264,17 +266,18 @@ def build_engine(
         sampling=settings.sampling,
         seed=settings.seed,
         max_lag=settings.max_lag,
-        partial_batches=num_partial_batches(settings, prompts.plan, rollouts),
-        correction=build_correction(settings, algorithm, rollouts),
+        partial_batches=num_partial_batches(settings, prompts.plan, rollout_engine),
+        correction=build_correction(settings, algorithm, rollout_engine),
         value_warmup_steps=value_warmup(settings, algorithm, prompts.plan),
     )
 
 
-def _fill_in(args: OnPolicyConfig, derived: Mapping[str, int]) -> None:
+def _set_derived_options(args: OnPolicyConfig, derived: Mapping[str, int]) -> None:
+    """Store the derived sizes in the config; a value that was set must agree."""
     for name, value in derived.items():
         given = getattr(args, name)
         if given is not None and given != value:
             raise ConfigError(
-                f"{name}={given} was given, but the other sizes make it {value}; leave it unset"
+                f"{name}={given} must be {value}, as the other sizes imply; leave it unset"
             )
         setattr(args, name, value)

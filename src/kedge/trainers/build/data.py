@@ -1,4 +1,4 @@
-"""From datasets to prompts, and the sizes that follow from them."""
+"""Builds prompt sources, batch sizes and evaluation sets from datasets; loads the tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kedge.trainers.run.evaluation import EvalSet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptData:
-    """Training prompts and the sizes that follow from them."""
+    """Training prompts and the batch sizes derived from them."""
 
     source: DatasetPrompts
     plan: BatchSizes
@@ -30,17 +30,15 @@ class PromptData:
 def text_tokenizer(
     processing_class: Any, model: Any, *, trust: bool = False, revision: str | None = None
 ) -> Any:
-    """The tokenizer: given, by its name or folder, inside a processor, or beside the model's files.
+    """The tokenizer: an object, a name or folder, part of a processor, or saved with the model.
 
     ``revision`` is the model's.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is missing or cannot be loaded.
     """
     if model is None or model == "" or not isinstance(model, str | Module):
-        raise ConfigError(
-            f"model={model!r} is neither a model nor the folder or name of one: it is the policy"
-        )
+        raise ConfigError(f"model={model!r} must be the policy: a model, a folder or a hub name")
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     name = processing_class if isinstance(processing_class, str) else name
     if isinstance(name, str) and name and isinstance(processing_class, str | None):
@@ -48,14 +46,14 @@ def text_tokenizer(
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
         raise ConfigError(
-            f"processing_class={processing_class!r} is no tokenizer; pass"
-            " AutoTokenizer.from_pretrained(...), which turns prompts into tokens and back"
+            f"processing_class={processing_class!r} must be a tokenizer, for example"
+            " AutoTokenizer.from_pretrained(...)"
         )
     return tokenizer
 
 
 def own_or(processing_class: Any, tokenizer: Any) -> Any:
-    """What the user gave, a processor perhaps, unless it was nothing or a name."""
+    """The given object (perhaps a processor), or the loaded tokenizer for None or a name."""
     return tokenizer if isinstance(processing_class, str | None) else processing_class
 
 
@@ -64,12 +62,12 @@ def _load_tokenizer(name: str, trust: bool, revision: str | None) -> Any:
 
     check_folder(name, "the tokenizer")
     try:
-        more = {} if revision is None else {"revision": revision}
+        kwargs = {} if revision is None else {"revision": revision}
         return AutoTokenizer.from_pretrained(
-            name, padding_side="left", trust_remote_code=trust, **more
+            name, padding_side="left", trust_remote_code=trust, **kwargs
         )
-    except Exception as error:  # a damaged file raises whatever its reader raises
-        raise ConfigError(f"the tokenizer in {name!r} cannot be loaded: {error}") from error
+    except Exception as error:  # a damaged file raises any type
+        raise ConfigError(f"cannot load the tokenizer from {name!r}: {error}") from error
 
 
 def build_prompt_data(
@@ -81,14 +79,14 @@ def build_prompt_data(
     collator: Any = None,
     min_group: int = 1,
 ) -> PromptData:
-    """Tokenize the training prompts and derive every size.
+    """Tokenize the training prompts and derive the batch sizes.
 
     Raises:
-        DataError: no dataset, or one that cannot be used.
-        ConfigError: sizes that do not divide.
+        DataError: the dataset is missing or invalid.
+        ConfigError: sizes do not divide.
     """
     if dataset is None:
-        raise DataError("train_dataset=None: give prompts, a dataset with a `prompt` column")
+        raise DataError("train_dataset=None: pass a dataset with a `prompt` column")
     sizes = asdict(settings.batch)
     draft = compute_batch_sizes(**sizes | {"max_steps": 1}, min_group=min_group)
     source = build_prompt_source(
@@ -118,7 +116,7 @@ def build_prompt_source(
     shuffle: bool,
     collator: Any = None,
 ) -> DatasetPrompts:
-    """Prompts of a dataset, this process's share."""
+    """The prompts of a dataset, this rank's shard."""
     return DatasetPrompts(
         dataset,
         tokenizer,
@@ -146,28 +144,27 @@ def build_eval_sets(
     """Evaluation prompts: none, one dataset, or a dict of named ones.
 
     Raises:
-        ConfigError: evaluations are asked for, and there are no prompts.
+        ConfigError: ``eval_strategy`` is set without evaluation prompts.
+        DataError: a dataset is empty.
     """
     if dataset is None:
-        asked = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-        if asked != "no":
+        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        if strategy != "no":
             raise ConfigError(
-                f"eval_strategy={asked!r} asks for evaluations, and there is no eval_dataset: give"
-                " one, or set eval_strategy='no'"
+                f"eval_strategy={strategy!r} needs an eval_dataset; pass one, or set"
+                " eval_strategy='no'"
             )
         return []
     named = {"eval_": dataset}
     if isinstance(dataset, Mapping) and not {"prompt", "query", "input_ids"} & set(dataset):
-        named = {f"eval_{name}_": each for name, each in dataset.items()}
+        named = {f"eval_{name}_": rows for name, rows in dataset.items()}
     per_batch = args.per_device_eval_batch_size * accelerator.num_processes
-    made, completions = [], settings.evaluation.completions
-    for prefix, each in named.items():
-        if hasattr(each, "__len__") and not len(each):
-            raise DataError(
-                f"eval_dataset{_of(prefix)} is empty: there is no prompt to evaluate on"
-            )
+    sets, completions = [], settings.evaluation.completions
+    for prefix, rows in named.items():
+        if hasattr(rows, "__len__") and not len(rows):
+            raise DataError(f"eval_dataset{_name(prefix)} is empty; pass at least one prompt")
         source = build_prompt_source(
-            each,
+            rows,
             tokenizer,
             settings.data,
             accelerator,
@@ -175,19 +172,25 @@ def build_eval_sets(
             group=completions,
             shuffle=False,
         )
-        batches, rows = math.ceil(len(source) / per_batch), len(source) * completions
-        made.append(EvalSet(prefix=prefix, source=source, batches=batches, rows=rows))
-    return made
+        sets.append(
+            EvalSet(
+                prefix=prefix,
+                source=source,
+                batches=math.ceil(len(source) / per_batch),
+                rows=len(source) * completions,
+            )
+        )
+    return sets
 
 
-def _of(prefix: str) -> str:
+def _name(prefix: str) -> str:
     name = prefix.removeprefix("eval_").removesuffix("_")
     return f"[{name!r}]" if name else ""
 
 
 def pad_id(tokenizer: Any) -> int:
-    """What fills the slots after a response; masks never depend on it."""
-    given = tokenizer.pad_token_id
-    if given is None:
-        given = tokenizer.eos_token_id
-    return 0 if given is None else int(given)
+    """The id that pads responses; masks never depend on it."""
+    token_id = tokenizer.pad_token_id
+    if token_id is None:
+        token_id = tokenizer.eos_token_id
+    return 0 if token_id is None else int(token_id)

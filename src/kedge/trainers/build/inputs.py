@@ -1,4 +1,4 @@
-"""What a user hands over to a trainer."""
+"""The constructor arguments of a trainer, and checks of their types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kedge.verifiers.by_column import ByColumn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerInputs:
-    """What a user hands over to a trainer; see ``kedge.PPOTrainer`` for each."""
+    """The constructor arguments of a trainer; see ``kedge.PPOTrainer``."""
 
     args: OnPolicyConfig
     processing_class: Any = None
@@ -46,15 +46,15 @@ class TrainerInputs:
 
 
 def check_kinds(given: TrainerInputs) -> None:
-    """Look at what each argument is, before anything is loaded.
+    """Check the type of each argument before anything is loaded.
 
     Raises:
-        ConfigError: one is of another kind than can be used.
+        ConfigError: an argument has the wrong type.
     """
     pair = given.optimizers
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(
-            f"optimizers={_shown(pair)} must be a pair, (optimizer, scheduler), each perhaps None"
+            f"optimizers={_shown(pair)} must be a pair (optimizer, scheduler), each may be None"
         )
     for name, value, methods in (
         ("optimizers[0]", pair[0], ("param_groups", "step")),
@@ -69,47 +69,48 @@ def check_kinds(given: TrainerInputs) -> None:
     ):
         missing = [method for method in methods if not hasattr(value, method)]
         if value is not None and (missing or isinstance(value, type)):
-            lacks = f" (it lacks {', '.join(missing)})" if missing else ""
+            lacks = f" (missing: {', '.join(missing)})" if missing else ""
             raise ConfigError(f"{name}={_shown(value)} must be {_WANTED[name]}{lacks}")
     if not isinstance(given.callbacks, list | tuple | None):
         raise ConfigError(f"callbacks={_shown(given.callbacks)} must be a list of callbacks")
     task = getattr(given.peft_config, "task_type", None)
     task = getattr(task, "value", task)
     if task not in (None, "CAUSAL_LM"):
-        raise ConfigError(f"peft_config has task_type={task!r}; the policy needs 'CAUSAL_LM'")
+        raise ConfigError(f"peft_config must have task_type='CAUSAL_LM', got {task!r}")
 
 
 def check_verifiers(given: TrainerInputs) -> None:
-    """Look for verifiers that rows name and nobody knows, or that cannot run on this machine.
+    """Check that verifiers can run here, and that all verifiers named by dataset rows exist.
 
     Raises:
-        RewardError: naming the row.
-        ConfigError: saying what the machine lacks.
+        RewardError: names the row with an unknown verifier.
+        ConfigError: names what this machine lacks.
     """
     functions = given.reward_funcs
     functions = functions if isinstance(functions, list | tuple) else [functions]
-    for each in functions:
-        own = isinstance(each, str) and each.startswith("kedge.verifiers:")
-        verifier = getattr(verifiers, each.rpartition(":")[2], None) if own else each
+    for function in functions:
+        builtin = isinstance(function, str) and function.startswith("kedge.verifiers:")
+        verifier = getattr(verifiers, function.rpartition(":")[2], None) if builtin else function
         if isinstance(verifier, Verifier):
             verifier.prepare()
-    for verifier in (each for each in functions if isinstance(each, ByColumn)):
+    for verifier in (f for f in functions if isinstance(f, ByColumn)):
         for dataset in (given.train_dataset, given.eval_dataset):
             named = isinstance(dataset, Mapping) and verifier.column not in dataset
-            for each in dataset.values() if named else [dataset]:
-                table = None if each is None else read_table(each)
+            for part in dataset.values() if named else [dataset]:
+                table = None if part is None else read_table(part)
                 if table is not None and verifier.column in table.names:
                     rows = table.take(range(len(table)), [verifier.column])
                     verifier.check(rows[verifier.column])
 
 
 _WANTED = {
-    "optimizers[0]": "a torch optimizer that holds the weights, not its class",
-    "optimizers[1]": "a learning-rate scheduler of torch",
-    "rollout_engine": "a kedge.protocols.RolloutEngine: an object with the properties live and"
-    " logprobs and the methods generate(prompts, sampling=, seed=) and load_weights(weights,"
-    " version); engines by name are an option of the config, rollout_engine='vllm'",
-    "peft_config": "a configuration of PEFT, such as peft.LoraConfig(...)",
+    "optimizers[0]": "a torch.optim.Optimizer instance, not its class",
+    "optimizers[1]": "a torch learning-rate scheduler",
+    "rollout_engine": "a kedge.protocols.RolloutEngine: an object with the properties"
+    " shares_weights and logprobs and the methods generate(prompts, sampling=, seed=) and"
+    " load_weights(weights, version); to choose an engine by name, set it in the config:"
+    " rollout_engine='vllm'",
+    "peft_config": "a PEFT configuration, such as peft.LoraConfig(...)",
     "data_collator": "a function of a list of {'input_ids', 'attention_mask'}",
 }
 
@@ -120,5 +121,5 @@ def _shown(value: Any) -> str:
 
 
 def trusts(config: OnPolicyConfig) -> bool:
-    """Whether code that comes with models given by name may run."""
+    """Whether code from model repositories may run."""
     return isinstance(config, NewerArguments) and config.trust_remote_code

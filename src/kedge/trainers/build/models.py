@@ -1,4 +1,4 @@
-"""The models of a run: policy, reference, value, reward."""
+"""Builds the policy, reference and value model of a run, and checks all models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """What trains and what it is held to."""
+    """The trained models and the reference."""
 
     policy: nn.Module
     reference: Reference | None
@@ -55,13 +55,13 @@ def build_policy(
     *,
     loading: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The policy, loaded and with its adapter; ``loading`` is for ``load_policy``.
+    """The policy, with its adapter if any; ``loading`` are arguments of ``load_policy``.
 
     Raises:
-        ConfigError: no model, or a PEFT model together with a peft_config.
+        ConfigError: no model is given, or a PEFT model together with a peft_config.
     """
     if model is None:
-        raise ConfigError("model=None: give the policy as a model, a folder or a hub name")
+        raise ConfigError("model=None: pass the policy as a model, a folder or a hub name")
     policy = load_policy(model, **loading or {})
     if peft_config is None and adapter is None and not hasattr(policy, "peft_config"):
         return policy
@@ -79,30 +79,29 @@ def build_reference(
     new_adapter: bool = False,
     loading: Mapping[str, Any] | None = None,
 ) -> tuple[Reference | None, bool]:
-    """The reference, and whether it was made from the policy as it is.
+    """The reference, and whether it equals the initial policy.
 
-    An adapter that has trained before sets the policy apart from its base from the start;
-    ``new_adapter`` says that it has not.
+    A policy with an adapter equals its base only if the adapter is new (``new_adapter``).
 
     Raises:
-        ConfigError: the reference is the very module that trains, or holds some of its weights.
+        ConfigError: the reference is the trained module or shares weights with it.
     """
     if ref_model is policy:
         raise ConfigError(
-            "model and ref_model are the same object, so the reference would train along; pass"
-            " ref_model=None for a frozen copy, or a second model"
+            "model and ref_model must not be the same object: the reference would be trained too;"
+            " pass ref_model=None for a frozen copy, or a second model"
         )
     if adapter is not None and adapter not in getattr(policy, "peft_config", {}):
         raise ConfigError(
-            f"ref_adapter_name={adapter!r}, but the policy has no adapter of that name; load one,"
-            " or leave it unset: the reference is then the base without adapter"
+            f"ref_adapter_name={adapter!r} must be an adapter of the policy; load it, or leave it"
+            " unset to use the base model without adapter as the reference"
         )
     if not wanted:
         return None, False
     if ref_model is not None:
-        own = load_policy(ref_model, **loading or {})
-        check_apart({"model": policy}, {"ref_model": own})
-        return FrozenModel(own), False
+        reference = load_policy(ref_model, **loading or {})
+        check_apart({"model": policy}, {"ref_model": reference})
+        return FrozenModel(reference), False
     if hasattr(policy, "peft_config"):
         return AdapterReference(policy, adapter), adapter is None and new_adapter
     return frozen_copy(policy), True
@@ -116,10 +115,10 @@ def build_value_model(
     *,
     allow_low: bool = False,
 ) -> ScalarModel | ScalarHead:
-    """The value model: given, from the reward model's weights, or a head on the policy.
+    """The value model: given, initialized from the reward model, or a head on the policy.
 
-    With ``value_source="auto"`` a reward model that cannot be a value model (it looks ahead, has
-    no head for single states, or reads other tokens than the policy writes) is left alone.
+    With ``value_source="auto"`` a reward model that cannot be a value model is not used: one that
+    is not causal, has no per-token head, or has another tokenizer than the policy.
 
     Raises:
         ConfigError: ``value_source="reward"`` without a reward model to start from.
@@ -134,17 +133,19 @@ def build_value_model(
     except ConfigError as problem:
         if options.source == "reward":
             raise
-        logger.warning("the value is a head on the policy, not the reward model's: %s", problem)
+        logger.warning(
+            "the value model is a head on the policy instead of the reward model: %s", problem
+        )
         return value_from_trunk(causal_parts(policy))
 
 
 def in_float32(value: ScalarModel) -> ScalarModel:
-    """The value model with trainable weights in float32, which is said once if it changes any."""
+    """Convert trainable weights of the value model to float32; log it if any change."""
     low = [p for p in value.parameters() if p.requires_grad and p.dtype in LOW]
     if low:
         logger.warning(
-            "value_model has weights in %s; it is trained in float32, since steps of a learning"
-            " rate like 1e-6 are lost in rounding",
+            "value_model has weights in %s; converting them to float32, since updates at small"
+            " learning rates such as 1e-6 would be rounded away",
             str(low[0].dtype).removeprefix("torch."),
         )
     for p in low:
@@ -154,34 +155,34 @@ def in_float32(value: ScalarModel) -> ScalarModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstReward:
-    """The first reward model, by name or as it is, and the tokens it reads."""
+    """The first reward model, a name or a module, and its tokenizer."""
 
     model: str | nn.Module | None
-    tokenizer: Any  # its own; None: the policy's, or the one beside a model given by name
+    tokenizer: Any  # None: the policy's, or the one saved with a model given by name
     policy_tokenizer: Any
 
     def check_tokens(self) -> None:
-        """Refuse a tokenizer that is not the policy's.
+        """Check that the reward model uses the policy's tokenizer.
 
         Raises:
-            ConfigError: a value is asked of the policy's tokens, which mean something else here.
+            ConfigError: it does not, so it cannot initialize the value model.
         """
-        own = self.tokenizer
-        if own is None and isinstance(self.model, str):
-            own = load_tokenizer(self.model)
-        if own is not None and not same_tokens(own, self.policy_tokenizer):
+        tokenizer = self.tokenizer
+        if tokenizer is None and isinstance(self.model, str):
+            tokenizer = load_tokenizer(self.model)
+        if tokenizer is not None and not same_tokens(tokenizer, self.policy_tokenizer):
             raise ConfigError(
-                "the reward model has a tokenizer of its own, so its weights cannot read the "
-                'policy\'s tokens as a value model must; set value_source="policy", or give '
-                "value_model"
+                "the value model must use the policy's tokenizer, but the reward model has another "
+                'one; set value_source="policy", or pass value_model'
             )
 
 
 def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> FirstReward:
-    """The first reward model among what the user gave, if there is one."""
-    given = reward_model if isinstance(reward_model, list | tuple) else [reward_model]
-    own = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(given)
-    pairs = zip(given, [*own, *[None] * len(given)], strict=False)
+    """The first reward model, if there is one, with its tokenizer."""
+    models = reward_model if isinstance(reward_model, list | tuple) else [reward_model]
+    if not isinstance(tokenizers, list | tuple):
+        tokenizers = [tokenizers] * len(models)
+    pairs = zip(models, [*tokenizers, *[None] * len(models)], strict=False)
     model, tokenizer = next(
         ((m, t) for m, t in pairs if isinstance(m, nn.Module | str)), (None, None)
     )
@@ -191,8 +192,8 @@ def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> F
 def _value_from(reward: FirstReward) -> ScalarModel:
     if reward.model is None:
         raise ConfigError(
-            'value_source="reward", but there is no reward model to start from; give value_model,'
-            ' or value_source="policy" for a value head on the policy'
+            'value_source="reward" needs a reward model; pass value_model, or set'
+            ' value_source="policy" for a value head on the policy'
         )
     reward.check_tokens()
     if isinstance(reward.model, str):
@@ -201,41 +202,41 @@ def _value_from(reward: FirstReward) -> ScalarModel:
 
 
 def check_models(
-    models: Models, judges: Iterable[Any], sources: Iterable[Any], *, tokens: int, args: Any
+    models: Models, rewards: Iterable[Any], sources: Iterable[Any], *, tokens: int, args: Any
 ) -> None:
-    """Whether the models of a run can read its rows, and share no weights that they must not.
+    """Check vocabularies, context lengths, and that frozen and trained models share no weights.
 
     Args:
-        models: what trains and what it is held to.
-        judges: what scores, as the user gave it: models, functions, lists of them.
+        models: the trained models and the reference.
+        rewards: reward models, functions, or lists of them.
         sources: prompts of training and evaluation.
-        tokens: of the policy's tokenizer.
-        args: the config; says how long a response may be, and what it calls that.
+        tokens: size of the policy's tokenizer.
+        args: the config; gives the response length and the name of that option.
 
     Raises:
-        ConfigError: naming the model, the number and the way out.
-        DataError: a prompt with a token that the policy does not know.
+        ConfigError: names the model, the value and the fix.
+        DataError: a prompt has a token outside the policy's vocabulary.
     """
-    held = {"the policy": models.policy}
+    all_models = {"the policy": models.policy}
     trained = {"model": models.policy}
     if isinstance(models.value, ScalarModel):
-        held["the value model"] = trained["value_model"] = models.value.model
+        all_models["the value model"] = trained["value_model"] = models.value.model
         check_apart({"model": models.policy}, {"value_model": models.value.model})
     if models.reference is not None and models.reference.own:
-        held["the reference"] = models.reference.own[0]
+        all_models["the reference"] = models.reference.own[0]
         check_apart(trained, {"ref_model": models.reference.own[0]})
-    for given in judges:
-        for each in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(each, nn.Module):
-                check_apart(trained, {"reward_model": each})
+    for group in rewards:
+        for reward in group if isinstance(group, list | tuple) else [group]:
+            if isinstance(reward, nn.Module):
+                check_apart(trained, {"reward_model": reward})
     known = vocabulary(models.policy)
     if known is not None:
-        check_vocabulary(held, tokens=min(tokens, known))
+        check_vocabulary(all_models, tokens=min(tokens, known))
     for source in sources:
         if not isinstance(source, DatasetPrompts):
             continue
         check_length(
-            held,
+            all_models,
             prompt=source.report.longest,
             response=args.response_length,
             option=args.length_option,
@@ -245,68 +246,70 @@ def check_models(
 
 
 def _trainable_copy(model: nn.Module) -> nn.Module:
-    mine = copy.deepcopy(model)
-    for p in mine.parameters():
+    trainable = copy.deepcopy(model)
+    for p in trainable.parameters():
         if p.dtype.is_floating_point:
             p.data = p.data.to(torch.float32)
             p.requires_grad_(True)
-    return mine
+    return trainable
 
 
 NAME = "model_init_kwargs"
 _REFUSED = {
     "device_map": "accelerate places the models; leave it out",
-    "use_safetensors": "pickled weights can run code when they are loaded; leave it out",
-    "output_loading_info": "it changes what is returned; leave it out",
+    "use_safetensors": "loading pickled weights can run arbitrary code; leave it out",
+    "output_loading_info": "it changes the return value; leave it out",
 }
 
 
 def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
-    """``model_init_kwargs``, in today's names.
+    """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``.
 
     Raises:
-        ConfigError: it is no mapping, or sets what Kedge decides.
+        ConfigError: it is not a mapping, or sets a reserved argument.
     """
     if not isinstance(config, NewerArguments):
         return {}
-    found = dict(json_object(NAME, config.model_init_kwargs))
+    kwargs = dict(json_object(NAME, config.model_init_kwargs))
     for name, reason in _REFUSED.items():
-        if found.get(name) is not None:
-            raise ConfigError(f"{NAME} sets {name}={found[name]!r}: {reason}")
-        found.pop(name, None)
-    if "torch_dtype" in found:
-        found.setdefault("dtype", found.pop("torch_dtype"))
-    return found
+        if kwargs.get(name) is not None:
+            raise ConfigError(f"{NAME} sets {name}={kwargs[name]!r}: {reason}")
+        kwargs.pop(name, None)
+    if "torch_dtype" in kwargs:
+        kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
+    return kwargs
 
 
 def loading_options(given: TrainerInputs) -> dict[str, Any]:
     """Arguments of ``load_policy`` for the policy and a reference by name.
 
     Raises:
-        ConfigError: options that nothing would read, or weights that could not train.
+        ConfigError: options without effect, or quantized weights without an adapter to train.
     """
-    found = init_kwargs(given.args)
-    if found and not isinstance(given.model, str):
+    kwargs = init_kwargs(given.args)
+    if kwargs and not isinstance(given.model, str):
         raise ConfigError(
-            f"{NAME} sets {', '.join(found)}, and the model is loaded already; load it with them,"
-            f" or leave {NAME} out"
+            f"{NAME} sets {', '.join(kwargs)}, but the model is already loaded; pass them when you"
+            f" load it, or leave {NAME} unset"
         )
     if given.quantization_config is not None:
-        if "quantization_config" in found:
+        if "quantization_config" in kwargs:
             raise ConfigError(
-                f"quantization_config is given to the trainer and in {NAME}; give it once"
+                f"quantization_config is set in the trainer and in {NAME}; set it once"
             )
         if not isinstance(given.model, str):
             raise ConfigError(
-                "quantization_config is given, and the model is loaded already; load it with it"
+                "quantization_config is set, but the model is already loaded; pass it when"
+                " you load it"
             )
-        found["quantization_config"] = given.quantization_config
-    if "quantization_config" in found and given.peft_config is None:
+        kwargs["quantization_config"] = given.quantization_config
+    if "quantization_config" in kwargs and given.peft_config is None:
         raise ConfigError(
-            "quantization_config makes weights that do not train; give a peft_config, whose adapter"
-            " does"
+            "quantization_config freezes the weights; pass a peft_config to train an adapter"
         )
-    return split(found) | {"trust_remote_code": found.get("trust_remote_code", trusts(given.args))}
+    return split(kwargs) | {
+        "trust_remote_code": kwargs.get("trust_remote_code", trusts(given.args))
+    }
 
 
 def end_tokens(given: TrainerInputs, tokenizer: Any) -> tuple[int, ...]:
@@ -322,9 +325,9 @@ def end_tokens(given: TrainerInputs, tokenizer: Any) -> tuple[int, ...]:
 
 
 def split(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` as those of ``load_policy``."""
-    own = {"dtype", "revision", "attn_implementation", "trust_remote_code"}
-    found = {name: x for name, x in options.items() if name in own}
-    found["quantization"] = options.get("quantization_config")
-    rest = {n: x for n, x in options.items() if n not in own and n != "quantization_config"}
-    return found | {"more": rest}
+    """Convert arguments of ``from_pretrained`` to those of ``load_policy``."""
+    names = {"dtype", "revision", "attn_implementation", "trust_remote_code"}
+    arguments = {name: x for name, x in options.items() if name in names}
+    arguments["quantization"] = options.get("quantization_config")
+    rest = {n: x for n, x in options.items() if n not in names and n != "quantization_config"}
+    return arguments | {"more": rest}

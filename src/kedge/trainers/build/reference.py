@@ -1,4 +1,4 @@
-"""A reference that computes in workers of its own."""
+"""Builds the reference model as remote Ray workers."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from kedge.trainers.build.rollout import DTYPES
 
 
 def check_reference(given: TrainerInputs, settings: RunSettings, algorithm: Algorithm) -> None:
-    """Refuse reference workers that would have nothing to do, before any weight is loaded.
+    """Check the options of reference workers before any weight is loaded.
 
     Raises:
-        ConfigError: naming the option, its value and the way out.
+        ConfigError: names the option, its value and the fix.
     """
-    asked = f"ray_ref_workers={settings.rollout.ray.ref_workers}"
+    option = f"ray_ref_workers={settings.rollout.ray.ref_workers}"
     if not settings.rollout.ray.ref_workers:
         return
     if not algorithm.needs_reference:
-        raise ConfigError(f"{asked}, but this run has no KL to a reference; set it to 0")
+        raise ConfigError(f"{option} needs a KL term, and this run has none; set it to 0")
     if algorithm.needs_full_kl:
         raise ConfigError(
-            f"{asked} compute log-probabilities of the sampled tokens, and kl_estimator='full'"
-            " needs those of the whole vocabulary; set ray_ref_workers=0, or another estimator"
+            f"{option}: reference workers compute log-probabilities of the sampled tokens only, but"
+            " kl_estimator='full' needs the whole vocabulary; set ray_ref_workers=0, or another"
+            " estimator"
         )
-    how = loading_options(given) if isinstance(given.ref_model, str) else {}
-    if any(x for name, x in how.items() if name != "trust_remote_code"):
+    loading = loading_options(given) if isinstance(given.ref_model, str) else {}
+    if any(x for name, x in loading.items() if name != "trust_remote_code"):
         raise ConfigError(
-            f"{asked} load the reference themselves, without model_init_kwargs; give ref_model as a"
-            " loaded model"
+            f"{option}: reference workers load the reference without model_init_kwargs; pass"
+            " ref_model as a loaded model"
         )
     adapted = given.peft_config is not None or hasattr(given.model, "peft_config")
     if given.ref_model is None and (adapted or given.args.ref_adapter_name is not None):
         raise ConfigError(
-            f"{asked}, but the reference is the policy's own base with another adapter or none, and"
-            " costs no memory; set it to 0, or give a ref_model"
+            f"{option} has no benefit: the reference is the policy's base model, which needs no"
+            " extra memory; set it to 0, or pass a ref_model"
         )
 
 
@@ -57,10 +58,10 @@ def build_remote_reference(
     how: LearnerSettings,
     accelerator: Accelerator,
 ) -> RemoteReference | None:
-    """The workers that the options ask for, with the given reference or the policy as it is now.
+    """Start the reference workers, with ``ref_model`` or a copy of the initial policy.
 
     Raises:
-        ConfigError: they cannot be started, or ranks would hold different references.
+        ConfigError: they cannot be started, or ranks hold different references.
     """
     options = settings.rollout
     if not options.ray.ref_workers:
@@ -86,9 +87,9 @@ def build_remote_reference(
 def _check_equal(model: nn.Module, accelerator: Accelerator) -> None:
     if accelerator.num_processes == 1:
         return
-    found = gather_object([fingerprint(dict(model.named_parameters()))])
-    if len(set(found)) > 1:
+    fingerprints = gather_object([fingerprint(dict(model.named_parameters()))])
+    if len(set(fingerprints)) > 1:
         raise ConfigError(
-            "the ranks hold different references; seed what initializes the model, or"
-            " give ref_model"
+            "the reference must be the same on all ranks; seed the initialization of the model, or"
+            " pass ref_model"
         )

@@ -1,4 +1,4 @@
-"""What scores the responses of a run."""
+"""Builds the reward source of a run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def build_reward_source(
     trainer_state: Callable[[], object],
     columns: Collection[str] | None,
 ) -> RewardSource:
-    """One reward source out of models and functions, with the penalties of the options.
+    """Combine reward models, functions and penalties into one reward source.
 
     Args:
-        given: what the user handed over.
-        settings: the options.
+        given: the constructor arguments.
+        settings: the resolved config.
         tokenizer: the policy's.
-        accelerator: device and processes.
-        tokens: ids that the policy can write are below it.
-        trainer_state: what reward functions get under this name.
-        columns: of the dataset, where reward functions may ask for them.
+        accelerator: device and ranks.
+        tokens: number of token ids that the policy can sample.
+        trainer_state: returns the argument ``trainer_state`` of reward functions.
+        columns: dataset columns that reward functions can take as arguments.
     """
     options, weights, log = settings.reward, given.reward_weights, RewardLog()
     mixture: dict[str, Any] = {

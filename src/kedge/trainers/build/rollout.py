@@ -1,4 +1,4 @@
-"""The rollout engine of a run."""
+"""Builds the rollout engine of a run."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from kedge.trainers.build.inputs import TrainerInputs
 
 logger = logging.getLogger(__name__)
 
-PARTIAL_BATCHES_PER_WORKER = 4  # so that an engine that is done early finds another piece
+PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_rollout_engine(given: TrainerInputs, settings: RunSettings) -> None:
-    """Refuse an engine that cannot work, before any weight is loaded.
+    """Check the rollout engine before any weight is loaded.
 
     Raises:
-        ConfigError: naming the option, its value and the way out.
+        ConfigError: names the option, its value and the fix.
     """
     kind = settings.rollout.kind
     if kind == "embedded":
         return
     if given.rollout_engine is not None:
         raise ConfigError(
-            f"rollout_engine={kind!r} is set in the config, and an engine was given to the trainer,"
-            " too; leave one of them out"
+            f"rollout_engine={kind!r} is set in the config and an engine is passed to the trainer;"
+            " remove one of them"
         )
     if settings.rollout.uses_vllm:
         from kedge.backends.vllm.build import check_vllm
@@ -56,26 +56,26 @@ def check_rollout_engine(given: TrainerInputs, settings: RunSettings) -> None:
 def whole_copy(
     policy: nn.Module, given: TrainerInputs, settings: RunSettings, accelerator: Accelerator
 ) -> nn.Module | None:
-    """A copy of the policy for an engine that holds one, made before ranks cut the policy up.
+    """A full copy of the policy for the rollout engine, made before the policy is sharded.
 
-    None where the engine samples from the learner's own modules, or can copy them later.
+    None if the engine samples from the learner's modules, or can copy them later.
     """
-    held = settings.rollout.kind != "embedded" or settings.max_lag > 0
-    if not held or given.rollout_engine is not None or shards_asked(accelerator) == "none":
+    copies = settings.rollout.kind != "embedded" or settings.max_lag > 0
+    if not copies or given.rollout_engine is not None or shards_asked(accelerator) == "none":
         return None
     return copy.deepcopy(policy).requires_grad_(False).to(accelerator.device)
 
 
-def check_resampling(algorithm: Algorithm, plan: BatchSizes) -> None:
-    """Refuse to sample groups anew that are spread over processes.
+def check_resampling(algorithm: Algorithm, sizes: BatchSizes) -> None:
+    """Check that no group is spread over ranks if groups are resampled.
 
     Raises:
-        ConfigError: naming the option, its value and the way out.
+        ConfigError: names the option, its value and the fix.
     """
-    if algorithm.resample and plan.local_rows % plan.group:
+    if algorithm.resample and sizes.local_rows % sizes.group:
         raise ConfigError(
-            f"dynamic_sampling={algorithm.resample} samples whole groups anew, and the"
-            f" {plan.local_rows} responses of a process are not whole groups of {plan.group};"
+            f"dynamic_sampling={algorithm.resample} needs whole groups on each rank, but"
+            f" {sizes.local_rows} responses per rank are not a multiple of {sizes.group};"
             " change per_device_train_batch_size, or set dynamic_sampling=0"
         )
 
@@ -90,19 +90,19 @@ def build_rollout_engine(
     pad_id: int,
     policy: nn.Module | None = None,
 ) -> RolloutEngine:
-    """The engine that the user gave, or the one that the options describe.
+    """The engine passed by the user, or the one that the config names.
 
     Args:
-        given: what the user handed over.
-        learner: holds the policy that is sampled from.
-        settings: the options.
+        given: the constructor arguments.
+        learner: holds the policy.
+        settings: the resolved config.
         algorithm: the algorithm.
         tokenizer: the policy's.
-        pad_id: fills responses after their end.
-        policy: what ``whole_copy`` made.
+        pad_id: pads responses.
+        policy: result of ``whole_copy``.
 
     Raises:
-        ConfigError: it cannot be started, or ranks cannot have engines of their own.
+        ConfigError: it cannot be started, or cannot be divided among ranks.
     """
     if given.rollout_engine is not None:
         return given.rollout_engine
@@ -121,7 +121,7 @@ def build_rollout_engine(
             )
         )
     make = partial(
-        _elsewhere,
+        _build_copying_engine,
         policy or learner.policy,
         pad_id=pad_id,
         tokenizer=tokenizer if settings.sampling.stop_strings else None,
@@ -140,28 +140,28 @@ def build_rollout_engine(
 
 
 def own_engines(options: RolloutOptions, *, ranks: int) -> RolloutOptions:
-    """The options of one rank's engines, where every rank samples at its own pace.
+    """The rollout options of one rank when each rank has separate engines.
 
     Raises:
-        ConfigError: the engines do not divide, or a rank cannot have some of its own.
+        ConfigError: the number of engines is not a multiple of the ranks.
     """
-    schedule = f'rollout_schedule="as_completed" gives each of the {ranks} learners its own engines'
+    schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
     if options.kind not in ("ray", "vllm_server"):
         raise ConfigError(
-            f"{schedule}, and {options.url or options.kind!r} is one; use"
+            f"{schedule}, but {options.url or options.kind!r} is a single engine; use"
             " rollout_engine='vllm_server' or 'ray' with vllm_num_engines, or"
             ' rollout_schedule="in_order"'
         )
     if options.num_engines % ranks:
         raise ConfigError(
-            f"{schedule}, and vllm_num_engines={options.num_engines} does not divide by {ranks};"
+            f"{schedule}, but vllm_num_engines={options.num_engines} is not a multiple of {ranks};"
             f" set it to {ranks * max(1, round(options.num_engines / ranks))}, or"
             ' rollout_schedule="in_order"'
         )
     return replace(options, num_engines=options.num_engines // ranks)
 
 
-def _elsewhere(
+def _build_copying_engine(
     policy: nn.Module,
     *,
     options: RolloutOptions,
@@ -169,7 +169,7 @@ def _elsewhere(
     share: int | None = None,
     **about: Any,
 ) -> RolloutEngine:
-    """An engine that holds a copy of the policy, in this process or another."""
+    """An engine with its own copy of the policy, in this process or another."""
     if options.kind == "ray":
         from kedge.backends.ray.build import ray_engines
 
@@ -179,28 +179,30 @@ def _elsewhere(
     return vllm_engine(policy, options, share=share is not None, **about)
 
 
-def num_partial_batches(settings: RunSettings, plan: BatchSizes, engine: RolloutEngine) -> int:
-    """How many pieces a batch is sampled in, as they are done; 0: in order, whole.
+def num_partial_batches(settings: RunSettings, sizes: BatchSizes, engine: RolloutEngine) -> int:
+    """Partial batches per batch if sampled as completed; 0: whole batches in order.
 
     Raises:
-        ConfigError: the prompts of a process cannot be cut like that.
+        ConfigError: the prompts of a rank cannot be divided that way.
     """
     if not settings.as_completed:
         return 0
-    if plan.local_rows % plan.group:
+    if sizes.local_rows % sizes.group:
         raise ConfigError(
-            f'rollout_schedule="as_completed" cuts a batch between prompts, and the'
-            f" {plan.local_rows} responses of a process are not whole groups of {plan.group};"
+            f'rollout_schedule="as_completed" needs whole groups on each rank, but'
+            f" {sizes.local_rows} responses per rank are not a multiple of {sizes.group};"
             ' change per_device_train_batch_size, or set rollout_schedule="in_order"'
         )
-    prompts, wanted = plan.local_prompts, settings.pieces
-    fitting = [n for n in range(1, prompts + 1) if prompts % n == 0]
+    prompts, wanted = sizes.local_prompts, settings.pieces
+    divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
     if wanted is None:
-        return max(n for n in fitting if n <= PARTIAL_BATCHES_PER_WORKER * len(num_workers(engine)))
-    if wanted not in fitting:
+        return max(
+            n for n in divisors if n <= PARTIAL_BATCHES_PER_WORKER * len(num_workers(engine))
+        )
+    if wanted not in divisors:
         raise ConfigError(
-            f"rollout_pieces={wanted} does not divide the {prompts} prompts of a process; these do:"
-            f" {', '.join(map(str, fitting))}"
+            f"rollout_pieces={wanted} must divide the {prompts} prompts of a rank; valid values:"
+            f" {', '.join(map(str, divisors))}"
         )
     return wanted
 
@@ -208,43 +210,44 @@ def num_partial_batches(settings: RunSettings, plan: BatchSizes, engine: Rollout
 def build_correction(
     settings: RunSettings, algorithm: Algorithm, engine: RolloutEngine
 ) -> Correction | None:
-    """How tokens are weighed for what sampled them, or None; the log says which is used.
+    """The importance-sampling correction between learner and rollout engine, or None; logged.
 
     Raises:
-        ConfigError: the engine records no log-probabilities, or the algorithm has one advantage per
-            response and weights per token are asked for.
+        ConfigError: the engine records no log-probabilities, or token-level weights are set for an
+            algorithm with one advantage per response.
     """
-    asked, recorded = settings.correction, engine.logprobs != "none"
+    requested, recorded = settings.correction, engine.logprobs != "none"
     name = type(engine).__name__
-    if asked is None or (asked.reason and not recorded):
+    if requested is None or (requested.reason and not recorded):
         if settings.max_lag > 0 and not recorded:
             logger.warning(
-                "max_lag=%d trains on samples of older weights, and %s records no log-probabilities"
-                " to tell how far the policy has moved since: the loss will not correct for it",
+                "max_lag=%d trains on samples of older weights, but %s records no"
+                " log-probabilities: the loss does not correct for stale samples",
                 settings.max_lag,
                 name,
             )
         return None
     if not recorded:
         raise ConfigError(
-            f"sampler_correction={asked.kind!r} weighs tokens by learner against sampler, and"
-            f" {name} records no log-probabilities; leave it out"
+            f"sampler_correction={requested.kind!r} needs log-probabilities of the rollout engine,"
+            f" but {name} records none; leave it unset"
         )
-    level = asked.level or ("sequence" if algorithm.whole_responses else "token")
+    level = requested.level or ("sequence" if algorithm.whole_responses else "token")
     if algorithm.whole_responses and level == "token":
         raise ConfigError(
-            f"sampler_correction_level='token' weighs tokens, and {algorithm.name} has one"
-            " advantage per response; set 'sequence' or 'sequence_mean', or ratio_level='token'"
+            f"sampler_correction_level='token' needs token-level advantages, but {algorithm.name}"
+            " has one advantage per response; set 'sequence' or 'sequence_mean', or"
+            " ratio_level='token'"
         )
-    high = HIGH[level] if asked.high is None else asked.high
-    how = Correction(kind=asked.kind, level=level, high=high, low=asked.low)
-    if asked.reason:
+    high = HIGH[level] if requested.high is None else requested.high
+    correction = Correction(kind=requested.kind, level=level, high=high, low=requested.low)
+    if requested.reason:
         logger.warning(
-            "%s: advantages are weighed by learner against sampler (%s, weights of the %s bounded"
-            ' at %g); sampler_correction="off" turns it off',
-            asked.reason,
-            asked.kind,
+            "%s: importance weights of learner over rollout engine multiply the advantages (%s, per"
+            ' %s, bounded at %g); sampler_correction="off" disables them',
+            requested.reason,
+            requested.kind,
             level,
             high,
         )
-    return how
+    return correction

@@ -1,1 +1,1 @@
-"""What a run reports: trackers, tables, model card, the hub."""
+"""Trackers, tables, model card and hub uploads of a run."""

@@ -1,6 +1,6 @@
-"""Files beside a run: one that cannot be written is told of once, and the run goes on.
+"""Best-effort writes for logs and tables: a failure is logged once and training continues.
 
-Only checkpoints and models are worth ending a run for.
+Only failed writes of checkpoints and models end a run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class BestEffortWriter:
-    """Lets writes fail, and says so: once for each kind of file."""
+    """Logs failed writes once for each kind of file, instead of raising."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @contextmanager
     def writing(self, what: str, where: str | Path) -> Iterator[None]:
-        """Inside, a disk that refuses is no error.
+        """Context in which a failed write is only logged.
 
         Args:
-            what: the kind of file, as the warning names it.
+            what: the kind of file, for the warning.
             where: the file or folder.
         """
         try:
@@ -37,11 +37,11 @@ class BestEffortWriter:
         except (OSError, CheckpointError) as error:
             cause = error.__cause__ if isinstance(error, CheckpointError) else error
             if not isinstance(cause, OSError | SafetensorError):
-                raise  # not the disk
-            if what not in self._told:
-                self._told.add(what)
+                raise  # not a failed write
+            if what not in self._reported:
+                self._reported.add(what)
                 logger.warning(
-                    "%s cannot be written to %s (%s); training goes on without: %s",
+                    "cannot write %s to %s (%s); training continues without it. Fix: %s",
                     what,
                     where,
                     cause,
@@ -50,12 +50,12 @@ class BestEffortWriter:
 
 
 class BestEffortTracker:
-    """A tracker whose failures to write end nothing.
+    """Wraps a tracker so that failed writes are only logged.
 
     Args:
-        tracker: what writes.
-        beside: tells of failures.
-        where: for the warning.
+        tracker: the tracker.
+        beside: logs failures.
+        where: file or folder, for the warning.
     """
 
     def __init__(self, tracker: Tracker, beside: BestEffortWriter, where: str | Path) -> None:
@@ -79,7 +79,7 @@ class BestEffortTracker:
 
 @contextmanager
 def required_write(option: str, folder: str | Path) -> Iterator[None]:
-    """Inside, files of a run that begins are made: a disk that refuses is an error.
+    """Context for the first files of a run, in which a failed write raises.
 
     Raises:
         ConfigError: names the option, the folder and the cause.
@@ -88,6 +88,6 @@ def required_write(option: str, folder: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{option}={str(folder)!r} cannot be written to ({error}); nothing was trained yet:"
-            f" {way_out(error)}, or name another folder"
+            f"{option}={str(folder)!r} must be writable ({error}); nothing was trained yet:"
+            f" {way_out(error)}, or set another folder"
         ) from error

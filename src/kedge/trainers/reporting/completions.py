@@ -1,4 +1,4 @@
-"""What the model says: rows for the table of sample completions."""
+"""Rows of the table of sample completions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kedge.types import RewardOutput, Rollout
 def completion_rows(
     samples: Iterable[tuple[Rollout, RewardOutput]], tokenizer: Any, *, limit: int | None = None
 ) -> list[dict[str, object]]:
-    """Query, response and score of each sampled row, as text; of several sources, each score.
+    """Query, response and score of each row as text; with several reward sources, also each score.
 
-    Special tokens are left out of the query and kept in the response, where they show its end.
+    Special tokens are removed from the query and kept in the response, where they mark its end.
 
     Args:
-        samples: what was sampled and what it scored.
+        samples: rollouts and their rewards.
         tokenizer: decodes both.
-        limit: most rows; None for all.
+        limit: maximum number of rows; None: all.
     """
     rows: list[dict[str, object]] = []
     for rollout, reward_output in samples:
@@ -49,5 +49,5 @@ def _by_source(reward_output: RewardOutput, i: int) -> dict[str, object]:
 
 
 def shown(value: object) -> object:
-    """A value that every tracker and JSON can hold."""
+    """Convert a value to a type that trackers and JSON support."""
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

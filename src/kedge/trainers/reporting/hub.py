@@ -1,4 +1,4 @@
-"""Model cards, and pushes to the hub."""
+"""Model cards and pushes to the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kedge.trainers.reporting.model_card import write_model_card
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where a model comes from, as its card says."""
+    """Algorithm, base model and data of a run, for the model card."""
 
     algorithm: str
     base_model: str | None
@@ -27,7 +27,7 @@ class Provenance:
 def provenance(
     algorithm: str, policy: Any, dataset: Any, reward_model: Any, reward_funcs: Any
 ) -> Provenance:
-    """Names of what a run was made of, as far as they are known."""
+    """The names of a run's models and data, as far as they are known."""
     base = getattr(getattr(policy, "config", None), "_name_or_path", "") or None
     named = getattr(getattr(dataset, "info", None), "dataset_name", None)
     return Provenance(
@@ -48,13 +48,13 @@ def write_card(
     dataset_name: str | None = None,
     tags: str | list[str] | None = None,
 ) -> Path:
-    """Write ``README.md`` into ``output_dir``; ``about`` is what ``run.json`` says.
+    """Write ``README.md`` into ``output_dir``; ``about`` is the content of ``run.json``.
 
     Raises:
-        ConfigError: there is no ``output_dir``.
+        ConfigError: ``output_dir`` is not set.
     """
     if not args.output_dir:
-        raise ConfigError("output_dir is not set: there is no folder for the model card")
+        raise ConfigError("output_dir must be set to write a model card")
     return write_model_card(
         args.output_dir,
         model_name=model_name or Path(args.hub_model_id or args.output_dir).name,
@@ -76,13 +76,13 @@ def build_hub(args: Any, *, token: str | None = None, revision: str | None = Non
     return Hub(
         repo_name(args.hub_model_id, args.output_dir),
         token=token or args.hub_token,
-        private=args.hub_private_repo is not False,  # unset: what a run made is not public
+        private=args.hub_private_repo is not False,  # private if unset
         revision=revision or args.hub_revision,
     )
 
 
 def pushing(args: Any) -> list[PushOnSave]:
-    """The callback that pushes along the way, if ``push_to_hub`` asks for it."""
+    """The callback that pushes during training, if ``push_to_hub`` is set."""
     return [PushOnSave(build_hub(args))] if args.push_to_hub else []
 
 
@@ -104,12 +104,12 @@ def _name(reward: Any) -> str:
 
 
 class PushOnSave(TrainerCallback):
-    """Pushes after each save what ``hub_strategy`` asks for; acts on rank 0 alone.
+    """Pushes after each save as ``hub_strategy`` says; acts on rank 0 only.
 
-    The repository is made when training begins, so that a wrong token is found then.
+    The repository is created when training begins, so that an invalid token fails early.
 
     Args:
-        hub: where to.
+        hub: the repository.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -118,7 +118,7 @@ class PushOnSave(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Make the repository."""
+        """Create the repository."""
         if state.is_world_process_zero:
             self.hub.create()
 

@@ -1,4 +1,4 @@
-"""The README.md of a trained model: what it is, how it was made, what came out."""
+"""The model card (README.md) of a trained model: setup, results, versions, citations."""
 
 from __future__ import annotations
 
@@ -90,23 +90,23 @@ def model_card(
 
     Args:
         model_name: its title.
-        algorithm: "PPO", ...; chooses the papers that are cited.
-        base_model: name or folder of the model that training started from.
-        datasets: names of the prompts' datasets.
+        algorithm: "PPO", ...; selects the cited papers.
+        base_model: name or folder of the initial model.
+        datasets: names of the prompt datasets.
         rewards: names of the reward models and functions.
-        args: the config; of its fields only those in ``HYPERPARAMETERS`` are shown.
+        args: the config; only the fields in ``HYPERPARAMETERS`` are shown.
         log_history: logged rows; the first and the last value of each main metric are shown.
-        tags: more tags.
+        tags: additional tags.
         command: the command line that trained it.
-        links: tracker -> address of the run there; the hub itself is left out.
-        curves: file of a picture of the curves, beside the card.
+        links: tracker -> URL of the run; the hub itself is left out.
+        curves: image of the curves, in the folder of the card.
     """
     head = {
         "library_name": "transformers",
         "model_name": model_name,
         "pipeline_tag": "text-generation",
         "tags": list(dict.fromkeys(["kedge", algorithm.lower(), "reinforcement-learning", *tags])),
-        # Only names the hub can resolve: a folder of the training machine is none.
+        # Only names on the hub, not local folders.
         **({"base_model": base_model} if base_model and _on_hub(base_model) else {}),
         **({"datasets": named} if (named := [d for d in datasets if _on_hub(d)]) else {}),
     }
@@ -153,12 +153,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _results(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    found = []
+    results = []
     for name, label in METRICS.items():
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
-            found.append((label, f"{values[0]:.4g}", f"{values[-1]:.4g}"))
-    return found
+            results.append((label, f"{values[0]:.4g}", f"{values[-1]:.4g}"))
+    return results
 
 
 def _hyperparameters(args: Any) -> list[tuple[str, str]]:
@@ -167,12 +167,12 @@ def _hyperparameters(args: Any) -> list[tuple[str, str]]:
 
 
 def versions() -> list[tuple[str, str]]:
-    """Of Kedge and the packages it stands on: name, version."""
-    found = [("kedge", __version__)]
+    """(name, version) of Kedge and its main dependencies."""
+    packages = [("kedge", __version__)]
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append((name, metadata.version(name)))
-    return found
+            packages.append((name, metadata.version(name)))
+    return packages
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -183,5 +183,5 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether it looks like a name on the hub and not like a folder."""
+    """Whether a name looks like a hub name and not like a folder."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()

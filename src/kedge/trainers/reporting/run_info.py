@@ -1,4 +1,4 @@
-"""``run.json``: what ran, with which options and versions, for ``kedge report`` and the card."""
+"""``run.json``: options, versions and command of a run, for ``kedge report`` and model cards."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ FILE = "run.json"
 
 
 def write_run_info(made_of: Provenance, args: Any, *, device: str) -> Path:
-    """Write ``run.json`` into ``output_dir``, as training begins.
+    """Write ``run.json`` into ``output_dir`` when training begins.
 
     Args:
         made_of: algorithm, model, data, rewards.
         args: the config; access tokens are not written.
-        device: what it trains on.
+        device: the training device.
     """
-    shown = args.to_dict()
+    values = args.to_dict()
     options = {
-        f.name: shown[f.name]
+        f.name: values[f.name]
         for f in fields(args)
-        if f.name in shown and not isinstance(args.SUPPORT.get(f.name), Refused)
+        if f.name in values and not isinstance(args.SUPPORT.get(f.name), Refused)
     }
     moved = {
         name: support.to for name, support in args.SUPPORT.items() if isinstance(support, Moved)
@@ -59,22 +59,22 @@ def write_run_info(made_of: Provenance, args: Any, *, device: str) -> Path:
 
 
 def add_links(output_dir: str | Path, links: Mapping[str, str]) -> None:
-    """Note where else the run is seen: tracker or hub -> address."""
+    """Add links to ``run.json``: tracker or hub -> URL."""
     about = read_run_info(output_dir)
     if about:
         _write(Path(output_dir) / FILE, about | {"links": dict(links)})
 
 
 def read_run_info(output_dir: str | Path | None) -> dict[str, Any]:
-    """What ``run.json`` says; empty if there is none, or it cannot be read."""
+    """The content of ``run.json``; empty if it is missing or cannot be read."""
     file = Path(output_dir or ".") / FILE
     if not output_dir or not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(file: Path, about: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ _SECRETS = ("hub_token", "api_key", "auth_token", "password", "secret")
 
 
 def command() -> str:
-    """The command line of this process, values of secrets left out."""
+    """The command line of this process, without the values of secrets."""
     words, hide = [], False
     for word in sys.argv:
         name, equals, _ = word.partition("=")

@@ -1,4 +1,4 @@
-"""A few responses of an update, token by token, as files that ``kedge report`` reads.
+"""Writes a few responses of an iteration token by token, for ``kedge report``.
 
 OUTPUT_DIR/tokens/step-000012.jsonl   one response a line; lists have one entry per token
 """
@@ -22,20 +22,20 @@ from kedge.trainers.reporting.best_effort import BestEffortWriter
 from kedge.types import Experience
 
 FOLDER = "tokens"
-MOST_TOKENS = 2048  # of a response; what follows is not written
-_WINDOW = 8  # tokens that a character may be spread over
+MOST_TOKENS = 2048  # per response; the rest is not written
+_WINDOW = 8  # maximum tokens of one character
 
 
 class TokenLog:
-    """Keeps the first rows of an update until it is over, and writes what they were and became.
+    """Writes the first rows of an iteration, with log-probabilities before and after it.
 
-    Every rank calls it, since the models may be cut over ranks; rank 0 writes its own rows.
+    Every rank calls it, since models may be sharded; rank 0 writes its rows.
 
     Args:
         root: the run's output folder.
-        rows: responses of an update.
-        due: whether update ``done`` (from 1) is written.
-        learner: asked once more after the update, for the log-probabilities it led to.
+        rows: responses per iteration.
+        due: whether an iteration (counted from 1) is written.
+        learner: computes the log-probabilities after the iteration.
         tokenizer: decodes.
     """
 
@@ -50,55 +50,55 @@ class TokenLog:
     ) -> None:
         self.folder, self.rows, self.due = root / FOLDER, rows, due
         self.learner, self.tokenizer = learner, tokenizer
-        self._held: Experience | None = None
+        self._kept: Experience | None = None
         self._beside = BestEffortWriter()
 
     def hold(self, step: int, experience: Experience) -> None:
-        """Keep the first rows that update ``step`` (0 is the first) reads."""
-        self._held = None
+        """Keep the first rows of iteration ``step`` (counted from 0)."""
+        self._kept = None
         if self.due(step + 1):
-            self._held = experience.rows(torch.arange(min(self.rows, len(experience))))
+            self._kept = experience.rows(torch.arange(min(self.rows, len(experience))))
 
     def write(self, report: StepReport) -> Path | None:
-        """Write the rows that were kept, if any, after the update; returns rank 0's file."""
-        held, self._held = self._held, None
-        if held is None:
+        """Write the kept rows, if any, after the iteration; return rank 0's file."""
+        kept, self._kept = self._kept, None
+        if kept is None:
             return None
-        after = self.learner.forward_no_grad(held).logprobs
+        after = self.learner.forward_no_grad(kept).logprobs
         if self.learner.rank:
             return None
-        lines = [self._line(held, after, report, i) for i in range(len(held))]
+        lines = [self._line(kept, after, report, i) for i in range(len(kept))]
         file = self.folder / f"step-{report.step:06d}.jsonl"
-        with self._beside.writing("rows of tokens", self.folder):
+        with self._beside.writing("token logs", self.folder):
             write_whole(file, "".join(lines))
             return file
         return None
 
-    def _line(self, held: Experience, after: Tensor, report: StepReport, i: int) -> str:
+    def _line(self, kept: Experience, after: Tensor, report: StepReport, i: int) -> str:
         rollout, reward_output = report.rollout, report.reward_output
-        length = int(held.response_mask[i].sum())
+        length = int(kept.response_mask[i].sum())
         shown = min(length, MOST_TOKENS)
-        trained = held.loss_mask[i, :shown]
+        trained = kept.loss_mask[i, :shown]
         per_token = {
-            "logprob": held.old_logprobs,
+            "logprob": kept.old_logprobs,
             "after": after,
-            "reference": held.ref_logprobs,
-            "sampler": held.behavior_logprobs,
-            "advantage": held.advantages,
-            "reward": held.rewards,
-            "value": held.old_values,
-            "return": held.returns,
+            "reference": kept.ref_logprobs,
+            "sampler": kept.behavior_logprobs,
+            "advantage": kept.advantages,
+            "reward": kept.rewards,
+            "value": kept.old_values,
+            "return": kept.returns,
         }
         version = int(rollout.version[i])
         row: dict[str, Any] = {
-            "prompt": self.tokenizer.decode(held.prompt_ids[i][held.prompt_mask[i]]),
+            "prompt": self.tokenizer.decode(kept.prompt_ids[i][kept.prompt_mask[i]]),
             "group": int(rollout.prompts.group[i]),
             "score": _short(float(reward_output.scores[i])) if reward_output.valid[i] else None,
             "rewards": {n: _short(float(x[i])) for n, x in reward_output.components.items()},
             "finished": bool(rollout.terminated[i]),
             "lag": self.learner.version - 1 - version if version >= 0 else None,
             "length": length,
-            "tokens": token_texts(held.ids[i, :shown].tolist(), self.tokenizer),
+            "tokens": token_texts(kept.ids[i, :shown].tolist(), self.tokenizer),
         }
         if not trained.all():
             row["trained"] = trained.int().tolist()
@@ -111,7 +111,7 @@ class TokenLog:
 def token_rows(
     args: Any, when: IntervalSchedule, learner: Learner, tokenizer: Any
 ) -> TokenLog | None:
-    """What writes rows as the config asks for; None if it asks for none."""
+    """The token log that the config enables, or None."""
     if not args.output_dir or when.tokens_every is None:
         return None
     return TokenLog(
@@ -124,16 +124,16 @@ def token_rows(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """What each token adds to the text; together they are the text.
+    """The text that each token adds; joined they give the whole text.
 
-    A character that is spread over several tokens is given to the last of them.
+    A character that spans several tokens is assigned to the last of them.
 
     Args:
         ids: the tokens of a response.
         tokenizer: decodes.
     """
     texts: list[str] = []
-    start = done = 0  # decoding begins at `start`, and what is before `done` was given out
+    start = done = 0  # decoding begins at `start`; tokens before `done` are finished
     for end in range(1, len(ids) + 1):
         before = tokenizer.decode(ids[start:done]) if done > start else ""
         now = tokenizer.decode(ids[start:end])
@@ -147,5 +147,5 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def _short(x: float) -> float | None:
-    """Four significant digits; None for what JSON has no name for."""
+    """Round to four significant digits; None for NaN and infinity."""
     return float(f"{x:.4g}") if math.isfinite(x) else None

@@ -1,4 +1,4 @@
-"""Which trackers a run reports to, and what it sends them besides metrics."""
+"""Builds the trackers of a run, and links its pages to each other."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from kedge.trainers.run.hf_callbacks import Callbacks
 
 
 def build_tables(callbacks: Callbacks) -> Tables:
-    """The tracker that sends tables where ``report_to`` sends metrics."""
+    """The tracker that sends tables to the services in ``report_to``."""
     return Tables(build_services(callbacks), tensorboard=lambda: build_writer(callbacks))
 
 
 def build_trackers(
     callbacks: Callbacks, args: OnPolicyConfig, screen: Screen, beside: BestEffortWriter
 ) -> Many:
-    """Files, screen and services; only the hub, asked by option, is asked for room beforehand.
+    """Build the trackers: files, screen, services and the hub repository for completions.
 
     Raises:
-        ConfigError: the output folder cannot be written to.
-        HubError: the repository for completions cannot be made.
+        ConfigError: the output folder is not writable.
+        HubError: the repository for completions cannot be created.
     """
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if args.output_dir:
         with required_write("output_dir", args.output_dir):
             files = Jsonl(args.output_dir, history=callbacks.state.log_history)
-        found.append(BestEffortTracker(files, beside, args.output_dir))
-    found += [BestEffortTracker(screen, beside, "the screen"), build_tables(callbacks)]
+        trackers.append(BestEffortTracker(files, beside, args.output_dir))
+    trackers += [BestEffortTracker(screen, beside, "the screen"), build_tables(callbacks)]
     if args.log_completions_hub_repo:
         hub = Hub(
             args.log_completions_hub_repo,
@@ -47,32 +47,33 @@ def build_trackers(
             private=args.hub_private_repo is not False,
             kind="dataset",
         )
-        found.append(HubTables(hub, model=args.hub_model_id))
-    return Many(found)
+        trackers.append(HubTables(hub, model=args.hub_model_id))
+    return Many(trackers)
 
 
 def completions_url(callbacks: Callbacks) -> str | None:
-    """Where tables of completions are sent, if that is to the hub."""
+    """URL of the hub repository for completions, or None."""
     trackers = getattr(callbacks.tracker, "trackers", ())
-    return next((each.hub.url for each in trackers if isinstance(each, HubTables)), None)
+    return next((tracker.hub.url for tracker in trackers if isinstance(tracker, HubTables)), None)
 
 
 def build_services(callbacks: Callbacks) -> list[str]:
-    """The names of what reports, as in ``report_to``."""
+    """The names of active services, as in ``report_to``."""
     kinds = {type(c) for c in callbacks.handler.callbacks}
-    return [name for name, made in INTEGRATION_TO_CALLBACK.items() if made in kinds]
+    return [name for name, kind in INTEGRATION_TO_CALLBACK.items() if kind in kinds]
 
 
 def build_writer(callbacks: Callbacks) -> Any:
     """TensorBoard's open ``SummaryWriter``, or None."""
-    own = [c for c in callbacks.handler.callbacks if isinstance(c, TensorBoardCallback)]
-    return own[0].tb_writer if own else None
+    tensorboard = [c for c in callbacks.handler.callbacks if isinstance(c, TensorBoardCallback)]
+    return tensorboard[0].tb_writer if tensorboard else None
 
 
 def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
-    """Once the trackers are open: tell them of the repository, and ``run.json`` of all addresses.
+    """Send the hub URL to the open trackers, and write all URLs to ``run.json`` (rank 0).
 
-    Only the first process does; returns the addresses by name.
+    Returns:
+        URLs by name.
     """
     if not callbacks.state.is_world_process_zero:
         return {}
@@ -87,6 +88,6 @@ def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
     if completions is not None:
         links["completions"] = completions
     if links and args.output_dir:
-        with BestEffortWriter().writing("addresses of the run", args.output_dir):
+        with BestEffortWriter().writing("links of the run", args.output_dir):
             add_links(args.output_dir, links)
     return links

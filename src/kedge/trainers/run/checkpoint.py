@@ -1,4 +1,4 @@
-"""Model files, and the parts of a checkpoint that are records."""
+"""Model files, resume fingerprints and recorders of a run."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
     Every rank calls it; rank 0 writes.
 
     Raises:
-        CheckpointError: the disk refused.
+        CheckpointError: a file cannot be written.
     """
     try:
-        with _no_bars():  # they would cut through the progress of the run
+        with _no_bars():  # they would interrupt the progress of the run
             learner.save(folder, folder / VALUE_FOLDER)
             if learner.accelerator.is_main_process and hasattr(tokenizer, "save_pretrained"):
                 tokenizer.save_pretrained(folder)
     except Exception as error:
-        # tokenizers reports what the disk says as a bare Exception
+        # tokenizers raises a bare Exception for errors of the file system
         if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
             raise CheckpointError(
-                f"the models could not be written to {folder}: {error}; {way_out(error)}, or"
-                " give save_model() another folder"
+                f"cannot write the models to {folder}: {error}; {way_out(error)}, or pass another"
+                " folder to save_model()"
             ) from error
         raise
 
@@ -59,68 +59,68 @@ def _no_bars() -> Iterator[None]:
 
 
 def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
-    """Checkpoints of another run in a folder where a new one starts: to be removed.
+    """Checkpoints of an earlier run that a new run in the folder removes.
 
     Raises:
-        CheckpointError: there are some, and they may not be removed.
+        CheckpointError: there are some, and ``overwrite`` is False.
     """
-    found = checkpoints(output_dir)
-    if found and not overwrite:
+    existing = checkpoints(output_dir)
+    if existing and not overwrite:
         raise CheckpointError(
-            f"{output_dir} holds {', '.join(p.name for p in found[-3:])} of an earlier run; go on "
-            "from there with resume_from_checkpoint=True, start over with "
-            "overwrite_output_dir=True, or name another output_dir"
+            f"{output_dir} holds {', '.join(p.name for p in existing[-3:])} of an earlier run; set "
+            "resume_from_checkpoint=True to continue it, overwrite_output_dir=True to start over, "
+            "or another output_dir"
         )
-    return found
+    return existing
 
 
-_NO_NUMBERS = {
+_NOT_NUMERIC = {
     *("preflight", "save_rollouts", "replay_rollouts", "compile", "num_proc", "chunk"),
     *("completions", "success", "against_start"),
 }
 
 
 def resume_fingerprint(settings: RunSettings, engine: Engine, learner: HFLearner) -> dict[str, Any]:
-    """What changes numbers, as JSON values, for comparison when a run goes on.
+    """Everything that affects the numerics, as JSON values, compared when a run resumes.
 
-    Settings, the prompts and the reference's weights.  Sizes that only cut the same batch into
-    other pieces are left out.
+    Settings, prompts and the weights of the reference; sizes that only cut the same batch into
+    other micro-batches are left out.
     """
-    plan = engine.batch_sizes
-    named: dict[str, Any] = {
+    sizes = engine.batch_sizes
+    values: dict[str, Any] = {
         "algorithm": engine.algorithm.name,
-        "updates": plan.updates,
-        "batch_size": plan.batch_size,
-        "num_mini_batches": plan.minibatches,
-        "num_ppo_epochs": plan.epochs,
-        "num_generations": plan.group,
+        "updates": sizes.updates,
+        "batch_size": sizes.batch_size,
+        "num_mini_batches": sizes.minibatches,
+        "num_ppo_epochs": sizes.epochs,
+        "num_generations": sizes.group,
         "optim": type(learner.optimizer).__name__,
     }
     if isinstance(engine.source, DatasetPrompts):
-        named["prompts"] = engine.source.fingerprint()
+        values["prompts"] = engine.source.fingerprint()
     if learner.reference is not None:
-        named["reference"] = learner.reference.fingerprint()
+        values["reference"] = learner.reference.fingerprint()
     for part, value in asdict(settings).items():
         if part == "batch":
             continue
-        for name, each in value.items() if isinstance(value, dict) else [(part, value)]:
+        for name, setting in value.items() if isinstance(value, dict) else [(part, value)]:
             # Learner and value both have a learning_rate; a bare name is the learner's.
             full = f"value_{name}" if part == "value" else name
-            if name not in _NO_NUMBERS:
-                named[full] = each
-    return json.loads(json.dumps(named, default=str))
+            if name not in _NOT_NUMERIC:
+                values[full] = setting
+    return json.loads(json.dumps(values, default=str))
 
 
 def recording_fingerprint(settings: RunSettings) -> dict[str, Any]:
-    """What a recording of rollouts must agree with to be trained from."""
+    """Settings that a recording of rollouts must share with the run that replays it."""
     return {"temperature": settings.sampling.temperature, "stop_ids": [*settings.sampling.stop_ids]}
 
 
 def build_recorder(settings: RunSettings, learner: HFLearner) -> Recorder | None:
-    """What records the rollouts of this rank, if ``save_rollouts`` asks for it.
+    """The recorder of this rank's rollouts, or None without ``save_rollouts``.
 
     Raises:
-        ConfigError: its folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     folder = settings.save_rollouts
     if folder is None:

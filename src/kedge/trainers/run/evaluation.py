@@ -33,7 +33,7 @@ TABLE_ROWS = 5  # of a table drawn from the training batch
 
 
 def printed_rows(config: Any) -> int:
-    """Rows of a table of completions that are shown on screen."""
+    """Rows of a completions table that are shown on screen."""
     if not isinstance(config, NewerArguments):
         return TABLE_ROWS
     return config.num_completions_to_print or TABLE_ROWS
@@ -41,27 +41,27 @@ def printed_rows(config: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """Evaluation prompts of one name."""
+    """One set of evaluation prompts."""
 
     prefix: str  # "eval_" or "eval_<name>_"
     source: PromptSource
     batches: int
-    rows: int  # responses in all
+    rows: int  # responses in total
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Scores evaluation prompts and shows what the model says.
+    """Scores evaluation prompts and shows completions.
 
     Args:
-        engine: the loop, whose sampler, reward and learner are used.
+        engine: the loop, whose rollout engine, reward and learner are used.
         settings: sampling and seed.
-        callbacks: get the metrics and the tables.
+        callbacks: receive metrics and tables.
         tokenizer: decodes completions.
         sets: evaluation prompts, in order.
-        reference: whether there is a reference to measure the KL to.
-        start: what the starting policy scored; None if nothing is compared with it.
-        more: adds metrics to those of an evaluation.
+        reference: whether there is a reference for the KL.
+        initial_scores: scores of the initial policy; None without ``eval_against_start``.
+        more: extra metrics of an evaluation, computed from its metrics.
     """
 
     engine: Engine
@@ -74,54 +74,57 @@ class Evaluator:
     more: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=lambda _: {})
 
     def evaluate(self, sets: list[EvalSet] | None = None) -> dict[str, float]:
-        """Score the evaluation prompts, log the metrics and show some completions."""
+        """Score the evaluation prompts, log metrics and show completions."""
         metrics: dict[str, float] = {}
-        for each in self.sets if sets is None else sets:
-            found = self._evaluate(each, each.batches)
-            rows = self._table(each, found)
-            said = found.metrics | self._verdicts(each, found, rows)
-            said |= self._loss(found.metrics) | dict(self.more(said))
-            metrics |= {f"{each.prefix}{name}": x for name, x in said.items()}
-            self._show(rows, f"{each.prefix}completions")
+        for eval_set in self.sets if sets is None else sets:
+            evaluation = self._evaluate(eval_set, eval_set.batches)
+            rows = self._table(eval_set, evaluation)
+            results = evaluation.metrics | self._eval_metrics(eval_set, evaluation, rows)
+            results |= self._loss(evaluation.metrics) | dict(self.more(results))
+            metrics |= {f"{eval_set.prefix}{name}": x for name, x in results.items()}
+            self._show(rows, f"{eval_set.prefix}completions")
         self.callbacks.evaluated(metrics)
         return metrics
 
     def _loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Minus what training maximizes: lower is better, as for any ``eval_loss``."""
+        """The negative of the training objective: lower is better, as for any ``eval_loss``."""
         if "objective/scores" not in metrics:
             return {}
         coef = self.engine.kl.value + self.settings.loss_kl_coef
         return {"loss": coef * metrics.get("objective/kl", 0.0) - metrics["objective/scores"]}
 
-    def _verdicts(
-        self, each: EvalSet, found: Evaluation, rows: list[dict[str, object]]
+    def _eval_metrics(
+        self, eval_set: EvalSet, evaluation: Evaluation, rows: list[dict[str, object]]
     ) -> dict[str, float]:
-        """Share solved, and win rate against the starting policy, as far as they are asked for."""
+        """Accuracy, and win rate against the initial policy, if enabled."""
         options = self.settings.evaluation
-        said: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if options.success is not None:
-            said |= solved(found.scores, per_prompt=options.completions, success=options.success)
-        if self.initial_scores is not None and each in self.sets:  # not a set given to evaluate()
+            metrics |= solved(
+                evaluation.scores, per_prompt=options.completions, success=options.success
+            )
+        # A dataset passed to evaluate() has no initial scores.
+        if self.initial_scores is not None and eval_set in self.sets:
             if self.engine.step == 0:
-                self.initial_scores.keep(each.prefix, found.scores, rows)
-            before = self.initial_scores.scores(each.prefix, len(found.scores))
-            said |= {} if before is None else win_rate(found.scores, before)
-        return said
+                self.initial_scores.keep(eval_set.prefix, evaluation.scores, rows)
+            before = self.initial_scores.scores(eval_set.prefix, len(evaluation.scores))
+            metrics |= {} if before is None else win_rate(evaluation.scores, before)
+        return metrics
 
     def generate_completions(self, *, sampling: bool = False) -> list[dict[str, object]]:
         """Nearly greedy completions of the evaluation prompts, or of training prompts if none.
 
         Args:
-            sampling: one batch only, for a look in between.
+            sampling: one batch only.
         """
-        each = self.sets[0] if self.sets else self._training_prompts()
-        found = self._evaluate(each, 1 if sampling else each.batches)
-        rows = self._table(each, found)
+        eval_set = self.sets[0] if self.sets else self._training_prompts()
+        evaluation = self._evaluate(eval_set, 1 if sampling else eval_set.batches)
+        rows = self._table(eval_set, evaluation)
         self._show(rows, "completions")
         return rows
 
     def show_samples(self, report: StepReport) -> None:
-        """A table in between: of the evaluation prompts, or of the batch just trained on."""
+        """Show a table during training: evaluation prompts, or the batch just trained on."""
         if self.sets:
             self.generate_completions(sampling=True)
         else:
@@ -136,12 +139,12 @@ class Evaluator:
             prefix="", source=engine.source, batches=1, rows=engine.batch_sizes.batch_size
         )
 
-    def _evaluate(self, each: EvalSet, batches: int) -> Evaluation:
+    def _evaluate(self, eval_set: EvalSet, batches: int) -> Evaluation:
         return evaluate(
-            each.source,
+            eval_set.source,
             batches=batches,
-            rows=each.rows,
-            rollouts=self._rested(),
+            rows=eval_set.rows,
+            rollouts=self._idle_engine(),
             reward_source=self.engine.reward,
             learner=self.engine.learner,
             sampling=self._sampling(),
@@ -156,18 +159,18 @@ class Evaluator:
             return usual
         return replace(usual, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
 
-    def _rested(self) -> RolloutEngine:
-        """The sampler, idle and with the newest weights: evaluations do not depend on timing."""
+    def _idle_engine(self) -> RolloutEngine:
+        """The rollout engine, idle and with the newest weights, so that timing has no effect."""
         engine = self.engine
-        _ = engine.in_flight  # waits for what is being sampled
+        _ = engine.in_flight  # waits for pending samples
         engine.scheduler.wait_for_syncs()
         if engine.partial_batches:
             engine.rollout_engine.load_weights(engine.learner.weights(), engine.learner.version)
         return engine.rollout_engine
 
-    def _table(self, each: EvalSet, found: Evaluation) -> list[dict[str, object]]:
-        # The last batch is filled up with prompts from the start, once more.
-        return completion_rows(found.samples, self.tokenizer, limit=each.rows)
+    def _table(self, eval_set: EvalSet, evaluation: Evaluation) -> list[dict[str, object]]:
+        # The last batch is padded with prompts from the start.
+        return completion_rows(evaluation.samples, self.tokenizer, limit=eval_set.rows)
 
     def _unique(self) -> bool:
         config = self.callbacks.args
@@ -191,7 +194,7 @@ logger = logging.getLogger(__name__)
 def build_initial_scores(
     args: OnPolicyConfig, *, has_prompts: bool, main: bool
 ) -> InitialPolicyScores | None:
-    """What ``eval_against_start`` asks for.
+    """The scores of the initial policy, or None without ``eval_against_start``.
 
     Raises:
         ConfigError: there are no evaluation prompts.
@@ -199,16 +202,16 @@ def build_initial_scores(
     if not args.eval_against_start:
         return None
     if not has_prompts:
-        raise ConfigError("eval_against_start=True compares answers to an eval_dataset: give one")
+        raise ConfigError("eval_against_start=True needs an eval_dataset; pass one")
     return InitialPolicyScores(Path(args.output_dir) if args.output_dir else None, main=main)
 
 
 class InitialPolicyScores:
-    """Keeps scores of the starting policy, in memory and for a run that goes on.
+    """Keeps scores of the initial policy, in memory and on disk for resumed runs.
 
     Args:
-        root: the run's output folder; None keeps them in memory alone.
-        main: whether this process writes.
+        root: the run's output folder; None: in memory only.
+        main: whether this is rank 0, which writes.
     """
 
     def __init__(self, root: Path | None, *, main: bool) -> None:
@@ -217,41 +220,41 @@ class InitialPolicyScores:
         self._beside = BestEffortWriter()
 
     def keep(self, name: str, scores: Tensor, rows: Sequence[dict[str, object]]) -> None:
-        """Keep the scores (float64 [rows], NaN where there is none) under the set's name."""
+        """Keep the scores (float64 [rows], NaN for invalid rows) under the name of the set."""
         self._kept[name] = scores
         if self.root is None or not self.main:
             return
         file = self._file(self.root, name)
         plain = [None if math.isnan(x) else x for x in scores.tolist()]
-        with self._beside.writing("the answers of the start", file):
+        with self._beside.writing("scores of the initial policy", file):
             write_whole(file, json.dumps({"scores": plain, "completions": list(rows)}))
 
     def scores(self, name: str, count: int) -> Tensor | None:
-        """The scores kept for a set of ``count`` rows, by this process or an earlier one.
+        """The scores of a set of ``count`` rows, from this process or an earlier one.
 
-        None, and a warning once, where a resumed run's folder does not hold them.
+        None, with one warning, if the folder of a resumed run does not hold them.
 
         Raises:
-            CheckpointError: the file is of other prompts.
+            CheckpointError: the file belongs to other prompts.
         """
         if name not in self._kept:
             self._kept[name] = self._read(name)
-        found = self._kept[name]
-        if found is not None and len(found) != count:
+        scores = self._kept[name]
+        if scores is not None and len(scores) != count:
             raise CheckpointError(
-                f"the starting policy answered {len(found)} rows of {name.strip('_')!r} and there "
-                f"are {count} now; evaluate on the same prompts, or set eval_against_start=False"
+                f"the initial policy was scored on {len(scores)} rows of {name.strip('_')!r}, got "
+                f"{count} now; evaluate on the same prompts, or set eval_against_start=False"
             )
-        return found
+        return scores
 
     def _read(self, name: str) -> Tensor | None:
         file = None if self.root is None else self._file(self.root, name)
         if file is None or not file.is_file():
             if self.main:
                 logger.warning(
-                    "eval_against_start: what the starting policy said is not known any more%s, so "
-                    "no win rate is logged",
-                    f" ({file} is missing)" if file else "",
+                    "eval_against_start: the scores of the initial policy are missing%s; no win "
+                    "rate is logged",
+                    f" ({file} does not exist)" if file else "",
                 )
             return None
         try:
@@ -260,7 +263,7 @@ class InitialPolicyScores:
         except (OSError, ValueError, KeyError, TypeError) as error:
             if self.main:
                 logger.warning(
-                    "eval_against_start: %s is damaged (%s), so no win rate is logged", file, error
+                    "eval_against_start: %s is damaged (%s); no win rate is logged", file, error
                 )
             return None
         return torch.tensor(plain, dtype=torch.float64)

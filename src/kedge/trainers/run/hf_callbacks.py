@@ -1,8 +1,8 @@
-"""Between our loop and ``transformers.TrainerCallback``: state, control, events, cadence.
+"""Adapts the loop to ``transformers.TrainerCallback``: state, control, events, intervals.
 
-One update of the loop is one step of ``TrainerState``.  When to log, evaluate and save is decided
-by ``transformers.DefaultFlowCallback`` and by whatever callbacks set in ``TrainerControl``.
-Reporting (``report_to``) goes through the integration callbacks of transformers and nothing else.
+One iteration of the loop is one step of ``TrainerState``.  ``transformers.DefaultFlowCallback`` and
+other callbacks decide through ``TrainerControl`` when to log, evaluate and save.  ``report_to``
+uses the integration callbacks of transformers only.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ LATEST = (
 
 @dataclass
 class RunState(TrainerState):
-    """``TrainerState`` with what an on-policy run has besides."""
+    """``TrainerState`` with the counters of an on-policy run."""
 
     episode: int = 0  # responses trained on
     num_tokens: int = 0  # of prompts and responses
-    loss_sum: float = 0.0  # of the updates finished
-    pending: list[dict[str, float]] = field(default_factory=list)  # updates since the last log
+    loss_sum: float = 0.0  # over finished iterations
+    pending: list[dict[str, float]] = field(default_factory=list)  # iterations since the last log
 
 
 class Callbacks:
-    """The callbacks of a trainer, and the state and control they are handed.
+    """The callbacks of a trainer, and the state and control passed to them.
 
     Args:
-        args: the trainer's arguments; decide the cadence and what reports.
+        args: the trainer's arguments; set intervals and ``report_to``.
         callbacks: the user's callbacks, objects or classes.
-        tracker: gets every logged row after the callbacks had it.
-        model: handed to callbacks: the policy.
-        processing_class: handed to callbacks: the tokenizer.
-        rank: this process among all.
-        local_rank: this process on its machine.
+        tracker: gets every logged row after the callbacks.
+        model: the policy, passed to callbacks.
+        processing_class: the tokenizer, passed to callbacks.
+        rank: rank of this process.
+        local_rank: its rank on this machine.
 
     Raises:
-        ConfigError: ``report_to`` names something unknown or not installed, or a callback is none.
+        ConfigError: ``report_to`` is unknown or not installed, or a callback has the wrong type.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Callbacks:
         local_rank: int = 0,
     ) -> None:
         self.args, self.tracker = args, tracker or Many()
-        everyone = [DefaultFlowCallback(), *reporting_callbacks(args.report_to)]
+        all_callbacks = [DefaultFlowCallback(), *reporting_callbacks(args.report_to)]
         folder = getattr(args, "logging_dir", None)
-        for made in everyone if folder is not None else []:
-            if isinstance(made, TensorBoardCallback):
-                made.logging_dir = folder
-        everyone += [_checked(callback) for callback in callbacks or ()]
-        self.handler = CallbackHandler(everyone, model, processing_class, None, None)
+        for callback in all_callbacks if folder is not None else []:
+            if isinstance(callback, TensorBoardCallback):
+                callback.logging_dir = folder
+        all_callbacks += [_checked(callback) for callback in callbacks or ()]
+        self.handler = CallbackHandler(all_callbacks, model, processing_class, None, None)
         self.control = TrainerControl()
         self.state = RunState(
             is_local_process_zero=local_rank == 0, is_world_process_zero=rank == 0
@@ -109,17 +109,17 @@ class Callbacks:
         return self.control
 
     def watch(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Hand these to callbacks; on_pre_optimizer_step fires when the optimizer will step."""
+        """Pass these to callbacks; on_pre_optimizer_step fires before each optimizer step."""
         self.handler.optimizer, self.handler.lr_scheduler = optimizer, lr_scheduler
         optimizer.register_step_pre_hook(self._about_to_step)
 
     def begin(self, *, max_steps: int, epochs: float, batch_size: int) -> TrainerControl:
-        """Training starts, or goes on after ``restore``; fires on_train_begin.
+        """Start training, or resume after ``restore``; fires on_train_begin.
 
         Args:
-            max_steps: updates of the whole run; cadences below 1 are shares of it.
+            max_steps: iterations of the whole run; intervals below 1 are fractions of it.
             epochs: passes over the prompts in the whole run.
-            batch_size: responses of one update on this rank, for ``state.train_batch_size``.
+            batch_size: responses per iteration on this rank, for ``state.train_batch_size``.
         """
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(epochs)
@@ -136,7 +136,7 @@ class Callbacks:
             self.tracker.log(row, step=self.state.global_step)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """An evaluation is done: log its metrics (named eval_...) and fire on_evaluate."""
+        """After an evaluation: log its metrics (named eval_...) and fire on_evaluate."""
         self.log(metrics)
         self.fire("on_evaluate", metrics=dict(metrics))
 
@@ -148,8 +148,8 @@ class Callbacks:
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
             raise ConfigError(
-                f"metric_for_best_model={self.args.metric_for_best_model!r} is not a metric of the "
-                f"evaluation; it has: {', '.join(sorted(metrics))}"
+                f"metric_for_best_model={self.args.metric_for_best_model!r} must be a metric of "
+                f"the evaluation: {', '.join(sorted(metrics))}"
             )
         value, best = metrics[name], self.state.best_metric
         better = not math.isnan(value) and (
@@ -169,16 +169,16 @@ class Callbacks:
         self.state.save_to_json(str(Path(folder) / STATE_FILE))
 
     def restore(self, folder: str | Path) -> None:
-        """Go on from a checkpoint's ``trainer_state.json``; call it before ``begin``.
+        """Load ``trainer_state.json`` of a checkpoint; call it before ``begin``.
 
-        With ``restore_callback_states_from_checkpoint`` the callbacks that can export their state
-        get it back, in place.
+        With ``restore_callback_states_from_checkpoint``, callbacks that export their state are
+        restored too.
         """
         file = Path(folder) / STATE_FILE
         try:
             state = RunState.load_from_json(str(file))
         except (OSError, ValueError, TypeError) as e:
-            raise DamagedCheckpointError(f"could not read {file}: {e}") from e
+            raise DamagedCheckpointError(f"cannot read {file}: {e}") from e
         state.is_local_process_zero = self.state.is_local_process_zero
         state.is_world_process_zero = self.state.is_world_process_zero
         self.state = state
@@ -199,7 +199,7 @@ class Callbacks:
         unknown = sorted(name for name, states in saved.items() if states)
         if unknown:
             warnings.warn(
-                f"the checkpoint holds the state of callbacks that this run does not have: "
+                f"the checkpoint holds the state of callbacks that are not in this run: "
                 f"{', '.join(unknown)}",
                 stacklevel=3,
             )
@@ -213,43 +213,43 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
             "trackio", "mlflow", ...).
 
     Raises:
-        ConfigError: an unknown name, or a package that is not installed; says how to install it.
+        ConfigError: an unknown name, or a package that is not installed.
     """
     if report_to in (None, [], "none", ["none"]):
         return []
     if report_to in ("all", ["all"]):
-        return [made() for made in get_reporting_integration_callbacks("all")]
-    found: list[TrainerCallback] = []
+        return [kind() for kind in get_reporting_integration_callbacks("all")]
+    callbacks: list[TrainerCallback] = []
     for name in [report_to] if isinstance(report_to, str) else report_to or []:
         try:
-            (made,) = get_reporting_integration_callbacks([name])
+            (kind,) = get_reporting_integration_callbacks([name])
         except ValueError as e:
             raise ConfigError(f"report_to={name!r}: {e}") from e
         try:
-            found.append(made())
+            callbacks.append(kind())
         except (RuntimeError, ImportError, AssertionError) as e:
             extra = f"kedge[{name}]" if name in ("tensorboard", "wandb", "trackio") else name
             raise ConfigError(
-                f"report_to={name!r} needs a package that is not installed: "
-                f"pip install '{extra}', or report_to='none'"
+                f"report_to={name!r} needs a package that is not installed; run "
+                f"pip install '{extra}', or set report_to='none'"
             ) from e
-    return found
+    return callbacks
 
 
 def _checked(callback: Any) -> Any:
-    made = callback if isinstance(callback, type) else type(callback)
-    if not issubclass(made, TrainerCallback):
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(kind, TrainerCallback):
         raise ConfigError(
-            f"{callback!r} was given as a callback and is a {made.__name__}; give an object or a "
-            "class made from transformers.TrainerCallback"
+            f"a callback must be a transformers.TrainerCallback (an object or a class), got "
+            f"{callback!r} of type {kind.__name__}"
         )
     return callback
 
 
 def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:
-    """One row for several updates: the mean of each metric over the updates that have it.
+    """Merge the rows of several iterations: the mean of each metric over the rows that have it.
 
-    Counters and settings keep their latest value, extremes stay extremes.
+    Counters and settings keep their latest value; minima and maxima stay minima and maxima.
     """
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -266,7 +266,7 @@ def merge_rows(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def share_control(control: TrainerControl, total: Callable[[Tensor], Tensor]) -> None:
-    """Give all ranks the same control: a flag set on one rank is set on all.
+    """Synchronize control over ranks: a flag set on one rank is set on all.
 
     Args:
         control: changed in place.
@@ -279,20 +279,20 @@ def share_control(control: TrainerControl, total: Callable[[Tensor], Tensor]) ->
 
 
 def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
-    """Those that the options and the surroundings ask for."""
-    place = get_context()
-    return [*pushing(args), *([] if place is None else [Reporting(place)])]
+    """Callbacks for ``push_to_hub``, and for a rank of a Ray launch."""
+    context = get_context()
+    return [*pushing(args), *([] if context is None else [Reporting(context)])]
 
 
 class Reporting(TrainerCallback):
-    """Takes logged rows to the driver of a launch, and its wish to stop to the trainer.
+    """Sends logged rows to the driver of a Ray launch, and stops when the driver asks to.
 
     Args:
-        place: of this process.
+        context: of this rank.
     """
 
-    def __init__(self, place: RankContext) -> None:
-        self._place = place
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
 
     def on_log(
         self,
@@ -302,31 +302,31 @@ class Reporting(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Send the row, from the first rank."""
+        """Send the row, from rank 0."""
         if state.is_world_process_zero:
-            self._place.post({"step": state.global_step, **(logs or {})})
+            self._context.post({"step": state.global_step, **(logs or {})})
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save and stop, on all ranks, once the driver wished it."""
-        if state.is_world_process_zero and self._place.stopping():
+        """Save and stop on all ranks once the driver asks to."""
+        if state.is_world_process_zero and self._context.stopping():
             control.should_training_stop = control.should_save = True
 
 
 class Stopping(TrainerCallback):
-    """Saves and stops, on all ranks, once there is a wish.
+    """Saves and stops on all ranks after a request to shut down.
 
     Args:
-        wishes: of this process.
+        shutdown: receives the signals of this process.
     """
 
-    def __init__(self, wishes: GracefulShutdown) -> None:
-        self._wishes = wishes
+    def __init__(self, shutdown: GracefulShutdown) -> None:
+        self._shutdown = shutdown
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save and stop once there is a wish."""
-        if self._wishes.requested:
+        """Save and stop once requested."""
+        if self._shutdown.requested:
             control.should_training_stop = control.should_save = True

@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 class TrainerHooks:
     """Turns what happens in the loop into events, rows, evaluations and checkpoints.
 
-    Order within one update, as in ``transformers.Trainer``: on_step_begin; per optimizer step
+    Order within one iteration, as in ``transformers.Trainer``: on_step_begin; per optimizer step
     on_optimizer_step; on_step_end; then, where control asks for it, on_log, evaluation with
-    on_evaluate, saving with on_save; at the end of a pass over the prompts on_epoch_end and once
-    more what control asks for.
+    on_evaluate, saving with on_save; after each pass over the prompts on_epoch_end, and again what
+    control asks for.
 
     Args:
         callbacks: the callbacks; ``begin`` was called (and ``restore`` before it on a resume).
-        steps_per_epoch: updates of one pass over the prompts, may be a fraction.
+        steps_per_epoch: iterations of one pass over the prompts, may be a fraction.
         evaluate: runs an evaluation, which calls ``callbacks.evaluated``; returns its metrics.
-        save: writes a checkpoint of the present state, ``trainer_state.json`` (by
+        save: writes a checkpoint of the current state, ``trainer_state.json`` (by
             ``callbacks.write_state``) included; every rank calls it.
-        screen: moved after each update, on the rank that has one.
+        screen: advanced after each iteration, on rank 0.
         on_sample: called with every batch before it is trained on (recording).
-        on_experience: called with what every update reads (rows token by token).
-        after_step: called after each update, before logging (completions tables).
+        on_experience: called with the training data of every iteration (token log).
+        after_step: called after each iteration, before logging (completions tables).
         total: element-wise sum of a tensor over all ranks; None for one process.
         clock: seconds.
     """
@@ -67,7 +67,7 @@ class TrainerHooks:
         self._total, self._clock = total, clock
         self._begin, self._first = clock(), callbacks.state.episode
         self._epoch_open = False
-        self._saved = callbacks.state.global_step  # the last checkpoint's
+        self._saved = callbacks.state.global_step  # of the last checkpoint
 
     def on_step_begin(self, step: int) -> None:
         """Open a pass over the prompts if none is open, then the step."""
@@ -77,21 +77,21 @@ class TrainerHooks:
         self.callbacks.fire("on_step_begin")
 
     def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
-        """Hand the batch on."""
+        """Forward the batch."""
         if self._on_sample is not None:
             self._on_sample(step, rollout, reward_output)
 
     def on_experience(self, step: int, experience: Experience) -> None:
-        """Hand it on."""
+        """Forward the experience."""
         if self._on_experience is not None:
             self._on_experience(step, experience)
 
     def on_optimizer_step(self) -> None:
-        """Pass the event on."""
+        """Forward the event."""
         self.callbacks.fire("on_optimizer_step")
 
     def on_step_end(self, report: StepReport) -> bool:
-        """Everything that follows an update; True if a callback asks to stop."""
+        """Everything that follows an iteration; True if a callback asks to stop."""
         state = self.callbacks.state
         before = math.floor(state.epoch + 1e-9)
         state.global_step = report.step
@@ -113,18 +113,18 @@ class TrainerHooks:
     def _measure(self, report: StepReport) -> dict[str, float]:
         state, args = self.callbacks.state, self.callbacks.args
         elapsed = max(self._clock() - self._begin, 1e-9)
-        found: dict[str, float] = {"eps": (state.episode - self._first) / elapsed}
+        metrics: dict[str, float] = {"eps": (state.episode - self._first) / elapsed}
         if "rollout/tokens" in report.metrics:
             state.num_tokens += round(report.metrics["rollout/tokens"])
-            found["num_tokens"] = state.num_tokens
+            metrics["num_tokens"] = state.num_tokens
         include = str(args.include_num_input_tokens_seen)
         if include != "no":
-            own = tokens_in(report.rollout, include)
-            state.num_input_tokens_seen += over_ranks(own, self._total)
-            found["num_input_tokens_seen"] = state.num_input_tokens_seen
+            local = tokens_in(report.rollout, include)
+            state.num_input_tokens_seen += over_ranks(local, self._total)
+            metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         if not args.skip_memory_metrics:
-            found |= peak_memory()
-        return found
+            metrics |= peak_memory()
+        return metrics
 
     def on_failure(self, step: int, error: Exception) -> None:
         """Save the iterations that no checkpoint holds yet, and say how to resume."""
@@ -134,29 +134,31 @@ class TrainerHooks:
         since = f"training stopped after iteration {step} with {type(error).__name__}"
         if self._save is None or args.save_strategy == "no":
             why = "save_strategy='no'" if self._save else "output_dir is not set"
-            self._say(f"{since}, and {why}: what it learned is lost")
+            self._warn(
+                f"{since}; no checkpoint is written because {why}: unsaved iterations are lost"
+            )
             return
         try:
             folder = self._write()
         except Exception as other:
-            self._say(f"{since}, and what it learned could not be saved: {other}")
+            self._warn(f"{since}, and saving a checkpoint failed: {other}")
             return
         if args.save_only_model:
-            self._say(f"{since}; the models are in {folder} (save_only_model=True)")
+            self._warn(f"{since}; the models are in {folder} (save_only_model=True)")
             return
-        self._say(
+        self._warn(
             f"{since}; no completed iteration is lost. Fix the cause and resume from {folder} with"
             " train(resume_from_checkpoint=True), or --resume_from_checkpoint on the command line"
         )
 
-    def _say(self, what: str) -> None:
+    def _warn(self, message: str) -> None:
         if self.callbacks.state.is_world_process_zero:
-            logger.warning("%s", what)
+            logger.warning("%s", message)
 
     def end_pass(self) -> None:
-        """The last update is done: end the open pass over the prompts and log what is left.
+        """After the last iteration: end the open pass over the prompts and log pending rows.
 
-        Not after an exception: a pass that ends may save, and the weights may be in mid-update.
+        Not called after an exception: it may save, and the weights may be inconsistent.
         """
         if self._epoch_open:
             self._end_epoch()
@@ -164,7 +166,7 @@ class TrainerHooks:
             self._log()
 
     def evaluate_at_start(self, *, always: bool = False) -> None:
-        """The evaluation before training that ``eval_on_start`` asks for, or the caller."""
+        """Evaluate before training, if ``eval_on_start`` or ``always``."""
         if (always or self.callbacks.args.eval_on_start) and self._evaluate is not None:
             self._evaluate()
 
@@ -181,8 +183,8 @@ class TrainerHooks:
         if callbacks.control.should_epoch_stop:
             callbacks.control.should_epoch_stop = False
             warnings.warn(
-                "a callback set should_epoch_stop, which has no meaning here: the prompts of an "
-                "update follow from its number; should_training_stop ends training",
+                "a callback set should_epoch_stop, which has no effect here; set "
+                "should_training_stop to end training",
                 stacklevel=3,
             )
         if callbacks.control.should_log:
@@ -195,7 +197,7 @@ class TrainerHooks:
             self._save_now()
 
     def _log(self) -> None:
-        """Log the mean of the updates since the last row."""
+        """Log the mean of the iterations since the last row."""
         state = self.callbacks.state
         if state.pending:
             row, state.pending = merge_rows(state.pending), []
@@ -242,30 +244,30 @@ def over_ranks(x: int, total: Callable[[Tensor], Tensor] | None) -> int:
 
 
 def peak_memory(device: Any = None) -> dict[str, float]:
-    """MiB: the most this process has held, and on a GPU the most its tensors have taken there."""
+    """Peak memory in MiB: of this process, and of its tensors on the GPU if there is one."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-    found = {"memory/peak_cpu": peak}
+    metrics = {"memory/peak_cpu": peak}
     if torch.cuda.is_available():
-        found["memory/peak_gpu"] = torch.cuda.max_memory_allocated(device) / 2**20
-    return found
+        metrics["memory/peak_gpu"] = torch.cuda.max_memory_allocated(device) / 2**20
+    return metrics
 
 
 def summary(seconds: float, updates: int, *, rows: int, loss: float) -> dict[str, float]:
     """The last row of a run, in the names of transformers.
 
     Args:
-        seconds: that this call of ``train`` took.
-        updates: that it finished.
-        rows: responses of each.
-        loss: mean over all updates of the run.
+        seconds: duration of this call of ``train``.
+        updates: iterations it finished.
+        rows: responses per iteration.
+        loss: mean over all iterations of the run.
     """
-    spent = max(seconds, 1e-9)
+    duration = max(seconds, 1e-9)
     return {
         "train_runtime": seconds,
-        "train_samples_per_second": updates * rows / spent,
-        "train_steps_per_second": updates / spent,
+        "train_samples_per_second": updates * rows / duration,
+        "train_steps_per_second": updates / duration,
         "train_loss": loss,
     }

@@ -1,4 +1,4 @@
-"""The folders that a run writes to: checked before anything is loaded, then held by it alone."""
+"""Output folders: checked before anything is loaded, and locked while a run writes to them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kedge.output import RunLock, check_folder
 
 
 def check_targets(args: Any) -> None:
-    """Refuse folders that cannot be made or written in.
+    """Check that output folders can be created and written to.
 
     Raises:
-        ConfigError: names the option, the folder and what is in the way.
+        ConfigError: names the option, the folder and the cause.
     """
     reports = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     targets = {
@@ -33,16 +33,16 @@ def check_targets(args: Any) -> None:
 
 @contextmanager
 def claimed(args: Any) -> Iterator[None]:
-    """Inside, no other run writes to ``output_dir``; rank 0 holds the lock, every rank calls.
+    """Hold the lock on ``output_dir``; call it on every rank, rank 0 locks.
 
     Raises:
-        ConfigError: on every rank, if another run holds it.
+        ConfigError: on every rank, if another run holds the lock.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         problem = None
         if args.output_dir and args.process_index == 0:
             try:
-                held.enter_context(RunLock(args.output_dir))
+                stack.enter_context(RunLock(args.output_dir))
             except ConfigError as error:
                 problem = str(error)
         if args.world_size > 1:

@@ -16,54 +16,54 @@ if TYPE_CHECKING:
     from kedge.trainers.run.run import Run
 
 
-def resume_run(run: Run, asked: str | Path | bool | None) -> Path | None:
-    """Load a checkpoint if asked to; returns its folder, or None to start from the beginning.
+def resume_run(run: Run, resume: str | Path | bool | None) -> Path | None:
+    """Load a checkpoint if requested; return its folder, or None to start from the beginning.
 
     Args:
-        run: is given the checkpoint's state.
-        asked: True for the newest in ``output_dir`` that can be loaded, or a folder.
+        run: receives the checkpoint's state.
+        resume: True for the newest loadable one in ``output_dir``, or a folder.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or of another run.
+        CheckpointError: it is missing, damaged or from another run.
     """
-    if not asked:
+    if not resume:
         return None
-    if not isinstance(asked, bool | str | Path):
+    if not isinstance(resume, bool | str | Path):
         raise ConfigError(
-            f"resume_from_checkpoint={asked!r} must be True, for the newest, or a folder"
+            f"resume_from_checkpoint={resume!r} must be True (newest checkpoint) or a folder"
         )
-    if not isinstance(asked, bool):
-        checkpoint.load_one(asked, lambda folder: _take_over(run, folder))
-        return Path(asked)
+    if not isinstance(resume, bool):
+        checkpoint.load_one(resume, lambda folder: _load_into(run, folder))
+        return Path(resume)
     total, root = run.learner.total, run.root()
-    found = checkpoint.load_latest(
+    newest = checkpoint.load_latest(
         root,
-        lambda folder: _take_over(run, folder),
+        lambda folder: _load_into(run, folder),
         anywhere=lambda failed: bool(total(torch.tensor([float(failed)])).item()),
     )
-    if found is None:
+    if newest is None:
         raise CheckpointError(
-            f"resume_from_checkpoint=True, but {root} holds no checkpoint; leave it unset to start"
+            f"resume_from_checkpoint=True, but {root} has no checkpoint; leave it unset to start"
             " from the beginning"
         )
-    return found
+    return newest
 
 
-def _take_over(run: Run, folder: Path) -> None:
-    """Load a checkpoint whose files are whole."""
+def _load_into(run: Run, folder: Path) -> None:
+    """Load a checkpoint whose files are verified."""
     accelerator = run.learner.accelerator
-    found = checkpoint.load(
+    saved = checkpoint.load(
         folder,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         settings=resume_fingerprint(run.settings, run.engine, run.learner),
         verified=True,
     )
-    if not found.parts:
+    if not saved.parts:
         raise CheckpointError(
-            f"{folder} was written with save_only_model=True: it holds the models but not the"
-            " optimizer, so training cannot resume from it; pass its folder as `model`"
+            f"{folder} was written with save_only_model=True and has no optimizer state to resume"
+            " from; to start a new run from its weights, pass it as `model`"
         )
-    run.engine.load_state_dict(dict(found.parts))
-    run.engine.restore([unpack(sample) for sample in found.local or []])
+    run.engine.load_state_dict(dict(saved.parts))
+    run.engine.restore([unpack(sample) for sample in saved.local or []])
     run.callbacks.restore(folder)

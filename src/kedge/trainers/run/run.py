@@ -1,4 +1,4 @@
-"""One training run behind a Trainer-style API: train, save, go on."""
+"""One training run behind a Trainer-style API: train, save, resume."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What a Trainer-style trainer needs around the engine.
+    """The engine of a Trainer-style trainer and everything around it.
 
     Args:
-        args: the config as the user gave it; callbacks and cadences read it.
-        settings: its typed parts.
+        args: the config; callbacks and intervals read it.
+        settings: the resolved config.
         engine: the loop.
-        learner: the models, also inside the engine.
+        learner: the models; the same object as ``engine.learner``.
         callbacks: callbacks, state and control.
         evaluator: evaluations and tables of completions.
         tokenizer: saved with the models.
-        fresh_reference: the reference was made from the policy, so their KL starts at 0.
-        more: adds metrics to those of an update.
-        beside: where files that may fail are written.
+        fresh_reference: the reference is a copy of the initial policy, so the KL starts at 0.
+        more: extra metrics of an iteration, computed from its row.
+        beside: writes files whose failures are only logged.
     """
 
     args: Any
@@ -67,31 +67,31 @@ class Run:
     evaluator: Evaluator
     tokenizer: Any
     fresh_reference: bool
-    more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict  # metrics in other names
+    more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     beside: BestEffortWriter = field(default_factory=BestEffortWriter)
 
     def train(self, resume: str | bool | None) -> TrainOutput:
-        """Train to the end of the plan, or until a callback stops it.
+        """Train all iterations, or until a callback stops the run.
 
         Args:
-            resume: True for the newest whole checkpoint in ``output_dir``, or a folder.
+            resume: True for the newest intact checkpoint in ``output_dir``, or a folder.
 
         Raises:
-            CheckpointError: there is none, or it is damaged or of another run.
-            PreflightError: the first batch shows that training would be wrong.
+            CheckpointError: it is missing, damaged or from another run.
+            PreflightError: a check of the first batch failed.
         """
-        engine, plan = self.engine, self.engine.batch_sizes
+        engine, sizes = self.engine, self.engine.batch_sizes
         self._tidy(starting=not resume)
         resumed = resume_run(self, resume)
         screen = self._open_trackers()
         if screen is not None and resumed is not None:
-            screen.note(f"resuming from {resumed} (iteration {engine.step} of {plan.updates})")
-        per_epoch = plan.updates_per_epoch or plan.updates
+            screen.note(f"resuming from {resumed} (iteration {engine.step} of {sizes.updates})")
+        per_epoch = sizes.updates_per_epoch or sizes.updates
         self.callbacks.begin(
-            max_steps=plan.updates, epochs=plan.updates / per_epoch, batch_size=plan.local_rows
+            max_steps=sizes.updates, epochs=sizes.updates / per_epoch, batch_size=sizes.local_rows
         )
         link(self.callbacks, self.args)
-        rows = token_rows(self.args, self._when(), self.learner, self.tokenizer)
+        rows = token_rows(self.args, self._schedule(), self.learner, self.tokenizer)
         engine.hooks = hooks = TrainerHooks(
             self.callbacks,
             steps_per_epoch=per_epoch,
@@ -107,32 +107,32 @@ class Run:
             hooks.evaluate_at_start(always=self.evaluator.initial_scores is not None)
         begin, before = time.perf_counter(), engine.step
         try:
-            engine.run(plan.updates)
+            engine.run(sizes.updates)
             hooks.end_pass()
             seconds, updates = time.perf_counter() - begin, engine.step - before
             loss = self.callbacks.state.loss_sum / max(engine.step, 1)
-            done = summary(seconds, updates, rows=plan.batch_size, loss=loss)
+            totals = summary(seconds, updates, rows=sizes.batch_size, loss=loss)
             if updates:
-                self.callbacks.log(done)
+                self.callbacks.log(totals)
             self._load_best()
             self.callbacks.fire("on_train_end")
         finally:
             self.callbacks.tracker.close()
         if screen is not None and self.args.output_dir:
             root = shlex.quote(str(self.root()))
-            screen.note(f"the run is in {root}; `kedge report {root}` makes a page of it")
-        return self._output(done)
+            screen.note(f"the run is in {root}; `kedge report {root}` writes a report of it")
+        return self._output(totals)
 
-    def _output(self, done: dict[str, float]) -> TrainOutput:
+    def _output(self, totals: dict[str, float]) -> TrainOutput:
         state = self.callbacks.state
         if self.args.output_dir and state.is_world_process_zero:
             file = self.root() / "curves.png"
             with self.beside.writing("curves", file):
                 draw_curves(state.log_history, file)
-        metrics = done | {"episode": state.episode, "epoch": state.epoch or 0.0}
-        return TrainOutput(self.engine.step, done["train_loss"], metrics)
+        metrics = totals | {"episode": state.episode, "epoch": state.epoch or 0.0}
+        return TrainOutput(self.engine.step, totals["train_loss"], metrics)
 
-    # -- along the way --------------------------------------------------------------------------
+    # -- during training --------------------------------------------------------------------------
 
     def _on_sample(self) -> Callable[[int, Rollout, RewardOutput], None]:
         recorder = build_recorder(self.settings, self.learner)
@@ -163,14 +163,14 @@ class Run:
         for warning in warnings if self.learner.rank == 0 else []:
             logger.warning("preflight: %s", warning)
 
-    def _when(self) -> IntervalSchedule:
-        plan = self.engine.batch_sizes
+    def _schedule(self) -> IntervalSchedule:
+        sizes = self.engine.batch_sizes
         return build_schedule(
-            self.args, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch
+            self.args, updates=sizes.updates, updates_per_epoch=sizes.updates_per_epoch
         )
 
     def _after_step(self, rows: TokenLog | None) -> Callable[[StepReport], None]:
-        when, empty = self._when(), self.args.torch_empty_cache_steps
+        when, empty = self._schedule(), self.args.torch_empty_cache_steps
 
         def after(report: StepReport) -> None:
             row = self.callbacks.state.pending[-1]
@@ -185,7 +185,7 @@ class Run:
         return after
 
     def _open_trackers(self) -> Screen | None:
-        """Files and screen of the main process; trackers set by hand stay."""
+        """Open the files and the screen on rank 0."""
         if not self.callbacks.state.is_world_process_zero:
             return None
         bar, tables = not self.args.disable_tqdm, self.args.num_sample_generations > 0
@@ -201,15 +201,15 @@ class Run:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def save_checkpoint(self) -> Path:
-        """Write ``checkpoint-N`` into the output folder; a kill leaves the one before whole."""
+        """Write ``checkpoint-N`` into the output folder; atomic if the process is killed."""
         engine, accelerator = self.engine, self.learner.accelerator
         parts = {} if self.args.save_only_model else engine.state_dict()
-        flight = [pack(sample) for sample in engine.in_flight]
+        in_flight = [pack(sample) for sample in engine.in_flight]
         return checkpoint.save(
             self.root(),
             engine.step,
             parts,
-            local=flight or None,
+            local=in_flight or None,
             settings=resume_fingerprint(self.settings, engine, self.learner),
             write_models=self._write_models,
             rank=accelerator.process_index,
@@ -223,7 +223,7 @@ class Run:
             self.callbacks.write_state(folder)
 
     def _tidy(self, *, starting: bool) -> None:
-        """Clear away what a killed run left, before anyone looks for checkpoints."""
+        """Remove incomplete files of a killed run, and old checkpoints if a new run may."""
         if not self.args.output_dir:
             return
         root, accelerator = self.root(), self.learner.accelerator
@@ -231,23 +231,25 @@ class Run:
         if main:
             checkpoint.tidy(root)
         accelerator.wait_for_everyone()
-        others = earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
+        old_checkpoints = (
+            earlier_run(root, overwrite=self.args.overwrite_output_dir) if first else []
+        )
         accelerator.wait_for_everyone()
-        for folder in others if main else []:
+        for folder in old_checkpoints if main else []:
             shutil.rmtree(folder)
         accelerator.wait_for_everyone()
 
     def _load_best(self) -> None:
         best = self.callbacks.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
-            found = checkpoint.load(best)
-            if not found.parts:
+            saved = checkpoint.load(best)
+            if not saved.parts:
                 raise ConfigError("load_best_model_at_end=True needs save_only_model=False")
             with checkpoint.loading(Path(best)):
-                self.learner.load_state_dict(found.parts["learner"])
-            rollouts = self.engine.rollout_engine
-            if not rollouts.shares_weights:
-                rollouts.load_weights(self.learner.weights(), self.learner.version)
+                self.learner.load_state_dict(saved.parts["learner"])
+            rollout_engine = self.engine.rollout_engine
+            if not rollout_engine.shares_weights:
+                rollout_engine.load_weights(self.learner.weights(), self.learner.version)
 
     def root(self) -> Path:
         """The output folder.
@@ -256,5 +258,5 @@ class Run:
             ConfigError: there is none.
         """
         if not self.args.output_dir:
-            raise ConfigError("output_dir is not set: there is no place for checkpoints")
+            raise ConfigError("output_dir must be set to write checkpoints")
         return Path(self.args.output_dir)

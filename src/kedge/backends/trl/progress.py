@@ -1,0 +1,84 @@
+"""Progress of TRL's trainers in the rows of ``kedge ppo`` instead of printed dictionaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from kedge.backends.trackers import Screen
+
+LABELS = {
+    "loss": "loss",
+    "mean_token_accuracy": "token accuracy",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "learning_rate": "lr",
+    "eval_loss": "eval loss",
+    "eval_mean_token_accuracy": "eval token accuracy",
+    "eval_accuracy": "eval accuracy",
+    "eval_margin": "eval margin",
+}
+
+
+def train_with_progress(trainer: Any) -> None:
+    """Call ``trainer.train`` with a ``RowCallback`` in place of the callbacks of transformers.
+
+    Args:
+        trainer: a ``transformers.Trainer``; resumes as ``args.resume_from_checkpoint`` says.
+    """
+    for printing in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(printing)
+    rows = RowCallback()
+    trainer.add_callback(rows)
+    try:
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    finally:
+        rows.close()
+
+
+class RowCallback(TrainerCallback):
+    """Prints each logged row on one line, above a progress bar on a terminal (rank 0)."""
+
+    def __init__(self) -> None:
+        self.screen: Screen | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Open the screen."""
+        if state.is_world_process_zero:
+            self.screen = Screen(
+                state.max_steps, start=state.global_step, bar=not args.disable_tqdm, labels=LABELS
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Move the bar."""
+        if self.screen is not None:
+            self.screen.advance(state.global_step, {})
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Print the row."""
+        if self.screen is not None:
+            self.screen.log(logs or {}, step=state.global_step)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self.screen is not None:
+            self.screen.close()
