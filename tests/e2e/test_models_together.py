@@ -91,7 +91,7 @@ def test_layers_that_do_not_train_may_be_shared() -> None:
         (
             {"train_dataset": [{"input_ids": [3, 4]}, {"input_ids": [3, 99, 5]}]},
             DataError,
-            "row 1 of the dataset holds token 99, and the model knows 32",
+            "row 1 of the dataset holds token 99, but the model's vocabulary has 32",
         ),
     ],
     ids=["reference", "value", "value positions", "prompts", "evaluation", "token"],
