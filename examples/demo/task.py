@@ -1,6 +1,6 @@
 """The demo's task: short posts, their one-line summaries, and a gold judge.
 
-    POST : it was monday . the sky was gray . mia went to the harbour . the animal was a fox .
+    POST : it was monday . the sky was grey . mia went to the harbour . the animal was a fox .
            the crowd was loud . it was red . TL;DR :
     mia saw a red fox at the harbour on monday . <eos>
 
@@ -30,7 +30,7 @@ TOLD = {
     "day": "that was on {}",
 }
 TOPICS = ["sky", "sea", "road", "town", "hill", "house", "dog", "crowd"]
-MOODS = ["gray", "calm", "loud", "cold", "busy", "happy", "quiet", "late"]
+MOODS = ["grey", "calm", "loud", "cold", "busy", "happy", "quiet", "late"]
 REMARKS = 2
 WORDS = sorted(
     {

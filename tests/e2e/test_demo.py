@@ -22,7 +22,7 @@ def test_the_gold_judge_by_hand() -> None:
     finally:
         sys.path.remove(str(DEMO))
     facts = {"name": "mia", "color": "red", "animal": "fox", "place": "harbour", "day": "monday"}
-    post = task.Post(facts, ("the sky was gray", "the sea was calm"), "")
+    post = task.Post(facts, ("the sky was grey", "the sea was calm"), "")
     perfect = "mia saw a red fox at the harbour on monday ."
     assert task.judge(post, perfect) == pytest.approx(1.0)
     assert task.judge(post, perfect[:-2]) == pytest.approx(0.5)
@@ -30,7 +30,7 @@ def test_the_gold_judge_by_hand() -> None:
     assert task.judge(post, "mia saw a fox .") == pytest.approx(0.4)
     assert task.judge(post, "mia saw a blue fox .") == pytest.approx(0.0)
     assert task.judge(post, "mia saw a fox and on monday on monday .") == pytest.approx(0.4)
-    assert task.judge(post, perfect + " and the sky was gray .") == pytest.approx(0.8)
+    assert task.judge(post, perfect + " and the sky was grey .") == pytest.approx(0.8)
     written = task.write_post(random.Random(0))
     assert task.read_post(written.text).facts == written.facts
     assert set(task.read_post(written.text).remarks) == set(written.remarks)

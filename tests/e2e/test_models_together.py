@@ -66,12 +66,12 @@ def test_layers_that_do_not_train_may_be_shared() -> None:
         (
             {"ref_model": tiny_policy("gpt_neox", vocab_size=24)},
             ConfigError,
-            "the reference .* knows 24 tokens and the policy writes 32",
+            "the reference .* a vocabulary of 24 tokens, the policy of 32",
         ),
         (
             {"value_model": tiny_reward_model("llama", vocab_size=22)},
             ConfigError,
-            "the value model .* knows 22 tokens",
+            "the value model .* a vocabulary of 22 tokens",
         ),
         (
             {"value_model": tiny_reward_model("gpt2", vocab_size=VOCAB, max_positions=8)},
@@ -91,7 +91,7 @@ def test_layers_that_do_not_train_may_be_shared() -> None:
         (
             {"train_dataset": [{"input_ids": [3, 4]}, {"input_ids": [3, 99, 5]}]},
             DataError,
-            "row 1 of the dataset holds token 99, and the model knows 32",
+            "row 1 of the dataset holds token 99, but the model's vocabulary has 32",
         ),
     ],
     ids=["reference", "value", "value positions", "prompts", "evaluation", "token"],
@@ -112,7 +112,7 @@ def test_a_token_that_only_a_wider_policy_writes_is_named() -> None:
     )
     narrow = tiny_policy("gpt_neox", vocab_size=12)
     trainer.engine.learner.reference.model.set_input_embeddings(narrow.get_input_embeddings())
-    with pytest.raises(KedgeError, match=r"row 0 holds token \d+, and .* knows 12 tokens"):
+    with pytest.raises(KedgeError, match=r"row 0 holds token \d+, but .* vocabulary of 12"):
         trainer.train()
 
 
@@ -225,5 +225,5 @@ def test_an_adapter_that_has_trained_before_passes_the_preflight() -> None:
 
 def test_an_adapter_of_a_base_without_a_name_says_what_to_do(tmp_path: Path) -> None:
     get_peft_model(policy(), LoraConfig(**LORA)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="does not say of which model"):
+    with pytest.raises(ConfigError, match="without base_model_name_or_path"):
         small(model=str(tmp_path))

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], type[KedgeError], str]] = {
     "a source that gives a list": (
         {"reward_model": None, "reward_funcs": Says(lambda rows: [1.0] * rows)},
         RewardError,
-        "Says.score returned list; .* returns a kedge.types.RewardOutput",
+        "Says.score must return a kedge.types.RewardOutput, got list",
     ),
     "scores for other rows": (
         {"reward_model": None, "reward_funcs": judged(-2, 0)},

@@ -166,7 +166,7 @@ def test_transformers_own_collator_works():
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (lambda rows: {"input_ids": [[1]]}, "returned input_ids, without attention_mask"),
+        (lambda rows: {"input_ids": [[1]]}, "attention_mask missing, got input_ids"),
         (lambda rows: {"input_ids": [[1]], "attention_mask": [[1]]}, r"shape \(1, 1\).*3 prompts"),
         (
             lambda rows: {"input_ids": [[1]] * 3, "attention_mask": [[1], [0], [1]]},
@@ -204,22 +204,26 @@ CHAT = [{"role": "user", "content": "w5"}]
         ("tldr", {}, "the dataset is 'tldr'; load it first"),
         (DatasetDict(train=Dataset.from_list(ROWS)), {}, "the splits train; pass one of them"),
         (Dataset.from_list(ROWS).to_iterable_dataset(), {}, "IterableDataset, a stream.*take"),
-        (iter(ROWS), {}, "a stream: its rows cannot be named"),
-        (3, {}, "a dataset cannot be a int"),
+        (iter(ROWS), {}, "a stream without row indices"),
+        (3, {}, "a dataset must be .*, got int"),
         ([], {}, "the dataset is empty"),
         (Dataset.from_dict({"prompt": []}), {}, "the dataset is empty"),
-        ([{"text": "w3", "n": 1}], {}, "no prompts: its columns are 'text', 'n'; .*rename"),
-        (["w3"], {}, "row 0 of the dataset .list. is a str, not a dict"),
-        ({"prompt": "w3"}, {}, "column 'prompt' is a str, not a list"),
-        ({"prompt": ["w3"], "n": [1, 2]}, {}, "columns differ in length"),
-        ([{"prompt": "w3"}, {"prompt": None}], {}, "row 1: expected text, found NoneType None"),
-        ([{"prompt": 3}], {}, "row 0: expected text, found int 3"),
+        ([{"text": "w3", "n": 1}], {}, "no prompts: its columns are 'text', 'n'. .*rename"),
+        (["w3"], {}, "row 0 of the dataset .list. must be a dict .*, got str"),
+        ({"prompt": "w3"}, {}, "column 'prompt' must be a list, got str"),
+        ({"prompt": ["w3"], "n": [1, 2]}, {}, "columns must have the same length"),
+        ([{"prompt": "w3"}, {"prompt": None}], {}, "row 1: expected text, got NoneType None"),
+        ([{"prompt": 3}], {}, "row 0: expected text, got int 3"),
         ([{"prompt": "w3"}, {"prompt": ""}], {}, r"row 1 of the dataset is an empty prompt"),
         ([{"prompt": CHAT}], {}, "holds chat messages, but the tokenizer has no chat template"),
-        ([{"input_ids": [3, -1]}], {}, r"row 0: expected a list of token ids .*found list \[3, -1"),
-        ([{"input_ids": "w3"}], {}, "row 0: expected a list of token ids .*found str"),
+        ([{"input_ids": [3, -1]}], {}, r"row 0: expected a list of token ids .*got list \[3, -1"),
+        ([{"input_ids": "w3"}], {}, "row 0: expected a list of token ids .*got str"),
         ([{"input_ids": [1.5]}], {}, "expected a list of token ids"),
-        ([{"input_ids": [3], "attention_mask": [1, 1]}], {}, "row 0: attention_mask and input_ids"),
+        (
+            [{"input_ids": [3], "attention_mask": [1, 1]}],
+            {},
+            "row 0 of the dataset: attention_mask and input_ids",
+        ),
         (
             [{"input_ids": [3], "attention_mask": [0]}],
             {},
@@ -261,7 +265,7 @@ def test_lone_surrogates_in_prompts_are_refused_by_row(chat):
 
 def test_mixed_chats_and_texts_are_refused():
     tokenizer = word_tokenizer(chat_template=TEMPLATE)
-    with pytest.raises(DataError, match="row 1: expected chat messages, found str 'w3'"):
+    with pytest.raises(DataError, match="row 1: expected chat messages, got str 'w3'"):
         make([{"prompt": CHAT}, {"prompt": "w3"}], tokenizer)
 
 
@@ -270,7 +274,7 @@ def test_mixed_chats_and_texts_are_refused():
     [
         ({"prompts_per_step": 0}, "prompts_per_step=0 must be at least 1"),
         ({"num_generations": 0}, "num_generations=0 must be at least 1"),
-        ({"rank": 2, "world_size": 2}, r"rank=2 is not in \[0, world_size=2\)"),
+        ({"rank": 2, "world_size": 2}, r"rank=2 must be in \[0, world_size=2\)"),
         ({"world_size": 2}, r"world_size=2 does not divide the step's 3 rows.*do: 2, 4"),
         ({"max_prompt_length": 0}, "max_prompt_length=0 must be at least 1 token"),
         ({"overlong": "cut"}, "overlong_prompts='cut' must be 'drop' or 'truncate'"),
@@ -305,8 +309,8 @@ def test_a_text_that_begins_with_bos_keeps_one(caplog):
     found = [ids[mask].tolist() for ids, mask in zip(batch.ids, batch.mask, strict=True)]
     assert found == [[3, 5], [3, 6], [3, 3, 7]]  # what stood in the text stays
     assert caplog.messages == [
-        "2 prompts already begin with the BOS token (a chat template rendered beforehand?): they"
-        " keep one, not two"
+        "2 prompts already begin with the BOS token (already rendered by a chat template?); the"
+        " second BOS was removed"
     ]
     caplog.clear()
     assert make([{"prompt": "w3 w3"}], word_tokenizer(bos_token="w3")).batch(0).ids[0].tolist() == [

@@ -368,7 +368,7 @@ def test_an_empty_prompt_is_named():
 
 def test_missing_models_are_named():
     bare = learner(value=None, reference=None)
-    with pytest.raises(ConfigError, match="no value model"):
+    with pytest.raises(ConfigError, match="values need a value model"):
         bare.compute_logprobs(rollout(), values=True, reference=False, full_kl=False)
     with pytest.raises(ConfigError, match="reference"):
         bare.compute_logprobs(rollout(), values=False, reference=True, full_kl=False)

@@ -96,7 +96,7 @@ def test_a_backend_that_torch_does_not_know_is_named():
 
 def test_nothing_to_train_is_refused():
     frozen = torch.nn.Linear(1, 1).requires_grad_(False)
-    with pytest.raises(ConfigError, match="nothing to train"):
+    with pytest.raises(ConfigError, match="at least one weight must have requires_grad"):
         build_optimizer(arguments(), parameter_groups({"policy": (frozen, 0.1)}, 0.0))
 
 

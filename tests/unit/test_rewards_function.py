@@ -148,7 +148,7 @@ def nan_second(completion_ids):
     ("function", "message"),
     [
         (raises_on_w7, r"raises_on_w7 raised KeyError: 'w7' on row 1 \(prompt 'w7'\); .*'drop'"),
-        (raises_in_batches, r"ConnectionError: busy when called with all 2 rows, but on no row al"),
+        (raises_in_batches, r"ConnectionError: busy when called with all 2 rows, but not on an"),
         (nan_second, r"nan_second returned nan, .*; return None .*on row 1 \(prompt 'w7'\)"),
         (lambda prompts: [1, 1e39], r"returned 1e\+39, which is not a finite float32; .*on row 1"),
         (
@@ -160,9 +160,9 @@ def nan_second(completion_ids):
         (lambda prompts: torch.ones(2, device="meta"), r"on meta\) whose numbers cannot be read"),
         (lambda prompts: [torch.ones((), device="meta"), 1], r"whose numbers cannot be read"),
         (lambda prompts: [[1, 2, 1e39], 1], r"per-token reward 1e\+39, not a finite number"),
-        (lambda prompts: [1.0], r"lambda returned 1 rewards for 2 completions"),
-        (lambda prompts: None, r"returned NoneType; it must return a list"),
-        (lambda prompts: 1.0, r"returned float; it must return a list"),
+        (lambda prompts: [1.0], r"lambda must return one .* per completion: got 1 for 2"),
+        (lambda prompts: None, r"must return a list .*, got NoneType"),
+        (lambda prompts: 1.0, r"must return a list .*, got float"),
         (lambda prompts: [1, "2"], r"returned str '2', not a number, on row 1"),
         (
             lambda prompts: [float("inf"), 1],
@@ -170,7 +170,7 @@ def nan_second(completion_ids):
         ),
         (lambda prompts: [[1, 2], 1], r"2 per-token rewards for a response of 3 tokens, on row 0"),
         (lambda prompts: [[1, 2, float("nan")], 1], r"per-token reward nan, not a finite number"),
-        (lambda prompts, gold: [1, 2], r"asks for gold, .*there are completion_ids, "),
+        (lambda prompts, gold: [1, 2], r"requires gold, .*available: completion_ids, "),
     ],
 )
 def test_errors_name_function_row_and_prompt(function, message):
@@ -217,11 +217,11 @@ def test_columns_that_the_dataset_lacks_are_named_before_anything_is_sampled():
         make(graded, dataset_columns=["prompt", "answer"])
     assert str(caught.value) == (
         "reward function graded needs solution, and the dataset has no such column (its columns:"
-        " answer, prompt). Besides them a function can take prompts, completions, prompt_ids,"
-        " completion_ids, trainer_state, log_metric, log_extra; give solution a column of that"
-        " name, or a default in the function"
+        " answer, prompt). In addition to columns, a function can take prompts, completions,"
+        " prompt_ids, completion_ids, trainer_state, log_metric, log_extra; add a"
+        " dataset column 'solution', or give the argument a default"
     )
-    with pytest.raises(ConfigError, match=r"needs completion, prompt, .*take completions, a list"):
+    with pytest.raises(ConfigError, match=r"needs completion, prompt, .*use completions, a list"):
         make(single, dataset_columns=["prompt"])
 
 
@@ -258,7 +258,9 @@ def test_a_failing_row_can_be_scored_or_dropped(function, caplog):
 def test_a_call_that_fails_as_a_batch_only_is_reported(caplog):
     judged = make(raises_in_batches, on_error="drop").score(rollout_of(PAIRS))
     assert judged.scores.tolist() == [2.0, 2.0]
-    assert "ConnectionError: busy when called with all rows, but on no row alone" in caplog.text
+    assert (
+        "ConnectionError: busy when called with all rows, but not on any single row" in caplog.text
+    )
 
 
 def test_dense_rewards_survive_a_failing_neighbor():
@@ -387,7 +389,7 @@ def test_text_is_decoded_once_and_only_when_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        (3, {}, "must be callable, found int 3"),
+        (3, {}, "must be callable, got int 3"),
         (slow, {"on_error": "ignore"}, "on_reward_error='ignore' must be"),
         (slow, {"on_error": "score"}, "needs reward_error_score"),
         (lambda x, /: x, {}, "takes x by position only"),

@@ -111,7 +111,7 @@ def test_a_penalty_subtracts_from_or_replaces_the_score_of_cut_off_rows():
     assert other.score(rollout).scores.tolist() == [1.0, -4.0, 3.0]
     zero = EosPenalty(gives(1, 2, 3), missing_eos_penalty=0.0).score(rollout)
     assert zero.scores.tolist() == [1.0, 2.0, 3.0]
-    with pytest.raises(ConfigError, match=r"missing_eos_penalty=1.0 subtracts.*choose one"):
+    with pytest.raises(ConfigError, match=r"missing_eos_penalty=1.0 subtracts.*set only one"):
         EosPenalty(gives(1), missing_eos_penalty=1.0, non_eos_penalty=True)
 
 
@@ -201,19 +201,19 @@ def test_a_checkpoint_without_a_head_gets_one_label(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
-        ((), {}, "nothing to score responses with: give reward_model or reward_funcs"),
-        ((None, []), {}, "nothing to score responses with"),
+        ((), {}, "no reward is configured: pass reward_model or reward_funcs"),
+        ((None, []), {}, "no reward is configured"),
         (
             (None, [two, two]),
             {"weights": [1.0]},
-            "reward_weights has 1 numbers for 2 reward sources",
+            "reward_weights must have one number per reward source .*: got 1 for 2",
         ),
-        ((3,), {}, r"a reward cannot be a int \(3\)"),
+        ((3,), {}, r"a reward must be a model, .* got int \(3\)"),
         ((None, "no_such_module:f"), {}, "cannot import 'no_such_module'"),
-        ((None, "no_such_file.py:f"), {}, "no file .*no_such_file.py"),
+        ((None, "no_such_file.py:f"), {}, "file not found: .*no_such_file.py"),
         ((None, "math:no_such"), {}, "'math' has no function 'no_such'; it has .*sqrt"),
         (("./no/such/model",), {}, "reward model './no/such/model' cannot be loaded"),
-        ((neox_reward(vocab=20),), {}, "knows 20 tokens, the policy's tokenizer has 32"),
+        ((neox_reward(vocab=20),), {}, "has 20 tokens, but the policy's tokenizer has 32"),
         (
             (None, [two, two]),
             {"tokenizers": [TOKENIZER]},

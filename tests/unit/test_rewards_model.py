@@ -171,9 +171,9 @@ def test_one_of_several_labels_is_the_reward():
     names = "LABEL_0, LABEL_1, LABEL_2"
     with pytest.raises(ConfigError, match=rf"has 3 labels \({names}\).*reward_label.*num_labels=1"):
         RewardModel(model)
-    with pytest.raises(ConfigError, match=r"reward_label='good' is no label.*2 \(LABEL_2\)"):
+    with pytest.raises(ConfigError, match=r"reward_label='good' is not a label.*2 \(LABEL_2\)"):
         RewardModel(model, reward_label="good")
-    with pytest.raises(ConfigError, match="reward_label=3 is no label"):
+    with pytest.raises(ConfigError, match="reward_label=3 is not a label"):
         RewardModel(model, reward_label=3)
     by_name = RewardModel(model, reward_label="LABEL_1").score(rollout_of(PAIRS)).scores
     by_index = RewardModel(model, reward_label=1).score(rollout_of(PAIRS)).scores
@@ -185,7 +185,7 @@ def test_one_of_several_labels_is_the_reward():
 
 
 def test_a_vocabulary_too_small_is_refused_before_training():
-    with pytest.raises(ConfigError, match=r"knows 20 tokens.*has 32.*reward_processing_class"):
+    with pytest.raises(ConfigError, match=r"has 20 tokens.*has 32.*reward_processing_class"):
         RewardModel(neox_reward(vocab=20), policy_vocab_size=32)
 
 
@@ -199,7 +199,7 @@ def test_a_score_that_is_not_finite_names_row_and_prompt():
     model = neox_reward()
     with torch.no_grad():
         model.get_input_embeddings().weight[11] = torch.nan
-    with pytest.raises(RewardError, match=r"score nan to row 1 \(prompt \[10\]\)"):
+    with pytest.raises(RewardError, match=r"score nan for row 1 \(prompt \[10\]\)"):
         RewardModel(model).score(rollout_of(PAIRS))
 
 

@@ -212,7 +212,7 @@ def test_mix() -> None:
 def test_mix_errors() -> None:
     one = Dataset.from_dict({"prompt": ["a"], "x": [1]})
     other = Dataset.from_dict({"prompt": ["a"], "x": [["list"]]})
-    with pytest.raises(DataError, match="do not fit together"):
+    with pytest.raises(DataError, match="cannot be concatenated"):
         mix("a 1 b 1", {"a": one, "b": other}.__getitem__)
     with pytest.raises(DataError, match="already has a column 'x'"):
         mix("a 1", {"a": one}.__getitem__, name_column="x")

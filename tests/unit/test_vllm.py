@@ -122,8 +122,11 @@ def test_a_tied_head_is_sent_as_a_weight_of_its_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {}, "no weights were given"),
-        (lambda w: w | {"more": torch.zeros(1)}, "'more', which the engine's model does not have"),
+        (lambda w: {}, "received no weights"),
+        (
+            lambda w: w | {"more": torch.zeros(1)},
+            "'more', which the rollout engine's model does not",
+        ),
         (lambda w: w | {"lm_head.weight": torch.zeros(3, 3)}, r"lm_head.weight is \(3, 3\)"),
         (
             lambda w: {k: v for k, v in w.items() if "norm" not in k},

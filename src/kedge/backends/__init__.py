@@ -1,1 +1,1 @@
-"""Adapters to third-party packages; each is imported in one folder, lazily."""
+"""Adapters to third-party packages; each package is imported lazily, in one folder only."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kedge.errors import HubError
 
 STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
-# What a run leaves beside the model: other pushes, hidden folders, and texts of the dataset.
+# Files of a run next to the model: other pushes, hidden folders, and texts of the dataset.
 RUN_FILES = (
     *("checkpoint-*", ".*", "_*", "*completions*/*", "tokens*/*", "rollouts/*", "start/*"),
     "report*.html",
@@ -18,22 +18,22 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
 def logged_in() -> bool:
-    """Whether there is a token of the hub on this machine."""
+    """Whether a hub token is stored on this machine."""
     from huggingface_hub import get_token
 
     return get_token() is not None
 
 
 class Hub:
-    """One repository on the hub, of a model or of data.  Only rank 0 has one.
+    """A model or dataset repository on the hub.  Only rank 0 creates one.
 
     Args:
         repo_id: "name" or "organization/name".
-        token: of a user who may write; None takes the one of ``hf auth login`` or ``HF_TOKEN``.
-        private: for a repository that does not exist yet; None is the account's default.
-        revision: branch to push to, made if it is missing; None is "main".
-        kind: what the repository holds.
-        api: a ``huggingface_hub.HfApi``, or something with its ``create_repo``,
+        token: token with write access; None: that of ``hf auth login`` or ``HF_TOKEN``.
+        private: visibility of a new repository; None: the account's default.
+        revision: branch to push to, created if missing; None: "main".
+        kind: type of the repository.
+        api: a ``huggingface_hub.HfApi``, or an object with its ``create_repo``,
             ``create_branch``, ``upload_folder`` and ``upload_file``.
     """
 
@@ -57,7 +57,7 @@ class Hub:
 
     @property
     def url(self) -> str:
-        """Address of the repository, with the account's name once it is made."""
+        """URL of the repository; includes the account's name once the repository is created."""
         from huggingface_hub.constants import ENDPOINT
 
         branch = "" if self.revision in (None, "main") else f"/tree/{self.revision}"
@@ -65,12 +65,12 @@ class Hub:
         return f"{ENDPOINT}/{place}{self.repo_id}{branch}"
 
     def create(self) -> str:
-        """Make the repository and branch unless they exist; returns the repository's full name.
+        """Create the repository and branch if needed; returns the repository's full name.
 
-        Called before training starts, so that a wrong token is found in the first second.
+        Called before training starts, so that a wrong token fails at once.
 
         Raises:
-            HubError: says what the hub answered and what to do.
+            HubError: with the hub's answer and what to do.
         """
         if not self._ready:
             url = self._call(
@@ -98,17 +98,17 @@ class Hub:
 
         Args:
             folder: what to upload.
-            message: the commit's message.
-            path_in_repo: where to; None is the root.
-            ignore: patterns of files to leave out.
-            replace: delete what else is at ``path_in_repo``.
-            blocking: False returns a future at once.
+            message: commit message.
+            path_in_repo: destination folder; None: the root.
+            ignore: patterns of files to skip.
+            replace: delete other files at ``path_in_repo``.
+            blocking: False: return a future immediately.
 
         Returns:
-            The commit's information (``.commit_url``), or a future of it.
+            The commit info (``.commit_url``), or a future of it.
 
         Raises:
-            HubError: says what the hub answered and what to do.
+            HubError: with the hub's answer and what to do.
         """
         return self._commit(
             "upload_folder",
@@ -124,13 +124,13 @@ class Hub:
         """Upload a text as one file.
 
         Args:
-            path: in the repository.
-            text: what the file holds.
-            message: the commit's message.
-            blocking: False returns a future at once.
+            path: path in the repository.
+            text: content of the file.
+            message: commit message.
+            blocking: False: return a future immediately.
 
         Raises:
-            HubError: says what the hub answered and what to do.
+            HubError: with the hub's answer and what to do.
         """
         return self._commit(
             "upload_file",
@@ -140,7 +140,7 @@ class Hub:
             path_in_repo=path,
         )
 
-    def _commit(self, name: str, message: str, *, blocking: bool, **what: Any) -> Any:
+    def _commit(self, name: str, message: str, *, blocking: bool, **arguments: Any) -> Any:
         self.create()
         return self._call(
             name,
@@ -148,22 +148,21 @@ class Hub:
             revision=self.revision,
             commit_message=message,
             run_as_future=not blocking,
-            **what,
+            **arguments,
         )
 
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
-        """Push what ``hub_strategy`` asks for after a save; waits until it is there.
+        """Push what ``hub_strategy`` requires after a save, and wait for the upload.
 
-        A hub that cannot be reached does not end a training run: it is warned of, and the push at
-        the end of training raises.
+        A failure only warns, so that training continues; the push at the end of training raises.
 
         Args:
-            folder: the ``checkpoint-N`` just written.
+            folder: the ``checkpoint-N`` folder just written.
             strategy: "end" pushes nothing now; "every_save" the model; "checkpoint" the model, and
                 the whole checkpoint as ``last-checkpoint``; "all_checkpoints" as ``checkpoint-N``.
         """
         if strategy not in STRATEGIES:
-            raise ValueError(f"hub_strategy={strategy!r}; choose one of {', '.join(STRATEGIES)}")
+            raise ValueError(f"hub_strategy={strategy!r} must be one of {', '.join(STRATEGIES)}")
         if strategy == "end":
             return
         folder = Path(folder)
@@ -175,7 +174,7 @@ class Hub:
                 place = "last-checkpoint" if last else folder.name
                 self.push(folder, message=message, path_in_repo=place, ignore=(), replace=last)
         except HubError as e:
-            warnings.warn(f"{folder.name} is saved but was not pushed: {e}", stacklevel=2)
+            warnings.warn(f"{folder.name} was saved but not pushed: {e}", stacklevel=2)
 
     def _call(self, name: str, **kwargs: Any) -> Any:
         try:
@@ -185,30 +184,30 @@ class Hub:
 
 
 def repo_name(hub_model_id: str | None, output_dir: str | Path | None) -> str:
-    """The repository of a run: ``hub_model_id``, or the output folder's name.
+    """Repository name of a run: ``hub_model_id``, or the output folder's name.
 
     Raises:
-        HubError: neither is given.
+        HubError: neither is set.
     """
     if hub_model_id:
         return hub_model_id
     if not output_dir:
-        raise HubError("there is no name to push under: set hub_model_id or output_dir")
+        raise HubError("pushing needs a repository name: set hub_model_id or output_dir")
     return Path(output_dir).absolute().name
 
 
 def explain(error: BaseException, repo_id: str) -> str:
-    """What went wrong with a repository, and what to do."""
+    """Error message for a failed hub call: the cause and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     kinds = [kind.__name__ for kind in type(error).__mro__]
     if status in (401, 403) or "LocalTokenNotFoundError" in kinds:
-        advice = "log in with `hf auth login`, or set hub_token to a token that may write there"
+        advice = "log in with `hf auth login`, or set hub_token to a token with write access"
     elif status == 404:
-        advice = "check hub_model_id and that the token may write there"
+        advice = "check hub_model_id, and that the token has write access"
     elif status is None and ("ConnectionError" in kinds or "TransportError" in kinds):
         advice = (
-            "the hub cannot be reached from here; train without it, and upload the output folder "
-            "later with `hf upload`"
+            "the hub cannot be reached; train with push_to_hub=False, and upload the output "
+            "folder later with `hf upload`"
         )
     else:
         advice = "the models are in the output folder; upload them later with `hf upload`"

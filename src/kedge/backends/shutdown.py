@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that a run grants in good order."""
+"""Graceful shutdown: on SIGINT or SIGTERM, finish the iteration, checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from typing import Any
 
 
 class GracefulShutdown:
-    """Signals to stop: the first is granted in good order, the second of its kind at once.
+    """Records stop signals: the first requests a shutdown, a second of the same kind exits at once.
 
-    A launcher may add its own SIGTERM to the Ctrl-C that all its processes got; that is one wish.
+    A launcher may add its own SIGTERM to the Ctrl-C that all its processes got; that is one
+    request.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        self._told = False
+        self._reported = False
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Inside, SIGINT and SIGTERM wait to be asked for."""
+        """Within this context, SIGINT and SIGTERM only record a request."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals are somebody else's
+            yield  # only the main thread can handle signals
             return
-        before = {n: signal.signal(n, self._hear) for n in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
         if self._number == number:
             self._raise()
         self._number = self._number or number
 
     @property
     def requested(self) -> bool:
-        """Whether there is one."""
+        """Whether a shutdown was requested."""
         return bool(self._number)
 
     def newly_requested(self) -> bool:
-        """Whether there is one that was not told of before."""
-        told, self._told = self._told, self.requested
-        return self._told and not told
+        """Whether a shutdown was requested since the last call."""
+        reported, self._reported = self._reported, self.requested
+        return self._reported and not reported
 
     def reraise(self) -> None:
-        """What the signal would have done."""
+        """Raise what the signal would have raised: KeyboardInterrupt or SystemExit."""
         if self._number:
             self._raise()
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids: once, before training."""
+"""Tokenizes all prompts once, before training."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from kedge.errors import DataError
 logger = logging.getLogger(__name__)
 CHUNK = 1000  # rows tokenized at a time
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-SOURCES = ("input_ids", "prompt", "query")  # the first one found is used
+SOURCES = ("input_ids", "prompt", "query")  # the first one present is used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReport:
-    """What became of the dataset's rows."""
+    """How many rows of the dataset were kept, dropped and truncated."""
 
     rows: int  # in the dataset
-    dropped: int  # longer than max_prompt_length, left out
+    dropped: int  # longer than max_prompt_length
     truncated: int  # longer than max_prompt_length, first tokens cut off
     longest: int  # tokens of the longest prompt kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompts:
-    """Token ids of all prompts, end to end."""
+    """Token ids of all prompts, concatenated."""
 
     tokens: Tensor  # int32 [total]
     starts: Tensor  # int64 [N + 1]; prompt i is tokens[starts[i] : starts[i + 1]]
@@ -58,10 +58,10 @@ def prompt_column(table: Table) -> str:
     for name in SOURCES:
         if name in table.names:
             return name
-    found = ", ".join(map(repr, table.names)) or "none"
+    columns = ", ".join(map(repr, table.names)) or "none"
     raise DataError(
-        f"the dataset has no prompts: its columns are {found}; it needs 'prompt' or 'query' (text"
-        " or chat messages) or 'input_ids' (token ids), so rename the column that holds them"
+        f"the dataset has no prompts: its columns are {columns}. It needs 'prompt' or 'query' (text"
+        " or chat messages) or 'input_ids' (token ids); rename the column that holds the prompts"
     )
 
 
@@ -77,14 +77,14 @@ def encode_prompts(
     """Tokenize every prompt of ``table``.
 
     Raises:
-        DataError: no rows, no prompt column, a row of the wrong type, an empty prompt, or nothing
-            left after dropping the over-long ones.
+        DataError: no rows, no prompt column, a row of the wrong type, an empty prompt, or no
+            prompt left after dropping the overlong ones.
     """
     if len(table) == 0:
-        raise DataError("the dataset is empty: there is no prompt to train on")
+        raise DataError("the dataset is empty; it needs at least one prompt")
     column = prompt_column(table)
     if column == "input_ids":
-        encode: Callable[[dict[str, list[Any]], list[int]], dict[str, Any]] = _given_ids
+        encode: Callable[[dict[str, list[Any]], list[int]], dict[str, Any]] = _read_ids
     else:
         _check_chat_template(table, column, tokenizer)
         encode = partial(
@@ -100,11 +100,11 @@ def encode_prompts(
     chunks = _chunks(table, names, encode, num_proc)
     if column != "input_ids" and prepends_bos(tokenizer):
         chunks = _with_one_bos(chunks, tokenizer.bos_token_id)
-    return _gather(chunks, len(table), max_length, overlong)
+    return _collect(chunks, len(table), max_length, overlong)
 
 
 def appends_eos(tokenizer: Any) -> bool:
-    """Whether ``tokenizer`` ends every text with its eos token, which would end every prompt."""
+    """Whether ``tokenizer`` appends its EOS token to every text, which would end every prompt."""
     eos = tokenizer.eos_token_id
     if eos is None:
         return False
@@ -113,7 +113,7 @@ def appends_eos(tokenizer: Any) -> bool:
 
 
 def prepends_bos(tokenizer: Any) -> bool:
-    """Whether ``tokenizer`` begins every text with its BOS token."""
+    """Whether ``tokenizer`` prepends its BOS token to every text."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return False
@@ -122,17 +122,17 @@ def prepends_bos(tokenizer: Any) -> bool:
 
 
 def _with_one_bos(chunks: Iterable[list[list[int]]], bos: int) -> Iterable[list[list[int]]]:
-    """Drop the BOS that the tokenizer put before a text that began with one already."""
-    doubled = 0
+    """Drop the BOS that the tokenizer prepended to a text that already began with one."""
+    total = 0
     for chunk in chunks:
-        twice = [ids[:2] == [bos, bos] for ids in chunk]
-        doubled += sum(twice)
-        yield [ids[1:] if drop else ids for ids, drop in zip(chunk, twice, strict=True)]
-    if doubled:
+        double_bos = [ids[:2] == [bos, bos] for ids in chunk]
+        total += sum(double_bos)
+        yield [ids[1:] if drop else ids for ids, drop in zip(chunk, double_bos, strict=True)]
+    if total:
         logger.warning(
-            "%d prompts already begin with the BOS token (a chat template rendered beforehand?):"
-            " they keep one, not two",
-            doubled,
+            "%d prompts already begin with the BOS token (already rendered by a chat template?);"
+            " the second BOS was removed",
+            total,
         )
 
 
@@ -158,7 +158,7 @@ def _chunks(
         yield encode(table.take(rows, names), rows)["input_ids"]
 
 
-def _gather(
+def _collect(
     chunks: Iterable[list[list[int]]],
     rows: int,
     max_length: int | None,
@@ -174,7 +174,7 @@ def _gather(
             if not ids:
                 raise DataError(
                     f"row {row} of the dataset is an empty prompt (no token); remove such rows,"
-                    " or use a tokenizer that starts every text with a bos token"
+                    " or use a tokenizer that prepends a BOS token to every text"
                 )
             over = max_length is not None and len(ids) > max_length
             longest = max(longest, len(ids))
@@ -190,12 +190,12 @@ def _gather(
     if not kept:
         raise DataError(
             f"all {rows} prompts are longer than max_prompt_length={max_length} tokens (the longest"
-            f" has {longest}); raise it, or cut prompts with overlong_prompts='truncate'"
+            f" has {longest}); raise it, or set overlong_prompts='truncate'"
         )
     report = PromptReport(rows=rows, dropped=dropped, truncated=truncated, longest=max(lengths))
     if dropped or truncated:
         logger.warning(
-            "of %d prompts, %d were dropped and %d cut to their last %s tokens",
+            "of %d prompts, %d were dropped and %d truncated to their last %s tokens",
             *_counts(report, max_length),
         )
     return EncodedPrompts(
@@ -217,7 +217,7 @@ def _check_chat_template(table: Table, column: str, tokenizer: Any) -> None:
     if is_chat(first):
         raise DataError(
             f"column {column!r} holds chat messages, but the tokenizer has no chat template;"
-            " set tokenizer.chat_template, or give the prompts as text"
+            " set tokenizer.chat_template, or pass the prompts as text"
         )
 
 
@@ -247,11 +247,11 @@ def _tokenize(
             shown = repr(prompt)[:80]
             raise DataError(
                 f"column {column!r}, row {row}: expected {'chat messages' if chat else 'text'},"
-                f" found {type(prompt).__name__} {shown}; every row must hold text, or every row"
+                f" got {type(prompt).__name__} {shown}; every row must hold text, or every row"
                 " a list of {'role': ..., 'content': ...} messages"
             )
     if chat:
-        texts = [_render(tokenizer, messages, template) for messages in prompts]
+        texts = [_apply_template(tokenizer, messages, template) for messages in prompts]
         _check_texts(texts, column, rows)
         return {"input_ids": tokenizer(texts, add_special_tokens=False)["input_ids"]}
     _check_texts(prompts, column, rows)
@@ -260,46 +260,50 @@ def _tokenize(
 
 
 def _check_texts(texts: Sequence[str], column: str, rows: Sequence[int]) -> None:
-    """Refuse lone surrogates, which no tokenizer takes."""
+    """Reject lone surrogates, which no tokenizer accepts."""
     for row, text in zip(rows, texts, strict=True):
         at = None if text.isascii() else LONE_SURROGATE.search(text)
         if at is not None:
             raise DataError(
                 f"column {column!r}, row {row}: character {at.start()} is the lone surrogate"
-                f" {at.group()!r}, which UTF-8 cannot hold; repair it, for example with"
+                f" {at.group()!r}, which UTF-8 cannot encode; fix it, for example with"
                 " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             )
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: dict[str, Any]) -> str:
-    answered = messages[-1]["role"] == "assistant"  # a response that is already begun
+def _apply_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: dict[str, Any]
+) -> str:
+    answered = messages[-1]["role"] == "assistant"  # the response has already begun
     options = {"add_generation_prompt": not answered, "continue_final_message": answered}
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **(options | template))
 
 
-def _given_ids(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, Any]:
+def _read_ids(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, Any]:
     ids = columns["input_ids"]
-    for row, one in zip(rows, ids, strict=True):
-        if not _are_ids(one):
+    for row, prompt_ids in zip(rows, ids, strict=True):
+        if not _is_id_list(prompt_ids):
             raise DataError(
                 f"column 'input_ids', row {row}: expected a list of token ids (integers >= 0),"
-                f" found {type(one).__name__} {repr(one)[:80]}"
+                f" got {type(prompt_ids).__name__} {repr(prompt_ids)[:80]}"
             )
     masks = columns.get("attention_mask")
     if masks is None:
-        return {"input_ids": [list(map(int, one)) for one in ids]}
-    for row, one, mask in zip(rows, ids, masks, strict=True):
-        if mask is None or len(mask) != len(one):
-            raise DataError(f"row {row}: attention_mask and input_ids differ in length")
+        return {"input_ids": [list(map(int, prompt_ids)) for prompt_ids in ids]}
+    for row, prompt_ids, mask in zip(rows, ids, masks, strict=True):
+        if mask is None or len(mask) != len(prompt_ids):
+            raise DataError(
+                f"row {row} of the dataset: attention_mask and input_ids must have the same length"
+            )
     return {
         "input_ids": [
-            [int(token) for token, real in zip(one, mask, strict=True) if real]
-            for one, mask in zip(ids, masks, strict=True)
+            [int(token) for token, real in zip(prompt_ids, mask, strict=True) if real]
+            for prompt_ids, mask in zip(ids, masks, strict=True)
         ]
     }
 
 
-def _are_ids(ids: object) -> bool:
+def _is_id_list(ids: object) -> bool:
     if isinstance(ids, str) or not hasattr(ids, "__iter__"):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Several datasets as one: ``name 0.5 other 400``."""
+"""Mixes several datasets into one: ``name 0.5 other 400``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Part:
     """One dataset of a mixture.
 
     Attributes:
-        name: what the loader is given.
-        fraction: of its rows, or None.
-        rows: how many of them, or None.
+        name: passed to the loader.
+        fraction: fraction of its rows, or None.
+        rows: number of rows, or None.
     """
 
     name: str
@@ -28,36 +28,36 @@ class Part:
     rows: int | None = None
 
     def count(self, available: int) -> int:
-        """How many rows to take of so many.
+        """How many rows to take of ``available`` ones.
 
         Raises:
-            DataError: there are none.
+            DataError: none would be taken.
         """
         wanted = self.rows if self.fraction is None else round(self.fraction * available)
         if not wanted or not available:
             raise DataError(
-                f"the dataset mixer takes no row of {self.name!r}, which has {available}; leave it"
-                " out, or take more"
+                f"the dataset mixer takes no row of {self.name!r}, which has {available}; remove"
+                " it from the mixer, or take more"
             )
         return wanted
 
 
 def parse_mixer(mixer: str | Sequence[str]) -> list[Part]:
-    """The parts of a mixture written as names and amounts in turn.
+    """Parse a mixture written as alternating names and amounts.
 
-    A number with a decimal point is a fraction of the dataset (1.0 is all of it), one without is a
-    number of rows; more than there are repeats them.
+    A number with a decimal point is a fraction of the dataset (1.0: all of it); one without is a
+    number of rows.  Amounts larger than the dataset repeat its rows.
 
     Args:
         mixer: ``"name 0.5 other 400"``, or the same words in a list.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the mixture cannot be parsed.
     """
     words = mixer.split() if isinstance(mixer, str) else [str(word) for word in mixer]
     if not words or len(words) % 2:
         raise DataError(
-            f"dataset mixer {' '.join(words)!r} must be names and amounts in turn: {EXAMPLE}"
+            f"dataset mixer {' '.join(words)!r} must alternate names and amounts: {EXAMPLE}"
         )
     return [_part(name, amount) for name, amount in zip(words[::2], words[1::2], strict=True)]
 
@@ -75,17 +75,17 @@ def _part(name: str, amount: str) -> Part:
 
 
 def choose_rows(part: Part, available: int, *, seed: int, position: int) -> list[int]:
-    """Which rows of a dataset to take: a random choice, the same for the same seed and position.
+    """Rows to take from a dataset, chosen at random; deterministic in seed and position.
 
     Args:
-        part: how many.
+        part: fraction or number of rows.
         available: rows of the dataset.
-        seed: of the choice.
-        position: of the dataset in the mixture.
+        seed: seed of the choice.
+        position: position of the dataset in the mixture.
     """
     whole, rest = divmod(part.count(available), available)
-    chance = random.Random(f"mixer/{seed}/{position}")
-    return sorted([*list(range(available)) * whole, *chance.sample(range(available), rest)])
+    generator = random.Random(f"mixer/{seed}/{position}")
+    return sorted([*list(range(available)) * whole, *generator.sample(range(available), rest)])
 
 
 def mix(
@@ -95,17 +95,17 @@ def mix(
     seed: int = 0,
     name_column: str | None = None,
 ) -> Any:
-    """One ``datasets.Dataset`` from several; columns that one lacks are None in its rows.
+    """One ``datasets.Dataset`` from several; columns that a dataset lacks are None in its rows.
 
     Args:
         mixer: see ``parse_mixer``.
-        load: gives the ``datasets.Dataset`` of a name.
-        seed: of the choice of rows.
-        name_column: a column to add, with the name of the dataset each row came from.
+        load: returns the ``datasets.Dataset`` for a name.
+        seed: seed of the choice of rows.
+        name_column: column to add with the name of the dataset that each row came from.
 
     Raises:
-        DataError: the mixer cannot be read, a column exists already, or two datasets hold different
-            types in one column.
+        DataError: the mixer cannot be parsed, ``name_column`` already exists, or two datasets have
+            different types in one column.
     """
     import datasets
 
@@ -124,4 +124,4 @@ def mix(
     try:
         return datasets.concatenate_datasets(parts)
     except (ValueError, TypeError) as error:  # pyarrow's errors are ValueErrors and TypeErrors
-        raise DataError(f"the datasets of the mixer do not fit together: {error}") from error
+        raise DataError(f"the datasets of the mixer cannot be concatenated: {error}") from error

@@ -1,4 +1,4 @@
-"""The prompts of a training step, from a dataset."""
+"""Prompts of each training step, from a dataset."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class DatasetPrompts:
     """Prompts drawn from a dataset; every batch is a pure function of the step.
 
     Prompt ``i`` of the run (``i = step * prompts_per_step + slot``) is entry ``i mod N`` of a
-    permutation drawn anew for pass ``i div N`` over the N prompts, so a batch may span passes and
-    a dataset smaller than a batch repeats.  All ranks see slices of one global batch.
+    permutation drawn separately for each pass ``i div N`` over the N prompts, so a batch may span
+    passes and a dataset smaller than a batch repeats.  All ranks see slices of one global batch.
 
-    Column ``input_ids`` is taken as it is, else ``prompt``, else ``query`` is tokenized: text with
-    the tokenizer's special tokens (an eos that the tokenizer appends is left off), chat messages
-    with its chat template.  In ``input_ids`` padding is what ``attention_mask`` says; without that
-    column every id is real, whatever its value.  All other columns go along in
-    ``PromptBatch.columns``, with the raw prompt under ``"prompt"``.
+    Column ``input_ids`` is used unchanged; else ``prompt``, else ``query`` is tokenized: text with
+    the tokenizer's special tokens (except an appended EOS), chat messages with its chat template.
+    Padding in ``input_ids`` is marked by column ``attention_mask``; without it every id is real.
+    All other columns are passed along in ``PromptBatch.columns``, with the raw prompt under
+    ``"prompt"``.
 
     Args:
         dataset: a ``datasets.Dataset``, list of dicts, dict of columns, or map-style torch dataset.
-        tokenizer: the policy's.  Without a pad token its eos fills padding; masks mark it.
+        tokenizer: tokenizer of the policy.  Without a pad token, EOS fills padding; masks mark it.
         prompts_per_step: prompts in a step, over all ranks.
-        num_generations: rows per prompt, next to one another.
+        num_generations: consecutive rows per prompt.
         rank: this process, in ``[0, world_size)``.
         world_size: number of processes; divides ``prompts_per_step * num_generations``.
-        seed: names the permutations.
+        seed: seed of the permutations.
         shuffle: False keeps the dataset's order in every pass.
-        max_prompt_length: tokens; longer prompts are dropped, or cut to their end.
+        max_prompt_length: tokens; longer prompts are dropped, or truncated to their last ones.
         overlong: ``"drop"`` or ``"truncate"``.
         chat_template_kwargs: passed on to ``apply_chat_template``.
         data_collator: called with ``[{"input_ids": ..., "attention_mask": ...}]``, one dict per
@@ -50,8 +50,8 @@ class DatasetPrompts:
         columns: dataset columns to pass along; None passes all.
 
     Raises:
-        ConfigError: sizes that cannot work.
-        DataError: a dataset that cannot be used.
+        ConfigError: a size or option is invalid.
+        DataError: the dataset cannot be used as prompts.
     """
 
     def __init__(  # noqa: PLR0913
@@ -77,7 +77,7 @@ class DatasetPrompts:
             raise ConfigError(f"max_prompt_length={max_prompt_length} must be at least 1 token")
         if overlong not in ("drop", "truncate"):
             raise ConfigError(f"overlong_prompts={overlong!r} must be 'drop' or 'truncate'")
-        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: its own
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
         self._table = read_table(dataset)
         self._prompts: EncodedPrompts = encode_prompts(
             self._table,
@@ -97,7 +97,7 @@ class DatasetPrompts:
         self._orders: dict[int, Tensor] = {}
 
     def keep(self, columns: Collection[str] | None) -> None:
-        """Pass along these dataset columns and the prompt alone; None passes all."""
+        """Pass along only these dataset columns and the prompt; None: all."""
         self._names = [
             name
             for name in self._table.names
@@ -116,11 +116,11 @@ class DatasetPrompts:
 
     @property
     def report(self) -> PromptReport:
-        """Rows found, dropped and truncated, and the longest prompt kept."""
+        """Number of rows, dropped and truncated prompts, and the longest prompt kept."""
         return self._prompts.report
 
     def check_tokens(self, known: int) -> None:
-        """Refuse prompts with token ids of ``known`` or above.
+        """Reject prompts with token ids of ``known`` or above.
 
         Raises:
             DataError: naming the row and the token.
@@ -131,9 +131,9 @@ class DatasetPrompts:
         at = int(over[0])
         row = int(self._prompts.rows[int((self._prompts.starts <= at).sum()) - 1])
         raise DataError(
-            f"row {row} of the dataset holds token {int(self._prompts.tokens[at])}, and the model"
-            f" knows {known} tokens; give the tokenizer that belongs to the model, or after adding"
-            " tokens call model.resize_token_embeddings(len(tokenizer))"
+            f"row {row} of the dataset holds token {int(self._prompts.tokens[at])}, but the model's"
+            f" vocabulary has {known} tokens; use the tokenizer that belongs to the model, or after"
+            " adding tokens call model.resize_token_embeddings(len(tokenizer))"
         )
 
     def fingerprint(self) -> str:
@@ -165,16 +165,16 @@ class DatasetPrompts:
         return int(self._order(turn)[offset])
 
     def _order(self, turn: int) -> Tensor:
-        found = self._orders.get(turn)
-        if found is None:  # the sampling thread may be here too
-            found = torch.arange(len(self._prompts))
+        order = self._orders.get(turn)
+        if order is None:  # the sampling thread may be here too
+            order = torch.arange(len(self._prompts))
             if self._shuffle:
-                draw = torch.Generator().manual_seed(_derive(self._seed, turn))
-                found = torch.randperm(len(found), generator=draw)
+                generator = torch.Generator().manual_seed(_derive_seed(self._seed, turn))
+                order = torch.randperm(len(order), generator=generator)
             if len(self._orders) > 3:
                 self._orders.clear()
-            self._orders[turn] = found
-        return found
+            self._orders[turn] = order
+        return order
 
     def _padded(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if self._collate is not None:
@@ -191,42 +191,44 @@ class DatasetPrompts:
         self, chosen: Tensor, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
     ) -> tuple[Tensor, Tensor]:
         tokens = [self._prompts.tokens_of(index).tolist() for index in chosen.tolist()]
-        made = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
-        missing = {"input_ids", "attention_mask"} - set(made)
+        collated = collate([{"input_ids": t, "attention_mask": [1] * len(t)} for t in tokens])
+        missing = {"input_ids", "attention_mask"} - set(collated)
         if missing:
             raise DataError(
-                f"data_collator returned {', '.join(made) or 'nothing'}, without"
-                f" {' and '.join(sorted(missing))}; padding is read from attention_mask"
+                f"data_collator must return input_ids and attention_mask:"
+                f" {' and '.join(sorted(missing))} missing, got {', '.join(collated) or 'nothing'}"
             )
-        ids, mask = torch.as_tensor(made["input_ids"]), torch.as_tensor(made["attention_mask"])
+        ids = torch.as_tensor(collated["input_ids"])
+        mask = torch.as_tensor(collated["attention_mask"])
         if ids.shape != mask.shape or ids.dim() != 2 or len(ids) != len(tokens):
             raise DataError(
                 f"data_collator returned input_ids of shape {tuple(ids.shape)} and attention_mask"
-                f" of shape {tuple(mask.shape)} for {len(tokens)} prompts"
+                f" of shape {tuple(mask.shape)} for {len(tokens)} prompts; both must be"
+                " [prompts, tokens]"
             )
         real = mask.bool()
         if not bool(real.any(1).all()):
             raise DataError("data_collator returned a prompt without any real token")
-        order = real.long().argsort(dim=1, stable=True)  # padding first, tokens in their order
+        order = real.long().argsort(dim=1, stable=True)  # padding first, order of tokens kept
         return ids.gather(1, order), real.gather(1, order)
 
     def _columns(self, chosen: Tensor, slots: list[int]) -> dict[str, list[Any]]:
         first, last = slots[0], slots[-1]
-        mine = chosen[first : last + 1]
-        columns = self._table.take(self._prompts.rows[mine].tolist(), self._names)
+        local = chosen[first : last + 1]
+        columns = self._table.take(self._prompts.rows[local].tolist(), self._names)
         if "prompt" not in columns:
             columns["prompt"] = (
                 columns["query"]
                 if "query" in columns
                 else self._tokenizer.batch_decode(
-                    [self._prompts.tokens_of(index) for index in mine.tolist()],
+                    [self._prompts.tokens_of(index) for index in local.tolist()],
                     skip_special_tokens=True,
                 )
             )
         return {name: [values[slot - first] for slot in slots] for name, values in columns.items()}
 
 
-def _derive(seed: int, turn: int) -> int:
+def _derive_seed(seed: int, turn: int) -> int:
     digest = hashlib.blake2b(f"prompts/{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -235,11 +237,13 @@ def _pad_id(tokenizer: Any) -> int:
     if tokenizer.pad_token_id is not None:
         return int(tokenizer.pad_token_id)
     if tokenizer.eos_token_id is None:
-        logger.warning("the tokenizer has neither pad nor eos token: padding is filled with id 0")
+        logger.warning(
+            "the tokenizer has neither a pad nor an EOS token: padding is filled with id 0"
+        )
         return 0
     logger.warning(
-        "the tokenizer has no pad token: padding is filled with its eos token %r; masks tell them"
-        " apart, so eos is still learned",
+        "the tokenizer has no pad token: padding is filled with its EOS token %r; masks mark the"
+        " padding, so EOS is still learned",
         tokenizer.eos_token,
     )
     return int(tokenizer.eos_token_id)
@@ -250,7 +254,7 @@ def _check_sizes(prompts: int, generations: int, rank: int, world_size: int) -> 
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank} is not in [0, world_size={world_size})")
+        raise ConfigError(f"rank={rank} must be in [0, world_size={world_size})")
     rows = prompts * generations
     if rows % world_size:
         down = rows // world_size * world_size

@@ -1,4 +1,4 @@
-"""One way to read the many things that people call a dataset."""
+"""A common interface for all supported kinds of datasets."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Table(Protocol):
 
 
 class ColumnTable:
-    """Columns held in memory."""
+    """Columns in memory."""
 
     def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:
-            raise DataError(f"the dataset's columns differ in length: {lengths}")
+            raise DataError(f"the dataset's columns must have the same length, got {lengths}")
         self._columns = columns
         self._length = next(iter(lengths.values()), 0)
 
@@ -66,7 +66,7 @@ class ArrowTable:
             return {}
         try:
             return dict(self.dataset.select_columns(list(names))[list(rows)])
-        except Exception as error:  # a damaged file, a disk that is gone
+        except Exception as error:  # a damaged file, a lost disk
             raise DataError(
                 f"rows of the dataset cannot be read: {type(error).__name__}: {error}"
             ) from error
@@ -76,8 +76,8 @@ def read_table(dataset: Any) -> Table:
     """A table over a ``datasets.Dataset``, a list of dicts, a dict of columns or a torch dataset.
 
     Raises:
-        DataError: there is no dataset, it is a stream (a training step must be able to name its
-            rows, so that a resumed run sees the same prompts), or it is something else.
+        DataError: no dataset, a stream (a resumed run must be able to read the same rows again), or
+            an unsupported type.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, (str, type(None))):
@@ -89,18 +89,18 @@ def read_table(dataset: Any) -> Table:
         if any(hasattr(split, "column_names") for split in dataset.values()):
             splits = ", ".join(map(str, dataset))
             raise DataError(f"the dataset is a {kind} with the splits {splits}; pass one of them")
-        return ColumnTable(_listed(dataset))
+        return ColumnTable(_check_columns(dataset))
     if hasattr(dataset, "column_names") and hasattr(dataset, "with_format"):
         if not hasattr(dataset, "__len__"):
-            raise DataError(_streaming(kind))
+            raise DataError(_stream_error(kind))
         if dataset.format["type"] != "custom":
             return ArrowTable(dataset)
     if isinstance(dataset, Iterator) or not hasattr(dataset, "__getitem__"):
         if hasattr(dataset, "__iter__"):
-            raise DataError(_streaming(kind))
-        raise DataError(f"a dataset cannot be a {kind}; give a datasets.Dataset or a list of dicts")
+            raise DataError(_stream_error(kind))
+        raise DataError(f"a dataset must be a datasets.Dataset or a list of dicts, got {kind}")
     if not hasattr(dataset, "__len__"):
-        raise DataError(_streaming(kind))
+        raise DataError(_stream_error(kind))
     return ColumnTable(_columns([_row(dataset, row) for row in range(len(dataset))], kind))
 
 
@@ -110,25 +110,25 @@ def _row(dataset: Any, row: int) -> Any:
     except Exception as error:  # whatever the user's class raises
         raise DataError(
             f"row {row} of the dataset, a {type(dataset).__name__}, cannot be read:"
-            f" {type(error).__name__}: {error}; give a datasets.Dataset (of a pandas frame:"
+            f" {type(error).__name__}: {error}; pass a datasets.Dataset (for a pandas frame:"
             " datasets.Dataset.from_pandas(frame)) or a list of dicts"
         ) from error
 
 
-def _streaming(kind: str) -> str:
+def _stream_error(kind: str) -> str:
     return (
-        f"the dataset is a {kind}, a stream: its rows cannot be named, so a step could not be"
-        " repeated after a restart; take what is needed into memory first, for example"
+        f"the dataset is a {kind}, a stream without row indices, so a resumed run could not read"
+        " the same prompts again; load the rows you need into memory first, for example"
         " datasets.Dataset.from_list(list(stream.take(100_000)))"
     )
 
 
-def _listed(columns: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+def _check_columns(columns: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
     for name, values in columns.items():
         if isinstance(values, str) or not hasattr(values, "__getitem__"):
             raise DataError(
-                f"column {name!r} is a {type(values).__name__}, not a list; a dict as dataset maps"
-                " column names to lists (one row: wrap it as [row])"
+                f"column {name!r} must be a list, got {type(values).__name__}; a dict maps"
+                " column names to lists (pass a single row as [row])"
             )
     return {
         name: values.tolist() if hasattr(values, "tolist") else values
@@ -141,8 +141,8 @@ def _columns(rows: list[Any], kind: str) -> dict[str, list[Any]]:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"row {number} of the dataset ({kind}) is a {type(row).__name__}, not a dict;"
-                " give rows such as {'prompt': text}"
+                f"row {number} of the dataset ({kind}) must be a dict such as {{'prompt': text}},"
+                f" got {type(row).__name__}"
             )
         names.update(dict.fromkeys(row))
     return {name: [row.get(name) for row in rows] for name in names}

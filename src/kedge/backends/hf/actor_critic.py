@@ -18,17 +18,17 @@ from kedge.ops.linear_logprob import TokenConstraints, linear_logprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRequest:
-    """What a forward pass shall say of packed rows.
+    """Which log-probabilities and values one forward pass returns.
 
     Args:
         packed: prompts and responses.
-        tokens: bool [b, R]; the response tokens whose log-probability is wanted.
-        targets: int64 [n]; their ids.
-        draw: what could be drawn at those tokens.
-        slots: bool [b, R]; the value of the state before each is wanted.
-        ends: also the values of the states after the last token.
-        policy: log-probabilities are wanted at all.
-        only_value: the policy, trunk included, gets no gradient.
+        tokens: bool [b, R]; response tokens to compute log-probabilities of.
+        targets: int64 [n]; ids of these tokens.
+        draw: temperature and allowed tokens at these positions.
+        slots: bool [b, R]; compute the value of the state before each.
+        ends: also compute the values of the states after the last token.
+        policy: compute log-probabilities.
+        only_value: no gradient for the policy, including its trunk.
     """
 
     packed: Packed
@@ -42,7 +42,7 @@ class ForwardRequest:
 
 
 class ForwardOutput(NamedTuple):
-    """The answers: flat, in row-major order of the slots asked about."""
+    """Results, flat, in row-major order of the requested slots."""
 
     logprobs: Tensor | None  # float32 [n]
     entropy: Tensor | None  # float32 [n]
@@ -52,7 +52,7 @@ class ForwardOutput(NamedTuple):
 
 
 class ActorCritic(nn.Module):
-    """A policy, and a value model of its own or a value head on the policy's trunk."""
+    """A policy, with a separate value model or a value head on the policy's trunk."""
 
     def __init__(
         self, policy: nn.Module, parts: LanguageModelParts, value: ScalarModel | ScalarHead | None
@@ -69,11 +69,11 @@ class ActorCritic(nn.Module):
 
     @property
     def shared(self) -> bool:
-        """Whether the value reads the policy's trunk."""
+        """Whether the value head reads the policy's trunk."""
         return isinstance(self.value, ScalarHead)
 
     def compile_trunks(self, backend: str | None, mode: str | None) -> None:
-        """Run the trunks through torch.compile; the models themselves stay as they are.
+        """Run the trunks through torch.compile; the models themselves are unchanged.
 
         Raises:
             ConfigError: torch does not know the backend or the mode.
@@ -85,38 +85,40 @@ class ActorCritic(nn.Module):
             self._parts = (self.parts.compiled(how),)
             if isinstance(self.value, ScalarModel):
                 self.value.compile_trunk(**how)
-        except RuntimeError as error:  # InvalidBackend, of a module that is slow to import
+        except RuntimeError as error:  # InvalidBackend, from a module that is slow to import
             raise ConfigError(
                 f"torch_compile_backend={backend!r} with torch_compile_mode={mode!r}:"
                 f" {' '.join(str(error).split())}"
             ) from error
 
-    def forward(self, ask: ForwardRequest) -> ForwardOutput:
-        """Everything asked for, from one pass through each trunk that is needed."""
+    def forward(self, request: ForwardRequest) -> ForwardOutput:
+        """Compute the requested outputs with one pass through each trunk involved."""
         states = None
-        if ask.slots is not None:
-            states = ask.packed.states(ask.slots)
-            states = torch.cat([states, ask.packed.ends]) if ask.ends else states
-        value, said = self.value, ForwardOutput(None, None, None, None, None)
-        if ask.policy or (self.shared and states is not None):
-            said = inside(self.policy, lambda: self._ask_policy(ask, states))
+        if request.slots is not None:
+            states = request.packed.states(request.slots)
+            states = torch.cat([states, request.packed.ends]) if request.ends else states
+        value, output = self.value, ForwardOutput(None, None, None, None, None)
+        if request.policy or (self.shared and states is not None):
+            output = inside(self.policy, lambda: self._forward_policy(request, states))
         if isinstance(value, ScalarModel) and states is not None:
             at = states
-            said = said._replace(values=inside(value.model, lambda: value(ask.packed.ids, at)))
-        if said.values is not None and ask.ends:
-            rows = len(ask.packed.ids)
-            values, ends = said.values.split([len(said.values) - rows, rows])
-            said = said._replace(values=values, ends=ends)
-        return said
+            output = output._replace(
+                values=inside(value.model, lambda: value(request.packed.ids, at))
+            )
+        if output.values is not None and request.ends:
+            rows = len(request.packed.ids)
+            values, ends = output.values.split([len(output.values) - rows, rows])
+            output = output._replace(values=values, ends=ends)
+        return output
 
-    def _ask_policy(self, ask: ForwardRequest, states: Tensor | None) -> ForwardOutput:
+    def _forward_policy(self, request: ForwardRequest, states: Tensor | None) -> ForwardOutput:
         logprobs = entropy = hidden = values = None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not ask.only_value):
-            whole = self.parts.read(ask.packed).flatten(0, 1)
-            if ask.policy:
-                hidden = whole[ask.packed.states(ask.tokens)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not request.only_value):
+            whole = self.parts.read(request.packed).flatten(0, 1)
+            if request.policy:
+                hidden = whole[request.packed.states(request.tokens)]
                 logprobs, entropy = linear_logprob(
-                    hidden, self.parts.head(), ask.targets, draw=ask.draw
+                    hidden, self.parts.head(), request.targets, draw=request.draw
                 )
         if isinstance(self.value, ScalarHead) and states is not None:
             values = self.value(whole[states]).sum(1)  # one column

@@ -1,4 +1,4 @@
-"""Whether models can read what they are given, and stand still when they must."""
+"""Compatibility checks: vocabulary, context length, no weights shared with frozen models."""
 
 from __future__ import annotations
 
@@ -12,71 +12,68 @@ from kedge.types import Rollout
 
 
 def vocabulary(model: nn.Module) -> int | None:
-    """Token ids that the model's embedding holds, or None where that cannot be said."""
+    """Number of token ids in the model's embedding; None if unknown."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(embedding, "num_embeddings", None)
     return rows if isinstance(rows, int) else None
 
 
 def positions(model: Any) -> int | None:
-    """The most tokens of a row that a model, or one of this configuration, is made for.
-
-    None where it names no limit.
-    """
+    """Maximum tokens per row of a model or configuration; None if it states no limit."""
     config: Any = getattr(model, "config", model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
+    limit = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def check_vocabulary(models: Mapping[str, nn.Module], *, tokens: int) -> None:
-    """Refuse models that do not know every token the policy means to write.
+    """Reject models whose vocabulary is smaller than the policy's.
 
     Args:
-        models: by the name that messages call them.
-        tokens: ids of the policy's vocabulary are below it.
+        models: by the name used in messages.
+        tokens: size of the policy's vocabulary.
 
     Raises:
-        ConfigError: naming the model, and what it lacks.
+        ConfigError: naming the model and both sizes.
     """
     for name, model in models.items():
         rows = vocabulary(model)
         if rows is not None and rows < tokens:
             raise ConfigError(
-                f"{name} ({type(model).__name__}) knows {rows} tokens and the policy writes "
-                f"{tokens}: it reads the policy's token ids, so it must come from a model with "
-                "the same tokenizer"
+                f"{name} ({type(model).__name__}) has a vocabulary of {rows} tokens, the policy of "
+                f"{tokens}: it reads the policy's token ids, so it must be a model with the same "
+                "tokenizer"
             )
 
 
 def check_length(
     models: Mapping[str, Any], *, prompt: int, response: int, option: str = "response_length"
 ) -> None:
-    """Refuse models that cannot hold the longest prompt and a response.
+    """Reject models whose context is too short for the longest prompt and a response.
 
     Args:
-        models: or their configurations, by the name that messages call them.
+        models: models or configurations, by the name used in messages.
         prompt: tokens of the longest prompt.
-        response: most tokens of a response.
-        option: what the config calls ``response``.
+        response: maximum tokens of a response.
+        option: name of the option that sets ``response``.
 
     Raises:
-        ConfigError: naming the model, what is needed, and the way out.
+        ConfigError: naming the model, the length needed, and lengths that fit.
     """
     for name, model in models.items():
-        most = positions(model)
-        if most is not None and prompt + response > most:
+        limit = positions(model)
+        if limit is not None and prompt + response > limit:
             raise ConfigError(
                 f"the longest prompt of {prompt} tokens and {option}={response} need "
-                f"{prompt + response} positions; {name} ({type(model).__name__}) has {most}. "
-                + _shorter(prompt, response, most, option)
+                f"{prompt + response} positions; {name} ({type(model).__name__}) has {limit}. "
+                + _shorter(prompt, response, limit, option)
             )
 
 
 def _shorter(prompt: int, response: int, most: int, option: str) -> str:
-    """Which lengths would fit."""
+    """Suggest lengths that fit."""
     ways = [f"{option}={most - prompt} or less"] if most > prompt else []
-    if most - response >= prompt / 2:  # or hardly anything would be left of the prompts
+    if most - response >= prompt / 2:  # else hardly anything is left of the prompts
         ways.append(f"max_prompt_length={most - response} or less")
     if ways:
         return f"Set {', or '.join(ways)}"
@@ -87,14 +84,14 @@ def _shorter(prompt: int, response: int, most: int, option: str) -> str:
 
 
 def check_apart(trained: Mapping[str, nn.Module], still: Mapping[str, nn.Module]) -> None:
-    """Refuse a model that must not change and holds weights of one that trains.
+    """Reject frozen models that share weights with a model that trains.
 
     Args:
         trained: models whose weights with ``requires_grad`` will change, by name.
-        still: models that judge or anchor, by name.
+        still: reward models and reference, by name.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: naming both models.
     """
     owner = {id(p): name for name, m in trained.items() for p in m.parameters() if p.requires_grad}
     for name, model in still.items():
@@ -107,16 +104,16 @@ def check_apart(trained: Mapping[str, nn.Module], still: Mapping[str, nn.Module]
 
 
 def check_rows(rollout: Rollout, models: Iterable[nn.Module]) -> None:
-    """Refuse rows that the models cannot read.
+    """Reject rows that the models cannot read.
 
     Raises:
-        DataError: prompts without a token: no state precedes their first response token.
-        RolloutError: a token beyond a model's vocabulary.
+        DataError: an empty prompt: no state precedes its first response token.
+        RolloutError: a token outside a model's vocabulary.
     """
     prompts = rollout.prompts
     empty = (~prompts.mask.any(1)).nonzero()[:, 0].tolist()
     if empty:
-        raise DataError(f"the prompts of rows {empty} have no token; give each at least one")
+        raise DataError(f"the prompts of rows {empty} are empty; each needs at least one token")
     known = [(rows, type(m).__name__) for m in models if (rows := vocabulary(m)) is not None]
     for ids, real in ((prompts.ids, prompts.mask), (rollout.ids, rollout.response_mask)):
         if known:
@@ -128,7 +125,7 @@ def _check_ids(ids: Tensor, real: Tensor, rows: int, name: str) -> None:
     if bool(over.any()):
         row, slot = (int(i) for i in over.nonzero()[0])
         raise RolloutError(
-            f"row {row} holds token {int(ids[row, slot])}, and {name} knows {rows} tokens; models "
-            "that train together need one vocabulary: resize the smaller one "
-            "(model.resize_token_embeddings), or take one with the same tokenizer"
+            f"row {row} holds token {int(ids[row, slot])}, but {name} has a vocabulary of {rows} "
+            "tokens; models that train together need the same vocabulary: resize the smaller one "
+            "(model.resize_token_embeddings), or use one with the same tokenizer"
         )

@@ -1,4 +1,4 @@
-"""One token at a time through a transformers model: what a generation loop asks of it."""
+"""Steps a transformers model one token at a time with a key-value cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values [b, heads, n, size]; all that are held."""
+        """Append new keys and values [b, heads, n, size]; returns all."""
         used = self.keys.shape[-2] if self.is_initialized else 0
         new = key_states.shape[-2]
         if not self.is_initialized or used + new > self._slots[0].shape[-2]:
@@ -88,7 +88,7 @@ def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
     """Keep only the rows of every layer, also of those that hold a recurrent state."""
     layers: list[Any] = cache.layers
     for layer in layers:
-        # Recurrent layers only know the reordering of a beam search, which is the same thing.
+        # Recurrent layers only have the reordering of beam search, which does the same.
         getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
 
 
@@ -112,7 +112,7 @@ class CausalStepper:
 
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
         """Read the prompts once, then repeat their keys and values for each row."""
-        # Positions count real tokens: a left-padded row sees what it would see alone.
+        # Positions count real tokens, so left padding does not change a row's result.
         positions = (mask.long().cumsum(-1) - 1).clamp_(min=0)
         logits = self._forward(ids, mask, positions)
         if len(copies) != len(ids) or not torch.equal(copies, torch.arange(len(ids)).to(copies)):
@@ -142,7 +142,7 @@ class CausalStepper:
 
 
 class EncoderDecoderStepper:
-    """Encoder-decoder models: the prompt goes to the encoder, the decoder starts empty."""
+    """Encoder-decoder models: prompt to the encoder, start token to the decoder."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = get_base_model(model)
@@ -150,14 +150,14 @@ class EncoderDecoderStepper:
         start = config.decoder_start_token_id
         if start is None:
             raise ConfigError(
-                f"the config of {type(self._model).__name__} has no decoder_start_token_id, the "
-                "token that responses are continued from; set it"
+                f"the config of {type(self._model).__name__} must set decoder_start_token_id, the "
+                "token that responses start from"
             )
         self._start_token: int = start
         self._cache = EncoderDecoderCache(growing_cache(config), DynamicCache(config=config))
 
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
-        """Encode each prompt once, then repeat what the decoder needs of it for each row."""
+        """Encode each prompt once, then repeat its state for each row."""
         # Right-padded: the positions of absolute embeddings then count real tokens only.
         real_first = mask.long().argsort(dim=-1, descending=True, stable=True)
         ids, mask = ids.gather(-1, real_first), mask.gather(-1, real_first)
@@ -179,13 +179,13 @@ class EncoderDecoderStepper:
         return out.logits[:, -1]
 
     def select(self, rows: Tensor) -> None:
-        """Drop the other rows from both caches and from what the encoder said."""
+        """Drop the other rows from both caches and the encoder output."""
         self._cache.batch_select_indices(rows)
         self._encoded, self._mask = self._encoded[rows], self._mask[rows]
 
 
 def build_stepper(model: nn.Module) -> Stepper:
-    """A fresh stepper of the kind that fits the model.
+    """A new stepper for the model's architecture.
 
     Raises:
         ConfigError: the embedded engine cannot sample from this kind of model.

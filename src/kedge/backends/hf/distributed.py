@@ -1,4 +1,4 @@
-"""What processes that train together tell each other."""
+"""Collectives between ranks, and the accelerator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kedge.types import Experience
 
 
 def broadcast_parameters(models: Iterable[nn.Module]) -> None:
-    """Give every rank the weights of the first."""
+    """Broadcast the weights and buffers of rank 0 to all ranks."""
     for model in models:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
@@ -32,36 +32,36 @@ def total(x: Tensor, device: torch.device) -> Tensor:
     return summed.to(x.device)
 
 
-def pool_rows(mine: Experience, device: torch.device, ranks: int) -> Experience:
-    """The rows of all ranks, in rank order, as wide as the widest; every rank has equally many."""
+def pool_rows(local: Experience, device: torch.device, ranks: int) -> Experience:
+    """The rows of all ranks, in rank order, padded to the widest; equally many per rank."""
     pooled = {}
-    for f in fields(mine):
-        x = getattr(mine, f.name)
+    for f in fields(local):
+        x = getattr(local, f.name)
         if x is None:
             continue
         sizes = torch.tensor(x.shape[1:], device=device)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-        sent = x.byte() if x.dtype == torch.bool else x
-        sent = widen_field(f, sent, sizes.tolist()).to(device).contiguous()
-        parts = [torch.empty_like(sent) for _ in range(ranks)]
-        dist.all_gather(parts, sent)
+        padded = x.byte() if x.dtype == torch.bool else x
+        padded = widen_field(f, padded, sizes.tolist()).to(device).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(parts, padded)
         pooled[f.name] = torch.cat(parts).to(device=x.device, dtype=x.dtype)
-    return replace(mine, **pooled)
+    return replace(local, **pooled)
 
 
 def accelerator_for(args: TrainingArguments) -> Accelerator:
     """The accelerator of a run: device, precision and the processes that ``launch`` started."""
-    # Else transformers fills models with noise on all ranks but the first.
+    # Otherwise transformers loads random weights on all ranks but the first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-    made = Accelerator(cpu=args.use_cpu, mixed_precision=precision)
-    unset_hf_deepspeed_config()  # else transformers loads empty weights under ZeRO stage 3
-    if made.num_processes > 1:
-        atexit.register(_leave)
-    return made
+    accelerator = Accelerator(cpu=args.use_cpu, mixed_precision=precision)
+    unset_hf_deepspeed_config()  # otherwise transformers loads empty weights under ZeRO stage 3
+    if accelerator.num_processes > 1:
+        atexit.register(_destroy_process_group)
+    return accelerator
 
 
-def _leave() -> None:
-    """End the process group while Python still runs: torn down later, gloo's threads may abort."""
+def _destroy_process_group() -> None:
+    """Destroy the process group before Python exits; later, gloo's threads may abort."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Encoder-decoder language models, taken apart into trunk and head."""
+"""Encoder-decoder language models as trunk and head."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class EncoderDecoderParts:
     output: nn.Module
     start: int
     scale: float = 1.0
-    bias: Tensor | None = None  # float [1, V], of BART and its kin
+    bias: Tensor | None = None  # float [1, V], for BART-like models
 
     def head(self) -> Head:
         """The output head with the weights it has now."""
         weight, bias = head_weight(self.output)
         if self.bias is not None:
-            own = self.bias.to(weight.device)[0]
-            bias = own if bias is None else bias + own
+            logits_bias = self.bias.to(weight.device)[0]
+            bias = logits_bias if bias is None else bias + logits_bias
         return Head(weight, bias, self.scale)
 
     def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
@@ -55,13 +55,13 @@ class EncoderDecoderParts:
         assert packed.source is not None  # made by ``pack``
         ids, mask = packed.source
         encoded = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        said: Tensor = self.decoder(
+        hidden: Tensor = self.decoder(
             input_ids=packed.ids,
             encoder_hidden_states=encoded,
             encoder_attention_mask=mask,
             use_cache=False,
         ).last_hidden_state
-        return said
+        return hidden
 
     def compiled(self, how: Mapping[str, Any]) -> EncoderDecoderParts:
         """The same with encoder and decoder run through torch.compile."""
@@ -111,21 +111,21 @@ def _verify(model: nn.Module, parts: EncoderDecoderParts, name: str) -> None:
     """Compare with the model's own logits."""
     device = next(model.parameters()).device
     ids = torch.tensor([[5, 3, 4, 2]], device=device)
-    every = torch.ones_like(ids, dtype=torch.bool)
+    real = torch.ones_like(ids, dtype=torch.bool)
     was_training = model.training
     model.eval()
     try:
-        packed = parts.pack(ids, every, ids, every)
-        want = model(input_ids=ids, decoder_input_ids=packed.ids).logits[0].float()
+        packed = parts.pack(ids, real, ids, real)
+        expected = model(input_ids=ids, decoder_input_ids=packed.ids).logits[0].float()
         head = parts.head()
         hidden = parts.read(packed)[0]
     finally:
         model.train(was_training)
     logits = (hidden @ head.weight.T).float() * head.scale
     logits = logits if head.bias is None else logits + head.bias
-    gap = float((logits - want).abs().max())
-    slack = 1e-4 if want.dtype == hidden.dtype else 0.05
-    if not gap <= slack * (1 + float(want.abs().max())):
+    gap = float((logits - expected).abs().max())
+    slack = 1e-4 if expected.dtype == hidden.dtype else 0.05
+    if not gap <= slack * (1 + float(expected.abs().max())):
         raise ConfigError(
             f"{name}: logits from trunk and head differ from the model's own by {gap:.3g}; it "
             "post-processes logits in a way that is not supported"

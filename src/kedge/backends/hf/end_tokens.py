@@ -1,4 +1,4 @@
-"""The tokens with which a model ends a response."""
+"""Tokens that end a response."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def eos_token_ids(
 
     Args:
         model: the policy, or its folder or hub name.
-        tokenizer: the policy's.
-        revision: of the hub name.
+        tokenizer: tokenizer of the policy.
+        revision: revision of the hub repository.
         trust_remote_code: run Python code that comes with the model.
     """
     if isinstance(model, str):
@@ -39,7 +39,7 @@ def eos_token_ids(
 
 
 def listed(eos_token_id: int | list[int] | None) -> list[int]:
-    """``eos_token_id`` of a configuration, which is nothing, an id or several."""
+    """``eos_token_id`` of a configuration, None, an id or a list, as a list."""
     if eos_token_id is None:
         return []
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
@@ -61,5 +61,5 @@ def _configs(source: str, revision: str | None, trust_remote_code: bool) -> tupl
             return config, GenerationConfig.from_pretrained(source, **options)
         except OSError:
             return config, GenerationConfig.from_model_config(config)
-    except Exception:  # whatever is wrong with the files is reported where the model is loaded
+    except Exception:  # errors in the files are reported when the model is loaded
         return None, None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from kedge.errors import SyncError
 
 _WIDTH = 1 << 14  # words per row of the table that a tensor is laid out in
-_ROWS = 16  # rows that are multiplied together: they stay in a processor's cache
+_ROWS = 16  # rows multiplied at a time, to stay in the processor's cache
 
 
 def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
@@ -41,12 +41,12 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
 
 
 def full(x: Tensor) -> Tensor:
-    """The whole of a tensor that may be cut over ranks.  Every rank calls it."""
+    """The full tensor of a possibly sharded one.  Collective: every rank must call it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def policy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that training changes, by name, not copied; all of them if none trains."""
+    """Trainable weights by name, not copied; all weights if none is trainable."""
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad} or named
     return {name: p.detach() for name, p in trained.items()}
@@ -88,7 +88,7 @@ def _sum(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def _row_factors(n: int, factors: Tensor) -> Tensor:
-    """Odd factors for n rows, without a period: exchanged rows show."""
+    """Odd factors for n rows, without a period, so that swapped rows are detected."""
     index = torch.arange(n, device=factors.device)
     return factors[index % _WIDTH] ^ (index // _WIDTH * 2)
 
@@ -101,18 +101,20 @@ def _to_host(sums: list[Tensor]) -> list[int]:
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Whether weights fit a model that holds ``own`` under the same names.
+    """Check that weights fit a model with the weights ``own``.
 
     Raises:
-        SyncError: there are none, or one is unknown or has another shape.
+        SyncError: there are none, or one is unknown or has a different shape.
     """
     if not weights:
-        raise SyncError("no weights were given to an engine that holds a copy of the policy")
+        raise SyncError("a rollout engine with a copy of the policy received no weights")
     for name, new in weights.items():
         if name not in own:
-            raise SyncError(f"weights hold {name!r}, which the engine's model does not have")
+            raise SyncError(
+                f"weights contain {name!r}, which the rollout engine's model does not have"
+            )
         if own[name].shape != new.shape:
             raise SyncError(
                 f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in the"
-                " engine's model; both must come from the same checkpoint"
+                " rollout engine's model; both must come from the same checkpoint"
             )

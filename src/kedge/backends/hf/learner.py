@@ -69,16 +69,16 @@ class HFLearner:
     Args:
         policy: causal language model.
         args: optimizer, schedule and weight decay are read from it.
-        settings: everything else.
-        value: a model of its own, a head on the policy's trunk, or None.
-        reference: what the policy is held to, or None.
-        elsewhere: computes the reference's log-probabilities in place of ``reference``.
-        accelerator: device, precision and processes; None makes one from ``args``.
-        optimizers: your own (optimizer, scheduler); None where it shall be made.
+        settings: all other settings.
+        value: a separate model, a head on the policy's trunk, or None.
+        reference: frozen policy of the KL term, or None.
+        elsewhere: computes the reference's log-probabilities instead of ``reference``.
+        accelerator: device, precision and processes; None: built from ``args``.
+        optimizers: (optimizer, scheduler); None: built from ``args``.
         parts: trunk and head of the policy; None: those of a causal language model.
 
     Raises:
-        ConfigError: a model that cannot be trained this way.
+        ConfigError: a model cannot be trained with these settings.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class HFLearner:
         if args.torch_compile:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
         plain = not (args.torch_compile or self.sharded)
-        self._kernels = Kernels(self._held() if plain else [])
+        self._kernels = Kernels(self._all_models() if plain else [])
         spare = settings.spare_tokens
         self._spare = worth_padding(policy, self.module.parts.output) if spare is None else spare
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
-        self.version = self.skipped = self._in_a_row = 0
-        self._stepped = False  # the weights are no longer those of the version
+        self.version = self.skipped = self._skips_in_row = 0
+        self._stepped = False  # the weights have changed since the last version
 
     def _prepare(self) -> None:
         no_dropout(self.module)
@@ -136,13 +136,13 @@ class HFLearner:
     def _shard(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None or self.accelerator.mixed_precision == "fp16":
             raise ConfigError(
-                "sharded models need an optimizer made from options (optim=..., not optimizers=) "
+                "sharded models need an optimizer built from options (optim=..., not optimizers=) "
                 "and bf16 or float32 (fp16=False)"
             )
-        for model in self._held():
+        for model in self._all_models():
             shard(model, self.device, self.world_size, again=self.shards == "weights")
 
-    def _held(self) -> list[nn.Module]:
+    def _all_models(self) -> list[nn.Module]:
         return [*self._models(), *(self.reference.own if self.reference else [])]
 
     def _models(self) -> list[nn.Module]:
@@ -158,7 +158,7 @@ class HFLearner:
 
     @property
     def policy(self) -> nn.Module:
-        """The policy, as it was given."""
+        """The policy module."""
         return self.module.policy
 
     @property
@@ -168,17 +168,17 @@ class HFLearner:
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train."""
         return self.accelerator.num_processes
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """Index of this process."""
         return self.accelerator.process_index
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are cut over ranks."""
+        """Whether weights are sharded across ranks."""
         return self.shards != "none"
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class HFLearner:
     ) -> ModelOutputs:
         """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
         self._check(values=values, reference=reference, full_kl=full_kl)
-        check_rows(rollout, self._held())
+        check_rows(rollout, self._all_models())
         home, sampled = rollout.ids.device, rollout.behavior_logprobs
         rollout = to_device(rollout, self.device)
         known = self.settings.reuse_behavior_logprobs and not self._stepped
@@ -200,7 +200,7 @@ class HFLearner:
         names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
         names |= {"ref_logprobs": reference and begun is None, "full_kl": full_kl}
         wanted = {name for name, asked in names.items() if asked}
-        gathered = whole(self._held() if self.sharded else [])
+        gathered = whole(self._all_models() if self.sharded else [])
         with gathered, self._kernels.active(), self.accelerator.autocast():
             out = compute_logprobs(
                 self.module, self.reference, rollout, groups, wanted, self.settings
@@ -213,11 +213,11 @@ class HFLearner:
         return ModelOutputs(**out)
 
     def _check(self, *, values: bool, reference: bool, full_kl: bool) -> None:
-        held = self.reference is not None
-        if (reference and not (held or self.elsewhere)) or (full_kl and not held):
-            raise ConfigError("the reference was asked for, but the learner was given none")
+        has_reference = self.reference is not None
+        if (reference and not (has_reference or self.elsewhere)) or (full_kl and not has_reference):
+            raise ConfigError("the KL term needs a reference, but the learner has none")
         if values and self.value is None:
-            raise ConfigError("values were asked for, but the learner was given no value model")
+            raise ConfigError("values need a value model, but the learner has none")
 
     def optimizer_step(
         self,
@@ -227,9 +227,9 @@ class HFLearner:
         only_value: bool = False,
         should_apply: ShouldApply = always,
     ) -> dict[str, float]:
-        """ONE optimizer step.  Returns the loss's metrics summed over micro-batches and ranks.
+        """One optimizer step; returns the loss's metrics summed over micro-batches and ranks.
 
-        The step is taken if ``admit`` says so of these metrics; else the gradient is dropped.
+        If ``should_apply`` rejects these metrics, the gradient is dropped.
 
         Raises:
             KedgeError: the gradient was not finite three times in a row.
@@ -239,24 +239,24 @@ class HFLearner:
         sums: dict[str, Tensor] = {}
         spare = 2**62 if self.sharded else self._spare  # sharded ranks run equally many passes
         with self._kernels.active():
-            for part in split_by_length(step, self.device, spare=spare):
-                output = self._output(part.rows, only_value)
-                found = loss(output, part)
-                self.scaler.scale(found.total).backward()
-                for name, x in {"loss": found.total, **found.metrics}.items():
+            for micro_batch in split_by_length(step, self.device, spare=spare):
+                output = self._output(micro_batch.rows, only_value)
+                losses = loss(output, micro_batch)
+                self.scaler.scale(losses.total).backward()
+                for name, x in {"loss": losses.total, **losses.metrics}.items():
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
         total = self.total(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
         metrics = dict(zip(sums, total.tolist(), strict=True))
         if not should_apply(metrics):
-            return metrics | self._standing()
+            return metrics | self._step_metrics()
         return metrics | self._take_step()
 
-    def _standing(self) -> dict[str, float]:
+    def _step_metrics(self) -> dict[str, float]:
         return learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
         slots = None if self.value is None else rows.value_mask
-        ask = ForwardRequest(
+        request = ForwardRequest(
             packed=self.module.parts.pack(
                 rows.prompt_ids, rows.prompt_mask, rows.ids, rows.response_mask
             ),
@@ -269,21 +269,21 @@ class HFLearner:
             only_value=only_value,
         )
         with self.accelerator.autocast():
-            said: ForwardOutput = self.module(ask)
-        assert said.logprobs is not None and said.entropy is not None  # asked for  # noqa: PT018
+            output: ForwardOutput = self.module(request)
+        assert output.logprobs is not None and output.entropy is not None  # requested  # noqa: PT018
         return PolicyOutput(
-            logprobs=place(said.logprobs, rows.loss_mask),
-            entropy=place(said.entropy, rows.loss_mask),
-            values=None if slots is None or said.values is None else place(said.values, slots),
+            logprobs=place(output.logprobs, rows.loss_mask),
+            entropy=place(output.entropy, rows.loss_mask),
+            values=None if slots is None or output.values is None else place(output.values, slots),
         )
 
     @torch.no_grad()
     def forward_no_grad(self, rows: Experience) -> PolicyOutput:
-        """The forward pass of ``update`` without gradient or step, on the device of ``rows``."""
+        """The forward pass of ``optimizer_step`` without gradient, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._kernels.active():
             output = self._output(to_device(rows, self.device), only_value=False)
-        reshard(self._held() if self.sharded else [])  # no backward pass will do it
+        reshard(self._all_models() if self.sharded else [])  # no backward pass will do it
         home = rows.ids.device  # not by to_device, whose copies to the CPU could be read too early
         return PolicyOutput(
             logprobs=output.logprobs.to(home),
@@ -292,48 +292,48 @@ class HFLearner:
         )
 
     def _sum_gradients(self) -> None:
-        reshard(self._held())
+        reshard(self._all_models())
         trained = [p for p in self.module.parameters() if p.requires_grad]
         sum_gradients(trained, self.world_size, self._bucket_mb)
 
     def _take_step(self) -> dict[str, float]:
-        """Clip the gradients that are there, summed over ranks, and take the optimizer step."""
+        """Sum gradients over ranks, clip them, and take the optimizer step."""
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
-        found = {n: float(x) for n, x in norms(grads).items()}
-        names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in found}
-        finite = math.isfinite(found[""])
+        sizes = {n: float(x) for n, x in norms(grads).items()}
+        names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in sizes}
+        finite = math.isfinite(sizes[""])
         if finite:
             for group in grads.values() if self.settings.max_grad_norm else []:
-                scale_(group, found[""], self.settings.max_grad_norm)
+                scale_(group, sizes[""], self.settings.max_grad_norm)
             self.scaler.step(self.optimizer)
-            self._stepped, self._in_a_row = True, 0
+            self._stepped, self._skips_in_row = True, 0
         else:
             self.skipped += 1
-            self._in_a_row += 1
+            self._skips_in_row += 1
         self.scaler.update()
-        if self._in_a_row >= (_PATIENCE_FP16 if self.scaler.is_enabled() else _PATIENCE):
+        if self._skips_in_row >= (_PATIENCE_FP16 if self.scaler.is_enabled() else _PATIENCE):
             raise KedgeError(
-                f"the gradient was not finite in {self._in_a_row} optimizer steps in a row (norms: "
-                f"{found}); look for infinite rewards or a learning rate that is too high"
+                f"the gradient was not finite in {self._skips_in_row} optimizer steps in a row "
+                f"(norms: {sizes}); check for infinite rewards or a learning rate that is too high"
             )
-        sizes = {names[n]: x for n, x in found.items()} if finite else {}
-        return sizes | self._standing()
+        metrics = {names[n]: x for n, x in sizes.items()} if finite else {}
+        return metrics | self._step_metrics()
 
     def _trained(self) -> dict[str, list[nn.Parameter]]:
         models = {"policy": self.policy, "value": self.module.value}
-        held = {n: m for n, m in models.items() if m is not None}
-        return {n: [p for p in m.parameters() if p.requires_grad] for n, m in held.items()}
+        present = {n: m for n, m in models.items() if m is not None}
+        return {n: [p for p in m.parameters() if p.requires_grad] for n, m in present.items()}
 
     def advance_version(self) -> None:
-        """A training step is over: the version and the schedule move on by one."""
+        """End the iteration: advance policy version and schedule by one."""
         advance(self.scheduler)
         self.version += 1
         self._stepped = False
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A copy of the policy's weights that train."""
+        """A copy of the policy's trainable weights."""
         return {name: full(p).clone() for name, p in policy_weights(self.policy).items()}
 
     def fingerprint(self) -> str:
@@ -349,7 +349,7 @@ class HFLearner:
         return mine if self.world_size == 1 else pool_rows(mine, self.device, self.world_size)
 
     def sampler(self, engine: RolloutEngine) -> RolloutEngine:
-        """``engine``, made to see whole weights where those it samples from are cut over ranks."""
+        """``engine``, wrapped to gather weights if it samples from a sharded policy."""
         return (
             GatheredEngine(engine, self.policy)
             if self.sharded and engine.shares_weights
@@ -357,7 +357,7 @@ class HFLearner:
         )
 
     def save(self, folder: Path, value_folder: Path) -> None:
-        """Write policy and value model for ``from_pretrained``.  Every rank calls, one writes."""
+        """Write policy and value model for ``from_pretrained``.  Collective; rank 0 writes."""
         states = [full_state(m) if self.sharded else None for m in self._models()]
         if not self.accelerator.is_main_process:
             return
@@ -367,33 +367,33 @@ class HFLearner:
             save_value(self.value, value_folder, state=states[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here.  Every rank calls it."""
+        """Everything needed to resume exactly.  Every rank calls it."""
         state = {
             "weights": {name: [p.detach() for p in ps] for name, ps in self._trained().items()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,
-            "skipped": [self.skipped, self._in_a_row],
+            "skipped": [self.skipped, self._skips_in_row],
         }
         return full_tree(state)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``.
+        """Resume from ``state``.
 
         Raises:
-            CheckpointError: it is of other models.
+            CheckpointError: the state belongs to different models.
         """
-        for name, mine in self._trained().items():
-            theirs = state["weights"].get(name, [])
-            if [p.shape for p in mine] != [p.shape for p in theirs]:
-                raise CheckpointError(f"the checkpoint's {name} weights have other shapes")
-            for p, q in zip(mine, theirs, strict=True):
+        for name, weights in self._trained().items():
+            saved = state["weights"].get(name, [])
+            if [p.shape for p in weights] != [p.shape for p in saved]:
+                raise CheckpointError(f"the checkpoint's {name} weights have different shapes")
+            for p, q in zip(weights, saved, strict=True):
                 p.copy_(cut_like(q, p))
         names = {id(p): name for name, p in self.module.named_parameters()}
         go_on(self.optimizer, self.scheduler, state, names=names)
         cut_state(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]
-        self.skipped, self._in_a_row = state["skipped"]
+        self.skipped, self._skips_in_row = state["skipped"]

@@ -1,4 +1,4 @@
-"""Models from a folder or the hub, whole or not at all."""
+"""Loads models from a folder or the hub; incomplete weights are an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADS = {
 
 
 def check_folder(source: str, what: str) -> None:
-    """Refuse a path that leads nowhere, which the hub would be asked for.
+    """Reject a path that does not exist, before it is looked up on the hub.
 
     Raises:
         ConfigError: there is no such folder.
@@ -43,14 +43,14 @@ def load_policy(
     quantization: Any = None,
     more: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A causal language model, from a name, a folder, or as it is.
+    """A causal language model from a hub name or folder, or a loaded one unchanged.
 
-    A folder that a run with adapters wrote holds the adapter alone: it is put on the base model
-    that it names, and trains.
+    A folder that holds only an adapter is loaded on top of the base model that it names, with the
+    adapter trainable.
 
     Args:
         source: hub name or local folder, or a loaded model, which is returned unchanged.
-        dtype: of the loaded weights; weights that train must be float32.
+        dtype: dtype of the weights; trainable weights must be float32.
         revision: branch, tag or commit on the hub.
         attn_implementation: "sdpa", "eager", ...; None lets transformers choose.
         trust_remote_code: run Python code that comes with the model.
@@ -58,23 +58,23 @@ def load_policy(
         more: further arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: it cannot be loaded, or its files lack weights.
+        ConfigError: the model cannot be loaded, or its files lack weights.
     """
     if isinstance(source, nn.Module):
         return source  # type: ignore[return-value]
     check_folder(source, "the model")
-    given = {
+    optional = {
         "revision": revision,
         "attn_implementation": attn_implementation,
         "quantization_config": quantization,
     }
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     options["trust_remote_code"] = trust_remote_code
-    options |= {name: value for name, value in given.items() if value is not None}
+    options |= {name: value for name, value in optional.items() if value is not None}
     options |= more or {}
     try:
         if find_adapter_config_file(source, revision=revision) is not None:
-            return _with_its_adapter(source, options)
+            return _load_adapter(source, options)
         return load_whole(AutoModelForCausalLM, f"the model {source!r}", source, **options)
     except ConfigError:
         raise
@@ -83,23 +83,25 @@ def load_policy(
 
 
 def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **options: Any) -> Any:
-    """``kind.from_pretrained``, refusing files that lack weights: those would start at random.
+    """``kind.from_pretrained``, rejecting files that lack weights (those would be random).
 
     Args:
         kind: an auto class of transformers.
-        what: how messages call the model.
-        source: its name or folder.
-        new_head: a language model may be given a head that scores, which no file holds.
-        options: of ``from_pretrained``.
+        what: name of the model in messages.
+        source: hub name or folder.
+        new_head: allow a missing classification head, as on a language model.
+        options: arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: naming some of the weights that are missing.
+        ConfigError: naming some of the missing weights.
     """
-    model, found = kind.from_pretrained(source, output_loading_info=True, **options)
-    kinds = getattr(model.config, "architectures", None) or []
-    scores = any("SequenceClassification" in name for name in kinds)
+    model, loading_info = kind.from_pretrained(source, output_loading_info=True, **options)
+    architectures = getattr(model.config, "architectures", None) or []
+    scores = any("SequenceClassification" in name for name in architectures)
     heads = set() if scores or not new_head else _HEADS
-    missing = sorted(name for name in found["missing_keys"] if not heads & set(name.split(".")))
+    missing = sorted(
+        name for name in loading_info["missing_keys"] if not heads & set(name.split("."))
+    )
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ConfigError(
@@ -109,19 +111,21 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     return model
 
 
-def _with_its_adapter(source: str, options: dict[str, Any]) -> Any:
+def _load_adapter(source: str, options: dict[str, Any]) -> Any:
     if find_spec("peft") is None:
-        raise ConfigError(f"{source!r} is an adapter: pip install 'kedge[peft]'")
+        raise ConfigError(f"{source!r} is an adapter, which needs peft: pip install 'kedge[peft]'")
     from peft import PeftConfig, PeftModel
 
     base = PeftConfig.from_pretrained(source).base_model_name_or_path
     if not base:
         raise ConfigError(
-            f"{source!r} is an adapter and does not say of which model; load that model, put the "
-            "adapter on it (peft.PeftModel.from_pretrained(model, folder, is_trainable=True)), and "
+            f"{source!r} is an adapter without base_model_name_or_path; load the base model, add "
+            "the adapter (peft.PeftModel.from_pretrained(model, folder, is_trainable=True)), and "
             "pass the result as model"
         )
-    own = {k: v for k, v in options.items() if k != "revision"}  # the base has branches of its own
-    model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **own)
+    base_options = {
+        k: v for k, v in options.items() if k != "revision"
+    }  # the base has separate branches
+    model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **base_options)
     with without_notices():
         return PeftModel.from_pretrained(model, source, is_trainable=True)

@@ -1,4 +1,4 @@
-"""What policy, value model and reference say of some rows, in one visit."""
+"""Log-probabilities, values and reference log-probabilities of rollouts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def compute_logprobs(
     names: set[str],
     settings: LearnerSettings,
 ) -> dict[str, Tensor]:
-    """The fields ``names`` of an Annotation, ``groups`` of rows at a time; call in no_grad."""
+    """The fields ``names`` of a ModelOutputs, ``groups`` of rows at a time; call under no_grad."""
     device = rollout.ids.device
     out = {name: torch.zeros(rollout.ids.shape, device=device) for name in names}
     if "values" in names:
         out["last_values"] = torch.zeros(len(rollout), device=device)
     for rows in groups:
         index = torch.tensor(rows, device=device)
-        found = compute_row_logprobs(module, reference, rollout, index, names, settings)
-        for name, x in found.items():
+        outputs = compute_row_logprobs(module, reference, rollout, index, names, settings)
+        for name, x in outputs.items():
             out[name][index] = x
     return out
 
@@ -44,14 +44,14 @@ def compute_row_logprobs(
     names: set[str],
     settings: LearnerSettings,
 ) -> dict[str, Tensor]:
-    """The fields ``names`` of an Annotation for the rows ``index`` int64 [b]; call in no_grad."""
+    """ModelOutputs fields ``names`` for the rows ``index`` int64 [b]; call under no_grad."""
     ids, present = rollout.ids[index], rollout.response_mask[index]
     prompts = rollout.prompts
     slots = None
     if "values" in names:
-        every = torch.arange(present.shape[1], device=present.device)
-        slots = every <= present.sum(1)[:, None]
-    ask = ForwardRequest(
+        position = torch.arange(present.shape[1], device=present.device)
+        slots = position <= present.sum(1)[:, None]
+    request = ForwardRequest(
         packed=module.parts.pack(prompts.ids[index], prompts.mask[index], ids, present),
         tokens=present,
         targets=ids[present],
@@ -62,43 +62,45 @@ def compute_row_logprobs(
         ends=slots is not None,
         policy=bool(names & {"logprobs", "full_kl"}),
     )
-    said: ForwardOutput = module(ask)
+    output: ForwardOutput = module(request)
     flat: dict[str, Tensor] = {}
-    if "logprobs" in names and said.logprobs is not None and said.entropy is not None:
-        flat |= {"logprobs": said.logprobs, "entropy": said.entropy}
+    if "logprobs" in names and output.logprobs is not None and output.entropy is not None:
+        flat |= {"logprobs": output.logprobs, "entropy": output.entropy}
     if names & {"ref_logprobs", "full_kl"} and reference is not None:
-        flat |= _reference_outputs(module, reference, ask, said, names)
-    found = {name: place(x, present) for name, x in flat.items()}
-    if slots is not None and said.values is not None and said.ends is not None:
-        found |= {"values": place(said.values, slots), "last_values": said.ends}
-    return {name: x.float() for name, x in found.items()}
+        flat |= _reference_outputs(module, reference, request, output, names)
+    outputs = {name: place(x, present) for name, x in flat.items()}
+    if slots is not None and output.values is not None and output.ends is not None:
+        outputs |= {"values": place(output.values, slots), "last_values": output.ends}
+    return {name: x.float() for name, x in outputs.items()}
 
 
 def _reference_outputs(
     module: ActorCritic,
     reference: Reference,
-    ask: ForwardRequest,
-    said: ForwardOutput,
+    request: ForwardRequest,
+    output: ForwardOutput,
     names: set[str],
 ) -> dict[str, Tensor]:
-    found = {}
+    outputs = {}
     head = module.parts.head()
     with reference.active() as parts:
-        whole = parts.read(ask.packed).flatten(0, 1)
-        hidden = whole[ask.packed.states(ask.tokens)]
+        whole = parts.read(request.packed).flatten(0, 1)
+        hidden = whole[request.packed.states(request.tokens)]
         if "ref_logprobs" in names:
-            found["ref_logprobs"], _ = linear_logprob(
-                hidden, parts.head(), ask.targets, draw=ask.draw
+            outputs["ref_logprobs"], _ = linear_logprob(
+                hidden, parts.head(), request.targets, draw=request.draw
             )
-        if "full_kl" in names and said.hidden is not None:
-            found["full_kl"] = linear_kl(said.hidden, head, hidden, parts.head(), draw=ask.draw)
-    return found
+        if "full_kl" in names and output.hidden is not None:
+            outputs["full_kl"] = linear_kl(
+                output.hidden, head, hidden, parts.head(), draw=request.draw
+            )
+    return outputs
 
 
 def reference_logprobs(
     reference: Reference, rollout: Rollout, index: Tensor, settings: LearnerSettings
 ) -> Tensor:
-    """What the reference says of the rows ``index`` int64 [b] by itself: float32 [b, R]."""
+    """Reference log-probabilities of the rows ``index`` int64 [b]: float32 [b, R]."""
     ids, present, prompts = rollout.ids[index], rollout.response_mask[index], rollout.prompts
     draw = settings.draw(
         present, None if rollout.allowed_tokens is None else rollout.allowed_tokens[index]
@@ -106,10 +108,10 @@ def reference_logprobs(
     with reference.active() as parts:
         packed = parts.pack(prompts.ids[index], prompts.mask[index], ids, present)
         hidden = parts.read(packed).flatten(0, 1)[packed.states(present)]
-        found, _ = linear_logprob(hidden, parts.head(), ids[present], draw=draw)
-    return place(found, present)
+        logprobs, _ = linear_logprob(hidden, parts.head(), ids[present], draw=draw)
+    return place(logprobs, present)
 
 
 def sampled_by(version: int, rollout: Rollout) -> bool:
-    """Whether these very weights sampled all rows and their log-probabilities were recorded."""
+    """Whether this version sampled all rows and log-probabilities were recorded."""
     return rollout.behavior_logprobs is not None and bool((rollout.version == version).all())

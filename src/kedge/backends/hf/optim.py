@@ -28,11 +28,11 @@ _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagra
 def parameter_groups(
     models: Mapping[str, tuple[nn.Module, float]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Weights that train, with decay (matrices) and without (biases, norms), per model.
+    """Parameter groups per model: with weight decay (matrices) and without (biases, norms).
 
     Args:
         models: name -> (model, learning rate).
-        weight_decay: of the matrices.
+        weight_decay: for the matrices.
     """
     groups = []
     seen: set[int] = set()
@@ -49,10 +49,10 @@ def parameter_groups(
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """``lr`` of the policy, or of the first group where none has a name; ``lr/value`` if there."""
+    """``lr`` of the policy, or of the first group if unnamed; ``lr/value`` if present."""
     rates = {group.get("name"): group["lr"] for group in reversed(optimizer.param_groups)}
-    found = {"lr": rates.get("policy", optimizer.param_groups[0]["lr"])}
-    return found | ({"lr/value": rates["value"]} if "value" in rates else {})
+    metrics = {"lr": rates.get("policy", optimizer.param_groups[0]["lr"])}
+    return metrics | ({"lr/value": rates["value"]} if "value" in rates else {})
 
 
 class TFAdamW(Optimizer):
@@ -96,38 +96,42 @@ class TFAdamW(Optimizer):
 
 
 def build_optimizer(args: TrainingArguments, groups: list[dict[str, Any]]) -> Optimizer:
-    """The optimizer that ``args.optim`` names, over these groups.
+    """The optimizer ``args.optim`` over these groups.
 
-    ``optim_args="style=tf"`` makes AdamW the one of TensorFlow.
+    ``optim_args="style=tf"`` selects TensorFlow's AdamW.
 
     Raises:
-        ConfigError: nothing trains, or an optimizer that wants the whole model.
+        ConfigError: nothing trains, or the optimizer needs the whole model.
     """
     if not groups:
-        raise ConfigError("no weight has requires_grad=True: there is nothing to train")
+        raise ConfigError("at least one weight must have requires_grad=True to train")
     if _style(args) == "tf":
         betas = (args.adam_beta1, args.adam_beta2)
         return TFAdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
     try:
-        made, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{_asked(args)}: {error}") from error
-    if not isinstance(made, type) or not issubclass(made, Optimizer) or "params" in options:
+        raise ConfigError(f"{_optimizer_error(args)}: {error}") from error
+    if (
+        not isinstance(optimizer_class, type)
+        or not issubclass(optimizer_class, Optimizer)
+        or "params" in options
+    ):
         raise ConfigError(
             f"optim={str(args.optim)!r} needs more than parameter groups and is not supported; "
             "pass optimizers=(optimizer, scheduler)"
         )
     if "betas" in options:
-        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses the integer 0
+        options["betas"] = tuple(map(float, options["betas"]))  # torch rejects the integer 0
     try:
-        return made(groups, **options)
+        return optimizer_class(groups, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_asked(args)}: {error}") from error
+        raise ConfigError(f"{_optimizer_error(args)}: {error}") from error
 
 
-def _asked(args: TrainingArguments) -> str:
+def _optimizer_error(args: TrainingArguments) -> str:
     kind = getattr(args.optim, "value", args.optim)
-    return f"optim={kind!r} with optim_args={args.optim_args!r} cannot be made"
+    return f"optim={kind!r} with optim_args={args.optim_args!r} cannot be built"
 
 
 def _style(args: TrainingArguments) -> str:
@@ -143,37 +147,37 @@ def _style(args: TrainingArguments) -> str:
     unread = [name for name in pairs if name.strip() != "style"]
     if unread and optim in _WITHOUT_ARGS:
         raise ConfigError(
-            f"optim_args={args.optim_args!r} with optim={optim!r}: nothing reads {unread[0]!r}; "
-            "adam_beta1, adam_beta2, adam_epsilon and weight_decay are options of their own"
+            f"optim_args={args.optim_args!r} with optim={optim!r}: {unread[0]!r} has no effect; "
+            "adam_beta1, adam_beta2, adam_epsilon and weight_decay are separate options"
         )
     return style
 
 
 def check_holds(optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]) -> None:
-    """Refuse an optimizer that would never move one of the models that train.
+    """Reject an optimizer without any weight of one of the trained models.
 
     Args:
-        optimizer: given by the user, perhaps.
-        trained: weights that train, by model.
+        optimizer: built from options or passed by the user.
+        trained: trainable weights by model.
 
     Raises:
         ConfigError: naming the model.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, params in trained.items():
-        if params and not any(id(p) in held for p in params):
+        if params and not any(id(p) in in_optimizer for p in params):
             raise ConfigError(
                 f"optimizers: the {type(optimizer).__name__} holds no weight of the {name} model, "
-                "which would never train; build it from the weights of every model that trains "
-                "(give value_model, to have its weights), or set optim and leave it out"
+                "which would never train; build it from the weights of every trained model (pass "
+                "value_model to have its weights), or set optim instead of optimizers"
             )
 
 
 def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) -> LRScheduler:
-    """The learning-rate schedule that ``args`` names, over ``updates`` training steps.
+    """The learning-rate schedule of ``args`` over ``updates`` iterations.
 
     Raises:
-        ConfigError: it needs options that are not given.
+        ConfigError: the schedule needs options that are missing.
     """
     options = args.lr_scheduler_kwargs
     try:
@@ -192,9 +196,9 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
 
 
 def advance(scheduler: LRScheduler) -> None:
-    """Move a schedule on by one training step."""
+    """Advance a schedule by one iteration."""
     with warnings.catch_warnings():
-        # Torch takes it for a mistake when the first optimizer steps were all left out.
+        # Torch warns if the first optimizer steps were all skipped.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         scheduler.step()
 
@@ -206,20 +210,20 @@ def go_on(
     *,
     names: Mapping[int, str] | None = None,
 ) -> None:
-    """Take up the saved moments and the saved step of the schedule.
+    """Restore the saved moments and the saved step of the schedule.
 
-    Rates are those that this schedule has at that step.  They are not the saved ones where the run
-    was made longer: a linear schedule that had ended at 0 goes on from the line to its new end.
+    Learning rates are those of this schedule at that step, which differ from the saved ones if the
+    run was extended: a linear schedule that had ended at 0 continues on the line to its new end.
 
     Args:
-        optimizer: of the run that goes on.
+        optimizer: optimizer of the resumed run.
         scheduler: its schedule.
-        state: what their ``state_dict`` gave, under "optimizer" and "scheduler".
-        names: of weights, by id, for errors.
+        state: their ``state_dict``, under "optimizer" and "scheduler".
+        names: weight names by id, for errors.
 
     Raises:
-        CheckpointError: the moments are of another kind of optimizer.
-        DamagedCheckpointError: one of them is missing, or has another shape or dtype.
+        CheckpointError: the moments belong to another kind of optimizer.
+        DamagedCheckpointError: a moment is missing, or has a different shape or dtype.
     """
     _load_moments(optimizer, state["optimizer"], names or {})
     scheduler.load_state_dict(state["scheduler"])
@@ -250,9 +254,9 @@ def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float)
     may leave some weights without a gradient.
 
     Args:
-        trained: every weight that trains, whole or sharded.
-        ranks: how many processes train.
-        bucket_mb: megabytes that travel together.
+        trained: all trainable weights, whole or sharded.
+        ranks: number of processes that train.
+        bucket_mb: megabytes per all-reduce.
     """
     if ranks > 1:
         _sum_whole([p for p in trained if not isinstance(p, DTensor)], bucket_mb)
@@ -292,15 +296,15 @@ def _reduce(grads: list[Tensor]) -> None:
 
 def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:
     """The L2 norm of each named set of gradients, and of all of them under ``""``."""
-    found = {
+    result = {
         name: full(torch.nn.utils.get_total_norm(list(tensors))).float()
         for name, tensors in grads.items()
     }
-    total = torch.stack(list(found.values())).square().sum().sqrt()
-    return {"": total, **found}
+    total = torch.stack(list(result.values())).square().sum().sqrt()
+    return {"": total, **result}
 
 
 def scale_(grads: Iterable[Tensor], norm: float, largest: float) -> None:
-    """Shrink gradients of this norm to ``largest``, in place; shorter ones are left as they are."""
+    """Scale gradients of norm ``norm`` down to ``largest``, in place; leave smaller ones."""
     if norm > largest:
         torch._foreach_mul_(list(grads), largest / norm)

@@ -1,6 +1,6 @@
-"""Whether a saved optimizer state fits an optimizer, before it is loaded.
+"""Checks that a saved optimizer state fits an optimizer before it is loaded.
 
-Fused kernels trust the shapes in the state: one that does not fit writes past the end of a weight.
+Fused kernels trust the shapes in the state: a wrong one writes past the end of a weight.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[i
     """Compare the tensors of a state with those that the optimizer makes for a small weight.
 
     Args:
-        optimizer: that is about to load the state.
-        state: as its ``state_dict`` gives it.
-        names: of weights, by id, for the error.
+        optimizer: optimizer that will load the state.
+        state: as from its ``state_dict``.
+        names: weight names by id, for errors.
 
     Raises:
-        CheckpointError: the state is of an optimizer with other weights.
-        DamagedCheckpointError: a tensor is missing, or has another shape or dtype; names it.
+        CheckpointError: the state is of an optimizer with different weights.
+        DamagedCheckpointError: naming a tensor that is missing or has a wrong shape or dtype.
     """
     groups, saved = optimizer.param_groups, state["param_groups"]
     sizes, sizes_saved = ([len(g["params"]) for g in each] for each in (groups, saved))
@@ -45,13 +45,13 @@ def check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[i
     layouts: dict[tuple[int, int, torch.dtype], Layout | None] = {}
     for i, (group, of_group) in enumerate(zip(groups, saved, strict=True)):
         for weight, index in zip(group["params"], of_group["params"], strict=True):
-            found = state["state"].get(index)
-            if not found:  # it has had no gradient yet
+            saved_state = state["state"].get(index)
+            if not saved_state:  # no gradient so far
                 continue
             key = (i, weight.dim(), weight.dtype)
             if key not in layouts:
                 layouts[key] = _layout(optimizer, group, *key[1:])
-            problem = _problem(found, layouts[key], weight)
+            problem = _problem(saved_state, layouts[key], weight)
             if problem:
                 name = names.get(id(weight), f"number {index}")
                 raise DamagedCheckpointError(
@@ -60,13 +60,13 @@ def check_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[i
                 )
 
 
-def _problem(found: Mapping[str, Any], layout: Layout | None, weight: Tensor) -> str | None:
+def _problem(saved_state: Mapping[str, Any], layout: Layout | None, weight: Tensor) -> str | None:
     for name, sample in (layout or {}).items():
-        if name not in found:
+        if name not in saved_state:
             return f"{name} is missing"
         if sample is None:
             continue
-        x = found[name]
+        x = saved_state[name]
         if not isinstance(x, Tensor):
             return f"{name} is {x!r}, not a tensor"
         shape = _shape(sample, weight)
@@ -89,17 +89,19 @@ def _shape(sample: Tensor, weight: Tensor) -> tuple[int, ...] | None:
 def _layout(
     optimizer: Optimizer, group: Mapping[str, Any], dims: int, dtype: torch.dtype
 ) -> Layout | None:
-    """What the optimizer keeps for a weight, seen on a sample; None if it cannot be asked."""
+    """State tensors that the optimizer keeps, tried on a sample weight; None if that fails."""
     if dims > len(_SIZES):
         return None
     sample = torch.nn.Parameter(torch.zeros(_SIZES[:dims], dtype=dtype))
     sample.grad = torch.zeros_like(sample)
     options = {k: _PLAIN.get(k, v) for k, v in group.items() if k != "params"}
     try:
-        asked = type(optimizer)([{**options, "params": [sample]}])  # type: ignore[call-arg]
-        asked.step()
-    except Exception as error:  # an optimizer of the user's, or one for a GPU alone
-        logger.debug("the state of %s is loaded unchecked: %s", type(optimizer).__name__, error)
+        trial = type(optimizer)([{**options, "params": [sample]}])  # type: ignore[call-arg]
+        trial.step()
+    except Exception as error:  # a custom optimizer, or a GPU-only one
+        logger.debug(
+            "the state of %s is loaded without checks: %s", type(optimizer).__name__, error
+        )
         return None
-    kept = asked.state[sample]
+    kept = trial.state[sample]
     return {name: x if isinstance(x, Tensor) else None for name, x in kept.items()}

@@ -21,7 +21,7 @@ Record = TypeVar("Record", Rollout, Experience, PromptBatch)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Joined rows, and where to find the states that matter."""
+    """Joined rows, and the positions of the states to read."""
 
     ids: Tensor  # int64 [b, L]; right-padded with 0
     lengths: Tensor  # int64 [b]; real tokens
@@ -29,7 +29,7 @@ class Packed:
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S], what an encoder reads
 
     def states(self, slots: Tensor) -> Tensor:
-        """Flat indices int64 [n] into [b * L] of the states before the response slots marked.
+        """Flat indices int64 [n] into [b * L] of the states before the marked response slots.
 
         Args:
             slots: bool [b, R]; the state before slot t has read the prompt and t response tokens.
@@ -64,17 +64,17 @@ def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) 
 
 
 def place(flat: Tensor, slots: Tensor) -> Tensor:
-    """Values [n] of the marked slots back on bool [b, R]; 0 elsewhere.  Differentiable."""
+    """Scatter values [n] to the marked slots of bool [b, R]; 0 elsewhere.  Differentiable."""
     return flat.new_zeros(slots.shape).masked_scatter(slots, flat)
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[int]]:
-    """Rows grouped so that a group, padded to its longest row, wastes little.
+    """Group rows of similar length, so that padding each group wastes little.
 
     Args:
         lengths: real tokens of each row.
-        tokens: padded tokens that a group may have (a single longer row is a group).
-        spare: padding that a group may have: about what one more forward pass costs.
+        tokens: maximum padded tokens of a group (a longer row forms its own group).
+        spare: maximum padding of a group, about the cost of one more forward pass.
 
     Returns:
         Row numbers, longest first; each row once.
@@ -95,12 +95,12 @@ def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[i
 def split_by_length(
     step: Iterable[MicroBatch], device: torch.device, *, spare: int
 ) -> Iterator[MicroBatch]:
-    """Micro-batches on the device, cut further where rows differ much in length.
+    """Micro-batches on the device, split further where rows differ much in length.
 
     Args:
         step: any rows; their weights are kept.
-        device: where the parts go.
-        spare: padding that a part may have.
+        device: target device.
+        spare: maximum padding of a micro-batch.
     """
     for uncut in step:
         rows = uncut.rows
@@ -121,7 +121,7 @@ def worth_padding(model: nn.Module, head: nn.Module) -> int:
         seconds of a pass = launch + 12 bytes * weights that train / bandwidth
         seconds of a token = 6 * weights between embedding and head / arithmetic
 
-    with rough figures of one CPU core, or of a GPU.
+    with rough figures for one CPU core or one GPU.
     """
     ends = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     outside = {id(p) for m in [*ends, head] for p in m.parameters()}

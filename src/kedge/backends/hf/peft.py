@@ -14,7 +14,7 @@ from torch import nn
 from kedge.errors import ConfigError
 
 
-def _wrapped(model: Any, peft_config: Any, name: str) -> Any:
+def _add_adapter(model: Any, peft_config: Any, name: str) -> Any:
     from peft import get_peft_model
 
     try:
@@ -31,8 +31,8 @@ def with_adapter(
 
     Args:
         policy: causal language model, or a PEFT model.
-        peft_config: makes a new adapter; None: the policy has one already.
-        adapter: name of the adapter that trains; None: "default", or the one that is active.
+        peft_config: for a new adapter; None: the policy already has one.
+        adapter: name of the trained adapter; None: "default", or the active one.
 
     Raises:
         ConfigError: peft is not installed, both or neither of config and PEFT model are given, no
@@ -42,48 +42,48 @@ def with_adapter(
         raise ConfigError("adapters need peft: pip install 'kedge[peft]'")
     from peft import PeftModel, prepare_model_for_kbit_training
 
-    made: Any = policy
+    model: Any = policy
     if not isinstance(policy, PeftModel):
         if peft_config is None:
             raise ConfigError(
                 f"model_adapter_name={adapter!r}, but the model has no adapter; pass peft_config"
             )
         if is_quantized(policy):
-            _with_gradients(made)
-            made = prepare_model_for_kbit_training(made, use_gradient_checkpointing=False)
-        made = _wrapped(made, peft_config, adapter or "default")
+            _disable_inference_kernel(model)
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = _add_adapter(model, peft_config, adapter or "default")
     elif peft_config is not None:
         raise ConfigError(
             "peft_config was given, but the model has an adapter already; merge it first "
-            "(model.merge_and_unload()), or leave peft_config out to train on"
+            "(model.merge_and_unload()), or omit peft_config to continue training it"
         )
-    name = adapter or made.active_adapter
-    if name not in made.peft_config:
+    name = adapter or model.active_adapter
+    if name not in model.peft_config:
         raise ConfigError(
-            f"model_adapter_name={name!r}: the model's adapters are {', '.join(made.peft_config)}"
+            f"model_adapter_name={name!r}: the model's adapters are {', '.join(model.peft_config)}"
         )
-    if made.peft_config[name].is_prompt_learning:
+    if model.peft_config[name].is_prompt_learning:
         raise ConfigError(
-            f"{type(made.peft_config[name]).__name__} puts virtual tokens before the prompt, "
-            "which training would take for text; use LoRA or another adapter of weights"
+            f"{type(model.peft_config[name]).__name__} puts virtual tokens before the prompt, "
+            "which training would treat as text; use LoRA or another adapter of weights"
         )
-    made.set_adapter(name)
-    for p in made.parameters():
+    model.set_adapter(name)
+    for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.to(torch.float32)
-    return made
+    return model
 
 
 @contextmanager
 def without_notices() -> Iterator[None]:
-    """Keep quiet what peft does to transformers 5 and nobody else can change."""
+    """Silence a warning that peft triggers in transformers 5."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
 
 
-def _with_gradients(model: nn.Module) -> None:
-    """Keep bitsandbytes from the kernel of CPUs that it takes in evaluation mode: no gradient."""
+def _disable_inference_kernel(model: nn.Module) -> None:
+    """Disable bitsandbytes' CPU inference kernel, which has no gradient."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
@@ -99,7 +99,7 @@ def is_quantized(model: nn.Module) -> bool:
 def quantization(
     bits: Literal[4, 8], *, compute_dtype: torch.dtype = torch.bfloat16, nested: bool = False
 ) -> Any:
-    """How ``load_policy`` shall quantize a frozen base: NF4 or LLM.int8.
+    """Quantization config for the frozen base of ``load_policy``: NF4 or LLM.int8.
 
     QLoRA (arXiv:2305.14314, sec. 3); LLM.int8() (arXiv:2208.07339).
 

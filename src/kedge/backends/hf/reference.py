@@ -1,4 +1,4 @@
-"""The policy that training is held to."""
+"""The reference: the frozen policy of the KL term."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kedge.types import Rollout
 
 
 class Reference(Protocol):
-    """Gives the reference policy for the length of a ``with`` block."""
+    """Provides the reference policy within a ``with`` block."""
 
     def active(self) -> AbstractContextManager[LanguageModelParts]:
         """Trunk and head of the reference."""
@@ -33,20 +33,20 @@ class Reference(Protocol):
 
     @property
     def own(self) -> list[nn.Module]:
-        """Models that nobody else holds."""
+        """Models owned by the reference alone."""
         ...
 
 
 class RemoteReference(Protocol):
-    """A reference that computes in other processes, while the learner goes on."""
+    """A reference in other processes, which computes while the learner continues."""
 
     def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
-        """Start on log-probabilities float32 [B, R], ``groups`` of rows at a time; then wait."""
+        """Start computing; the returned call waits for log-probabilities float32 [B, R]."""
         ...
 
 
 class FrozenModel:
-    """A reference with weights of its own.
+    """A reference with separate weights.
 
     Args:
         model: causal language model; it is frozen.
@@ -59,7 +59,7 @@ class FrozenModel:
         self._fingerprint: str | None = None
 
     def fingerprint(self) -> str:
-        """A short hash of all weights, taken once: they never change."""
+        """A short hash of all weights, computed once because they never change."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(policy_weights(self.model))
         return self._fingerprint
@@ -81,7 +81,7 @@ class FrozenModel:
 
 
 class AdapterReference:
-    """The policy's own base, without its adapter or with another one.
+    """The policy's base model, without its adapter or with another one.
 
     Args:
         policy: a PEFT model.
@@ -96,7 +96,7 @@ class AdapterReference:
 
     @contextmanager
     def active(self) -> Iterator[LanguageModelParts]:
-        """Trunk and head, with the reference's adapter for the length of the block alone."""
+        """Trunk and head, with the reference's adapter active only within the block."""
         if self.name is None:
             with self.policy.disable_adapter():
                 yield build_parts(self.policy, verify=False)
@@ -112,7 +112,7 @@ class AdapterReference:
                 p.requires_grad_(flag)
 
     def fingerprint(self) -> str:
-        """A short hash of every weight of the policy that does not train, taken once."""
+        """A short hash of every weight of the policy that does not train, computed once."""
         if self._fingerprint is None:
             named = self.policy.named_parameters()
             self._fingerprint = fingerprint({n: p for n, p in named if not p.requires_grad})
@@ -124,7 +124,7 @@ class AdapterReference:
         return []
 
     def to(self, device: torch.device) -> AdapterReference:
-        """The same: it lives where the policy lives."""
+        """Itself: it is on the policy's device."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""How the learner computes."""
+"""Settings of the learner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kedge.ops.linear_logprob import TokenConstraints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareArguments:
-    """What the learner reads of TrainingArguments when it is given all it would make of them."""
+    """The TrainingArguments that a learner with ready optimizer and accelerator still reads."""
 
     torch_compile: bool = False
     torch_compile_backend: str | None = None
@@ -27,17 +27,17 @@ class LearnerSettings:
     """How the learner computes; the optimizer's own settings are TrainingArguments.
 
     Args:
-        total_updates: training steps that the learning-rate schedule covers.
+        total_updates: iterations that the learning-rate schedule covers.
         temperature: logits are divided by it, as in sampling.
-        min_new_tokens: no stop token can be drawn before this many.
+        min_new_tokens: stop tokens are banned before this many tokens.
         stop_ids: the stop tokens.
-        value_learning_rate: None takes the policy's.
+        value_learning_rate: None: the policy's.
         max_grad_norm: gradients are scaled down to it; 0 is off.
         forward_rows: rows of one forward pass without gradient.
-        spare_tokens: padding that is cheaper than one more pass; None: from the model's size.
+        spare_tokens: padding tokens cheaper than one more pass; None: from the model's size.
         gradient_checkpointing: recompute activations in the backward.
         checkpointing_options: passed to torch.utils.checkpoint.
-        reuse_behavior_logprobs: take what the sampler recorded with these same weights.
+        reuse_behavior_logprobs: use the rollout engine's if it had the same weights.
         allow_low_precision_weights: let bf16 and fp16 weights train.
     """
 
@@ -55,7 +55,7 @@ class LearnerSettings:
     allow_low_precision_weights: bool = False
 
     def draw(self, tokens: Tensor, support: Tensor | None) -> TokenConstraints:
-        """What could be drawn at the marked tokens bool [b, R]; support int64 [b, R, K]."""
+        """Sampling constraints at the marked tokens bool [b, R]; support int64 [b, R, K]."""
         banned = None
         if self.min_new_tokens and self.stop_ids:
             early = tokens.nonzero()[:, 1] < self.min_new_tokens

@@ -1,4 +1,4 @@
-"""Rows of a rollout as right-padded token sequences."""
+"""Right-padded token batches for reward models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kedge.types import Rollout
 
 
 def packed(rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Prompt and response of every row, without padding between or before them.
+    """Prompt and response of every row, joined without padding before or between them.
 
     Returns:
-        ids: int64 [B, L]; what follows a row's end is arbitrary.
+        ids: int64 [B, L]; arbitrary after a row's end.
         lengths: int64 [B]; real tokens of each row.
     """
     device, prompts = rollout.ids.device, rollout.prompts
@@ -24,15 +24,15 @@ def packed(rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def chunks(lengths: Tensor, *, rows: int, tokens: int = 1024) -> list[Tensor]:
-    """Row numbers in groups to run together: longest first, with little padding.
+    """Groups of row numbers to run together: longest first, with little padding.
 
-    A group ends at ``rows`` rows, or where it holds ``tokens`` tokens and the next row is more than
-    a tenth shorter than its first.
+    A group ends at ``rows`` rows, or when it holds ``tokens`` tokens and the next row is more than
+    10% shorter than its first.
 
     Args:
         lengths: int64 [B]; tokens of each row.
-        rows: the most rows in a group.
-        tokens: groups smaller than this are not worth a forward pass of their own.
+        rows: most rows in a group.
+        tokens: a smaller group does not justify a separate forward pass.
     """
     order = lengths.argsort(descending=True, stable=True)
     groups: list[list[int]] = []
@@ -58,6 +58,6 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def filled(ids: Tensor, lengths: Tensor, token: int) -> Tensor:
-    """``ids`` with ``token`` behind the end of every row."""
+    """``ids`` with ``token`` after the end of every row."""
     real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return torch.where(real, ids, token)

@@ -1,4 +1,4 @@
-"""From what a user hands over to one reward source."""
+"""Builds one reward source from models, functions, names or paths."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ModelOptions:
 
     chunk_rows: int = 64  # rows scored at a time
     max_length: int | None = None  # tokens; longer rows lose their first ones
-    reward_label: int | str | None = None  # which label is the reward, where there are several
+    reward_label: int | str | None = None  # which label is the reward if there are several
     autocast: torch.dtype | None = None
     device: torch.device | None = None  # None leaves models where they are
     policy_vocab_size: int | None = None  # None: the length of the policy's tokenizer
-    trust_remote_code: bool = False  # run code that a model's repository brings
+    trust_remote_code: bool = False  # run code from a model's repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class FunctionOptions:
     error_score: float | None = None
     log: RewardLog | None = None
     trainer_state: Callable[[], object] | None = None
-    dataset_columns: Collection[str] | None = None  # of the prompts; None is not checked
+    dataset_columns: Collection[str] | None = None  # of the prompts; None: unchecked
     skip_special_tokens: bool = True  # leave tokens such as eos out of the text
 
 
@@ -66,16 +66,16 @@ def reward_source(
     non_eos_penalty: bool = False,
     penalty_reward_value: float = -1.0,
 ) -> RewardSource:
-    """One source out of reward models and reward functions.
+    """Build one source from reward models and reward functions.
 
     Args:
         reward_model: a model, the name or path of one, or a list; also what ``reward_funcs`` takes.
         reward_funcs: callables, ``"package.module:function"`` or ``"file.py:function"`` strings,
             objects with a ``score(rollout)`` method, models, names or paths; one or a list.
-        policy_tokenizer: the policy's.
-        weights: one per source, models first; None weighs every source 1.
-        tokenizers: the reward models' own: one, or one per model or per source (None: the
-            policy's).  A model given by name brings the one that lies beside it.
+        policy_tokenizer: tokenizer of the policy.
+        weights: one per source, models first; None: 1 for every source.
+        tokenizers: tokenizers of the reward models: one, one per model, or one per source (None:
+            the policy's).  A model given by name uses the tokenizer in its folder or repository.
         models: options of every reward model.
         functions: options of every reward function.
         on_unscored: see :class:`Mixture`.
@@ -84,21 +84,19 @@ def reward_source(
         penalty_reward_value: see :class:`EosPenalty`.
 
     Raises:
-        ConfigError: no source, or something that is none, or lists of different lengths.
+        ConfigError: no source, an unsupported kind of source, or lists of different lengths.
     """
-    given = [*_list(reward_model), *_list(reward_funcs)]
-    if not given:
-        raise ConfigError(
-            "there is nothing to score responses with: give reward_model or reward_funcs"
-        )
-    build = _Builder(models or ModelOptions(), functions or FunctionOptions(), policy_tokenizer)
-    mixed: RewardSource = Mixture(
-        build.sources(given, _weights(weights, len(given)), tokenizers), on_unscored=on_unscored
+    items = [*_list(reward_model), *_list(reward_funcs)]
+    if not items:
+        raise ConfigError("no reward is configured: pass reward_model or reward_funcs")
+    builder = _Builder(models or ModelOptions(), functions or FunctionOptions(), policy_tokenizer)
+    mixture: RewardSource = Mixture(
+        builder.sources(items, _weights(weights, len(items)), tokenizers), on_unscored=on_unscored
     )
     if missing_eos_penalty is None and not non_eos_penalty:
-        return mixed
+        return mixture
     return EosPenalty(
-        mixed,
+        mixture,
         missing_eos_penalty=missing_eos_penalty,
         non_eos_penalty=non_eos_penalty,
         penalty_reward_value=penalty_reward_value,
@@ -111,19 +109,20 @@ class _Builder:
         self._texts = TextCache(policy, skip_special_tokens=functions.skip_special_tokens)
 
     def sources(
-        self, given: list[Any], weights: list[float], tokenizers: Any
+        self, items: list[Any], weights: list[float], tokenizers: Any
     ) -> list[tuple[str, RewardSource, float]]:
-        loaded = [_load(item, self._models.trust_remote_code) for item in given]
-        own = _tokenizers(tokenizers, loaded)
-        made = [self._make(*each) for each in zip(given, loaded, own, strict=True)]
+        loaded = [_load(item, self._models.trust_remote_code) for item in items]
+        model_tokenizers = _tokenizers(tokenizers, loaded)
+        triples = zip(items, loaded, model_tokenizers, strict=True)
+        sources = [self._build(*triple) for triple in triples]
         return [
             (getattr(source, "name", type(source).__name__), source, weight)
-            for source, weight in zip(made, weights, strict=True)
+            for source, weight in zip(sources, weights, strict=True)
         ]
 
-    def _make(self, item: Any, source: Any, tokenizer: Any) -> RewardSource:
+    def _build(self, item: Any, source: Any, tokenizer: Any) -> RewardSource:
         if isinstance(source, nn.Module):
-            return self._model(item, source, tokenizer)
+            return self._build_model(item, source, tokenizer)
         if hasattr(source, "score"):
             return source
         options = self._functions
@@ -137,10 +136,10 @@ class _Builder:
             dataset_columns=options.dataset_columns,
         )
 
-    def _model(self, item: Any, model: nn.Module, tokenizer: Any) -> RewardModel:
+    def _build_model(self, item: Any, model: nn.Module, tokenizer: Any) -> RewardModel:
         options, size = self._models, self._models.policy_vocab_size
-        named = isinstance(item, (str, Path))
-        if named and tokenizer is None:
+        has_name = isinstance(item, (str, Path))
+        if has_name and tokenizer is None:
             tokenizer = load_tokenizer(str(item), trust_remote_code=options.trust_remote_code)
         return RewardModel(
             model if options.device is None else model.to(options.device),
@@ -151,14 +150,14 @@ class _Builder:
             max_length=options.max_length,
             reward_label=options.reward_label,
             autocast=options.autocast,
-            name=Path(item if named else getattr(model, "name_or_path", "") or "").name or None,
+            name=Path(item if has_name else getattr(model, "name_or_path", "") or "").name or None,
         )
 
 
-def _list(given: Any) -> list[Any]:
-    if given is None:
+def _list(value: Any) -> list[Any]:
+    if value is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _load(item: Any, trust_remote_code: bool) -> Any:
@@ -171,8 +170,8 @@ def _load(item: Any, trust_remote_code: bool) -> Any:
     if isinstance(item, nn.Module) or callable(getattr(item, "score", None)) or callable(item):
         return item
     raise ConfigError(
-        f"a reward cannot be a {type(item).__name__} ({item!r}); give a model, its name or path,"
-        " a function, 'module:function', or an object with a score(rollout) method"
+        "a reward must be a model, its name or path, a function, 'module:function', or an object"
+        f" with a score(rollout) method, got {type(item).__name__} ({item!r})"
     )
 
 
@@ -181,26 +180,28 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
         return [1.0] * count
     if len(weights) != count:
         raise ConfigError(
-            f"reward_weights has {len(weights)} numbers for {count} reward sources"
-            " (models first, then functions); give one for each"
+            f"reward_weights must have one number per reward source (models first, then functions):"
+            f" got {len(weights)} for {count} sources"
         )
     for weight in weights:
         if isinstance(weight, str) or not math.isfinite(weight):
-            raise ConfigError(f"reward_weights={list(weights)}: {weight!r} is no finite number")
+            raise ConfigError(
+                f"reward_weights={list(weights)}: each must be a finite number, got {weight!r}"
+            )
     return [float(weight) for weight in weights]
 
 
 def _tokenizers(tokenizers: Any, loaded: list[Any]) -> list[Any]:
     models = [i for i, source in enumerate(loaded) if isinstance(source, nn.Module)]
-    own = _list(tokenizers)
-    if not own:
+    given = _list(tokenizers)
+    if not given:
         return [None] * len(loaded)
-    if len(own) == len(loaded):
-        return own
-    if len(own) == len(models):
-        found = dict(zip(models, own, strict=True))
-        return [found.get(i) for i in range(len(loaded))]
+    if len(given) == len(loaded):
+        return given
+    if len(given) == len(models):
+        by_index = dict(zip(models, given, strict=True))
+        return [by_index.get(i) for i in range(len(loaded))]
     raise ConfigError(
-        f"reward_processing_class has {len(own)} tokenizers for {len(models)} reward models among"
-        f" {len(loaded)} reward sources; give one per model, or one per source (None for functions)"
+        f"reward_processing_class has {len(given)} tokenizers for {len(models)} reward models among"
+        f" {len(loaded)} reward sources; pass one per model, or one per source (None for functions)"
     )

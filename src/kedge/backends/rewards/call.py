@@ -1,4 +1,4 @@
-"""Calls a reward function with the arguments it asks for."""
+"""Calls a reward function with the keyword arguments that it accepts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIXED = ("trainer_state", "log_metric", "log_extra")
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """A short name: of the function, of what a partial wraps, or of the object's class."""
+    """Short name of a function, of the function in a partial, or of a callable's class."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", None) or type(function).__name__
@@ -28,7 +28,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling ``function`` gives a coroutine and does no work yet."""
+    """Whether calling ``function`` returns a coroutine without doing any work."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -37,62 +37,68 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class Signature:
-    """Which keyword arguments a function takes."""
+    """The keyword arguments that a function accepts."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         try:
-            known = inspect.signature(function).parameters.values()
+            parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"reward function {name} has no signature that Python can read; wrap it in"
+                f"reward function {name} has no signature that Python can inspect; wrap it in"
                 " def reward(completions, **columns): ..."
             ) from error
         self._name = name
-        self._all = any(p.kind is p.VAR_KEYWORD for p in known)
-        self._named = {p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        self._required = {p.name for p in known if p.name in self._named and p.default is p.empty}
-        only = [p.name for p in known if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-        if only:
+        self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._named = {
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        self._required = {
+            p.name for p in parameters if p.name in self._named and p.default is p.empty
+        }
+        positional_only = [
+            p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
+        ]
+        if positional_only:
             raise ConfigError(
-                f"reward function {name} takes {', '.join(only)} by position only; rewards are"
-                " called with keyword arguments (prompts, completions, ...)"
+                f"reward function {name} takes {', '.join(positional_only)} by position only, but"
+                " is called with keyword arguments (prompts, completions, ...); remove the '/'"
             )
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """Dataset columns the function may read, None if any."""
+        """Dataset columns that the function may read; None: any."""
         return None if self._all else frozenset(self._named - {*PER_ROW, *FIXED})
 
     def check(self, columns: Collection[str]) -> None:
-        """Refuse a dataset that lacks a column the function requires.
+        """Reject a dataset that lacks a column the function requires.
 
         Raises:
-            ConfigError: naming the column and those that there are.
+            ConfigError: naming the missing column and the existing ones.
         """
         missing = sorted(self._required - {*PER_ROW, *FIXED} - ({*columns} - {"prompt"}))
         if not missing:
             return
-        here = ", ".join(sorted(columns)) or "none"
+        available = ", ".join(sorted(columns)) or "none"
         plural = f"{missing[0]}s"
-        way = f"give {missing[0]} a column of that name, or a default in the function"
-        way = f"take {plural}, a list, instead" if plural in PER_ROW else way
+        fix = f"add a dataset column {missing[0]!r}, or give the argument a default"
+        fix = f"use {plural}, a list, instead" if plural in PER_ROW else fix
         raise ConfigError(
             f"reward function {self._name} needs {', '.join(missing)}, and the dataset has no such"
-            f" column (its columns: {here}). Besides them a function can take"
-            f" {', '.join([*PER_ROW, *FIXED])}; {way}"
+            f" column (its columns: {available}). In addition to columns, a function can take"
+            f" {', '.join([*PER_ROW, *FIXED])}; {fix}"
         )
 
     def choose(self, offered: Collection[str]) -> list[str]:
-        """The names among ``offered`` to pass.
+        """The names in ``offered`` that the function accepts.
 
         Raises:
-            RewardError: the function requires a name that is not offered.
+            RewardError: the function requires a name that is not in ``offered``.
         """
         missing = self._required - set(offered)
         if missing:
             raise RewardError(
-                f"reward function {self._name} asks for {', '.join(sorted(missing))}, which is"
-                " neither a dataset column nor one of Kedge's arguments; there are"
+                f"reward function {self._name} requires {', '.join(sorted(missing))}, which is"
+                " neither a dataset column nor one of Kedge's arguments; available:"
                 f" {', '.join(sorted(offered))}"
             )
         return [name for name in offered if self._all or name in self._named]
@@ -104,21 +110,21 @@ def arguments(
     """The keyword arguments of one call over all rows of a rollout."""
     columns = texts.rollout.prompts.columns
     fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
-    reserved = {"prompt", *PER_ROW, *FIXED}  # a column cannot hide one of Kedge's arguments
+    reserved = {"prompt", *PER_ROW, *FIXED}  # a column cannot shadow one of Kedge's arguments
     extra = {name: list(values) for name, values in columns.items() if name not in reserved}
     names = signature.choose([*PER_ROW, *fixed, *extra])
-    own = fixed | extra
-    return {name: own[name] if name in own else list(getattr(texts, name)) for name in names}
+    values = fixed | extra
+    return {n: values[n] if n in values else list(getattr(texts, n)) for n in names}
 
 
 def one_row(kwargs: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The arguments of the same call for one row alone; what it logs is not kept."""
-    alone = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
+    """The same arguments for a single row; what that call logs is discarded."""
+    single = {k: v[row : row + 1] if isinstance(v, list) else v for k, v in kwargs.items()}
     silent = RewardLog()
     for name, method in (("log_metric", silent.metric), ("log_extra", silent.extra)):
-        if name in alone:
-            alone[name] = method
-    return alone
+        if name in single:
+            single[name] = method
+    return single
 
 
 _lock = threading.Lock()
@@ -127,15 +133,15 @@ _owner = 0  # process that started the loop: threads do not survive a fork
 
 
 def submit(awaitable: Awaitable[Any]) -> Future[Any]:
-    """Run ``awaitable`` on the background loop."""
+    """Run ``awaitable`` on the background event loop."""
 
     async def wait() -> Any:
         return await awaitable
 
-    return asyncio.run_coroutine_threadsafe(wait(), _running())
+    return asyncio.run_coroutine_threadsafe(wait(), _background_loop())
 
 
-def _running() -> asyncio.AbstractEventLoop:
+def _background_loop() -> asyncio.AbstractEventLoop:
     global _loop, _owner
     with _lock:
         if _loop is None or _owner != os.getpid():

@@ -1,4 +1,4 @@
-"""What a response is worth that did not end by itself."""
+"""Penalties for responses that were cut off before a stop token."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class EosPenalty:
 
     With ``missing_eos_penalty``: score - penalty.  With ``non_eos_penalty``: the score becomes
     ``penalty_reward_value``.  A response counts as ended if generation stopped it at a stop token
-    or stop string (``Rollout.finished``), whatever that token is.
+    or stop string (``Rollout.terminated``), whatever that token is.
 
     Args:
-        inner: what scores the responses.
+        inner: source of the scores.
         missing_eos_penalty: subtracted from the score of a cut-off response.
-        non_eos_penalty: replace the score instead.
-        penalty_reward_value: the score it is replaced by.
+        non_eos_penalty: replace the score of a cut-off response.
+        penalty_reward_value: the replacement.
 
     Raises:
-        ConfigError: both kinds of penalty are asked for.
+        ConfigError: both kinds of penalty are set.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class EosPenalty:
     ) -> None:
         if missing_eos_penalty is not None and non_eos_penalty:
             raise ConfigError(
-                f"missing_eos_penalty={missing_eos_penalty} subtracts from the score of responses"
-                f" without end, non_eos_penalty=True replaces it by {penalty_reward_value};"
-                " choose one"
+                f"missing_eos_penalty={missing_eos_penalty} subtracts from the score of cut-off"
+                f" responses, non_eos_penalty=True replaces it by {penalty_reward_value};"
+                " set only one of them"
             )
         self._inner = inner
         self.columns: frozenset[str] | None = getattr(inner, "columns", None)
@@ -48,11 +48,11 @@ class EosPenalty:
         self._replace = penalty_reward_value if non_eos_penalty else None
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """The inner reward output; the parts keep the scores before the penalty."""
-        judged = self._inner.score(rollout)
-        scores, ended = judged.scores, rollout.terminated
+        """The inner reward output; its components keep the scores before the penalty."""
+        output = self._inner.score(rollout)
+        scores, ended = output.scores, rollout.terminated
         if self._subtract is not None:
             scores = torch.where(ended, scores, scores - self._subtract)
         if self._replace is not None:
             scores = torch.where(ended, scores, self._replace)
-        return replace(judged, scores=scores)
+        return replace(output, scores=scores)

@@ -1,4 +1,4 @@
-"""A Python function that scores responses."""
+"""Reward source that calls a Python function."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ OnError = Literal["raise", "score", "drop"]
 class RewardFunction:
     """Scores a response with a Python function, synchronous or asynchronous.
 
-    The function is called once for all rows with those of these keyword arguments that it takes
-    (all of them if it takes ``**kwargs``): ``prompts`` and ``completions`` (text, or chat messages
-    where the dataset has chats), ``prompt_ids`` and ``completion_ids`` (token ids, the stop token
-    included), every other dataset column by its name, ``trainer_state``, ``log_metric(name,
-    value, weight=1)`` and ``log_extra(column, values)``.  It returns one entry per row: a number,
-    None where it does not apply, or one number per response token.
+    The function is called once for all rows with those of the following keyword arguments that it
+    accepts (all of them if it takes ``**kwargs``): ``prompts`` and ``completions`` (text, or chat
+    messages if the dataset has chats), ``prompt_ids`` and ``completion_ids`` (token ids, including
+    the stop token), every other dataset column by its name, ``trainer_state``,
+    ``log_metric(name, value, weight=1)`` and ``log_extra(column, values)``.  It returns one entry
+    per row: a number, None where it does not apply, or one number per response token.
 
     Args:
         function: the callable.
         texts: the decoded rollout, shared with other sources.
-        name: of the part in the reward output; by default the function's.
-        on_error: a row for which the function raises, or returns no finite number, stops training
-            (``"raise"``), gets ``error_score`` (``"score"``), or is left out (``"drop"``).  A call
-            that raised is repeated row by row, to find the row.
+        name: key of the component in the reward output; default: the function's name.
+        on_error: a row for which the function raises or does not return a finite number stops
+            training (``"raise"``), gets ``error_score`` (``"score"``), or is dropped (``"drop"``).
+            A call that raised is repeated row by row to find the row.
         error_score: see ``on_error``.
         log: collects what the function logs, and ``reward_errors/<name>``.
-        trainer_state: called for the value of ``trainer_state``.
-        dataset_columns: of the prompts; those that the function requires must be among them.  None
-            is not checked.
+        trainer_state: returns the value of the ``trainer_state`` argument.
+        dataset_columns: columns of the prompts, which must include those that the function
+            requires.  None: unchecked.
 
     Raises:
-        ConfigError: it is no callable, or an option does not fit.
+        ConfigError: ``function`` is not callable, or an option is invalid.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class RewardFunction:
     ) -> None:
         if not callable(function):
             raise ConfigError(
-                f"a reward function must be callable, found {type(function).__name__} {function!r}"
+                f"a reward function must be callable, got {type(function).__name__} {function!r}"
             )
-        _check_policy(on_error, error_score)
+        _check_error_options(on_error, error_score)
         self.name = name or function_name(function)
         self._function, self._texts = function, texts
         self._signature = Signature(function, self.name)
@@ -102,8 +102,8 @@ class RewardFunction:
         else:
             values = read_values(returned, lengths, width, self.name)
         if values.errors:
-            self._settle(texts, values)
-        return self._verdict(texts.rollout, values)
+            self._apply_error_policy(texts, values)
+        return self._to_source_scores(texts.rollout, values)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
         returned = self._function(**kwargs)
@@ -118,39 +118,39 @@ class RewardFunction:
         error: Exception,
     ) -> Values:
         values = Values()
-        for row, call in enumerate(self._alone(kwargs, len(lengths))):
+        for row, call in enumerate(self._single_row_calls(kwargs, len(lengths))):
             returned, cause = _attempt(call)
             if cause is None:
                 read_values(returned, [lengths[row]], width, self.name, values=values, first=row)
             elif self._on_error == "raise":
                 raise RewardError(
-                    f"reward function {self.name} raised {_shown(cause)} on"
+                    f"reward function {self.name} raised {_describe(cause)} on"
                     f" {self._row(texts, row)}; fix it, or choose on_reward_error='score' or 'drop'"
                 ) from cause
             else:
-                values.errors[row] = f"raised {_shown(cause)}"
+                values.errors[row] = f"raised {_describe(cause)}"
         if self._on_error == "raise":
             raise RewardError(
-                f"reward function {self.name} raised {_shown(error)} when called with all"
-                f" {len(lengths)} rows, but on no row alone; look for what depends on the batch"
+                f"reward function {self.name} raised {_describe(error)} when called with all"
+                f" {len(lengths)} rows, but not on any single row; check what depends on the batch"
             ) from error
         if not values.errors:
             logger.warning(
-                "reward function %s raised %s when called with all rows, but on no row alone;"
-                " the rewards of the single calls are used",
+                "reward function %s raised %s when called with all rows, but not on any single"
+                " row; using the rewards of the single-row calls",
                 self.name,
-                _shown(error),
+                _describe(error),
             )
         return values
 
-    def _alone(self, kwargs: dict[str, Any], rows: int) -> list[Callable[[], Any]]:
+    def _single_row_calls(self, kwargs: dict[str, Any], rows: int) -> list[Callable[[], Any]]:
         """One call per row; asynchronous ones start at once."""
         calls = [one_row(kwargs, row) for row in range(rows)]
         if is_async(self._function):
             return [background.submit(self._function(**call)).result for call in calls]
         return [partial(self._call, call) for call in calls]
 
-    def _settle(self, texts: Texts, values: Values) -> None:
+    def _apply_error_policy(self, texts: Texts, values: Values) -> None:
         row, problem = next(iter(values.errors.items()))
         message = f"reward function {self.name} {problem}, on {self._row(texts, row)}"
         if self._on_error == "raise":
@@ -162,24 +162,24 @@ class RewardFunction:
             values.scores.update(dict.fromkeys(values.errors, self._error_score))
             values.errors.clear()
 
-    def _verdict(self, rollout: Rollout, values: Values) -> SourceScores:
+    def _to_source_scores(self, rollout: Rollout, values: Values) -> SourceScores:
         device, count = rollout.ids.device, len(rollout)
-        scores, part = torch.zeros(count), torch.full((count,), torch.nan)
+        scores, component = torch.zeros(count), torch.full((count,), torch.nan)
         applies, failed = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
         dense: Tensor | None = torch.zeros(rollout.ids.shape) if values.dense else None
         rows = list(values.scores)
-        scores[rows] = part[rows] = torch.tensor(list(values.scores.values()))
+        scores[rows] = component[rows] = torch.tensor(list(values.scores.values()))
         for row, numbers in values.dense.items():
             if dense is not None:
                 dense[row, : len(numbers)] = torch.tensor(numbers)
-            part[row] = sum(numbers)
+            component[row] = sum(numbers)
         applies[[*values.scores, *values.dense]] = True
         failed[list(values.errors)] = True
         return SourceScores(
             scores=scores.to(device),
             applies=applies.to(device),
             failed=failed.to(device),
-            components={self.name: part.to(device)},
+            components={self.name: component.to(device)},
             token_rewards=None if dense is None else dense.to(device),
         )
 
@@ -194,12 +194,14 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _shown(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _check_policy(on_error: str, error_score: float | None) -> None:
+def _check_error_options(on_error: str, error_score: float | None) -> None:
     if on_error not in ("raise", "score", "drop"):
         raise ConfigError(f"on_reward_error={on_error!r} must be 'raise', 'score' or 'drop'")
     if on_error == "score" and error_score is None:
-        raise ConfigError("on_reward_error='score' needs reward_error_score, the score to give")
+        raise ConfigError(
+            "on_reward_error='score' needs reward_error_score, the score for a failed row"
+        )

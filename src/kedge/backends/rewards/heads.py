@@ -1,4 +1,4 @@
-"""Logits of a reward model at the place that scores the whole sequence."""
+"""Reads a reward model's logits at the position that scores the whole sequence."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [
 
 
 def find_head(model: nn.Module) -> Head:
-    """How ``model`` scores right-padded rows.
+    """A function that scores right-padded rows with ``model``.
 
     A model with a backbone (named by ``base_model_prefix``) and a ``score`` layer is scored at the
-    last real token, found by length.  Any other model is called whole, with an attention mask, and
-    gives logits (encoders with a ``classifier``), one number per row, or one per token.
+    last real token, found by length.  Any other model is called with an attention mask and
+    returns logits (encoders with a ``classifier``), one number per row, or one per token.
     """
     backbone = getattr(model, getattr(model, "base_model_prefix", None) or "-", None)
     score = getattr(model, "score", None)
@@ -30,9 +30,9 @@ def find_head(model: nn.Module) -> Head:
 
 
 def in_full(head: nn.Module, hidden: Tensor) -> Tensor:
-    """What a head makes of hidden states, in float32 whatever autocast says.
+    """Apply a head to hidden states in float32, regardless of autocast.
 
-    Rounded to bfloat16, values of 8 to 16 are 1/16 apart: differences between neighboring states
+    In bfloat16, values between 8 and 16 are 1/16 apart: differences between neighboring states
     and between responses would be lost.
     """
     dtype = next((p.dtype for p in head.parameters()), hidden.dtype)
@@ -40,8 +40,8 @@ def in_full(head: nn.Module, hidden: Tensor) -> Tensor:
         if type(head) is nn.Linear and dtype in (torch.bfloat16, torch.float16):
             bias = None if head.bias is None else head.bias.float()
             return nn.functional.linear(hidden.float(), head.weight.float(), bias)
-        found: Tensor = head(hidden.to(dtype))
-    return found
+        output: Tensor = head(hidden.to(dtype))
+    return output
 
 
 class _LastToken:
@@ -77,7 +77,7 @@ class _Whole:
             )
         if logits.dim() == 1:
             return logits[:, None]
-        if logits.dim() == 3:  # one score per token: the last real one judges the row
+        if logits.dim() == 3:  # one score per token: the last real one is the row's score
             return logits[torch.arange(len(ids), device=ids.device), lengths - 1]
         return logits
 

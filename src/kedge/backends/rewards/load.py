@@ -1,4 +1,4 @@
-"""Reward models and reward functions by name."""
+"""Loads reward models and reward functions by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     except Exception as error:
         raise ConfigError(
             f"reward function {spec!r}: cannot import {where!r}"
-            f" ({type(error).__name__}: {error}); give package.module:function or file.py:function"
+            f" ({type(error).__name__}: {error}); pass package.module:function or file.py:function"
         ) from error
     function = module
     for part in name.split("."):
@@ -46,17 +46,17 @@ def load_module(where: str, prefix: str) -> Any:
     """A module by its dotted name, or a Python file as the module ``prefix_stem``.
 
     Raises:
-        ImportError, OSError, SyntaxError: as importing it does.
+        ImportError, OSError, SyntaxError: from the import.
     """
     if not where.endswith(".py"):
         return importlib.import_module(where)
     path = Path(where).expanduser().resolve()
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"file not found: {path}")
     name = f"{prefix}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that what it defines can be pickled
     spec.loader.exec_module(module)
@@ -76,25 +76,26 @@ def names_function(spec: str) -> bool:
 def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
     """A sequence-classification model from a folder or the hub, in float32.
 
-    A checkpoint without such a head gets a new one with a single label, and a warning.
+    A checkpoint without such a head gets a randomly initialized one with a single label, and a
+    warning.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the model cannot be loaded.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     check_folder(name, "reward model")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        kinds = getattr(config, "architectures", None) or []
+        architectures = getattr(config, "architectures", None) or []
         options: dict[str, Any] = {}
-        if not any("SequenceClassification" in kind for kind in kinds):
+        if not any("SequenceClassification" in kind for kind in architectures):
             options = {"num_labels": 1}
             logger.warning(
-                "reward model %s has no sequence-classification head (it is %s): a new, random one"
-                " is put on it",
+                "reward model %s has no sequence-classification head (it is %s): adding a randomly"
+                " initialized one",
                 name,
-                ", ".join(kinds) or "of unknown kind",
+                ", ".join(architectures) or "of unknown type",
             )
         return load_whole(
             AutoModelForSequenceClassification,
@@ -110,13 +111,13 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
         raise
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise ConfigError(
-            f"reward model {name!r} cannot be loaded: {error}; give a folder or hub name of a"
+            f"reward model {name!r} cannot be loaded: {error}; pass the folder or hub name of a"
             " sequence-classification model, or module:function for a Python function"
         ) from error
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that lies beside a model, or None where there is none."""
+    """The tokenizer in a model's folder or repository; None if the folder has none."""
     from transformers import AutoTokenizer
 
     files = (

@@ -1,4 +1,4 @@
-"""What reward functions report beside their rewards."""
+"""Metrics and table columns that reward functions log in addition to their rewards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RewardLog:
         self._extras: dict[str, list[object]] = {}
 
     def metric(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Add an observation of ``name``, or the mean of ``weight`` of them; the mean is logged."""
+        """Add one observation of ``name``, or the mean of ``weight`` of them; logs the mean."""
         sums = {name: (float(value) * weight, float(weight))}
         self._metrics = self._metrics.merge(Metrics(sums))
 
     def merge(self, metrics: Metrics) -> None:
-        """Add observations that were made elsewhere."""
+        """Add observations from another process."""
         self._metrics = self._metrics.merge(metrics)
 
     def extra(self, column: str, values: Sequence[object]) -> None:
@@ -32,42 +32,42 @@ class RewardLog:
         self._extras[column] = list(values)
 
     def drain(self) -> tuple[Metrics, dict[str, list[object]]]:
-        """What came in since the last call."""
-        found = self._metrics, self._extras
+        """Metrics and columns logged since the last call."""
+        logged = self._metrics, self._extras
         self._metrics, self._extras = Metrics(), {}
-        return found
+        return logged
 
 
 class MetricCapturingSource:
-    """A reward source whose reward outputs carry what its functions recorded about those very rows.
+    """Adds the metrics and columns that reward functions logged to the output for the same rows.
 
-    It is asked by one thread at a time, so that no other batch's records get among them.
+    One thread scores at a time, so that records of different batches do not mix.
     """
 
     def __init__(self, source: RewardSource, log: RewardLog) -> None:
-        self._source, self._log, self._turn = source, log, threading.Lock()
+        self._source, self._log, self._lock = source, log, threading.Lock()
         self.columns = getattr(source, "columns", None)
 
     def score(self, rollout: Rollout) -> RewardOutput:
-        """The source's reward output, with ``said`` and ``extras``.
+        """The source's reward output, with ``metrics`` and ``columns``.
 
         Raises:
-            RewardError: a column of extras has not one value per row.
+            RewardError: a logged column does not have one value per row.
         """
-        with self._turn:
-            self._log.drain()  # of a call that failed
+        with self._lock:
+            self._log.drain()  # left over from a call that failed
             reward_output = self._source.score(rollout)
             metrics, extras = self._log.drain()
         for name, values in extras.items():
             if len(values) != len(rollout):
                 raise RewardError(
-                    f"log_extra({name!r}, ...) was given {len(values)} values for {len(rollout)}"
-                    " completions; give one for each"
+                    f"log_extra({name!r}, ...) must get one value per completion: got {len(values)}"
+                    f" for {len(rollout)} completions"
                 )
         return replace(reward_output, metrics=metrics.totals, columns=extras)
 
     def close(self) -> None:
-        """Release what the source holds outside this process."""
+        """Release the source's resources outside this process."""
         close = getattr(self._source, "close", None)
         if close is not None:
             close()

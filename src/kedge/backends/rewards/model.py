@@ -1,4 +1,4 @@
-"""A model that scores responses."""
+"""Reward source that runs a sequence-classification model."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from kedge.types import RewardOutput, Rollout
 
 
 class RewardModel:
-    """Scores a response with one number from a sequence-classification model.
+    """Scores each response with a sequence-classification model.
 
     Models with a backbone and a ``score`` layer are scored at the last real token, found by
     length, never by token id.  Others (``classifier`` encoders, plain modules) are called with an
-    attention mask.  The model is put in evaluation mode and runs without gradient, longest rows
-    first, at most ``chunk_rows`` at a time.
+    attention mask.  The model runs in evaluation mode without gradient, longest rows first, at
+    most ``chunk_rows`` at a time.
 
     Args:
-        model: any such module.
-        tokenizer: the model's own tokenizer; rows are decoded and tokenized anew with it.  None
-            (or the policy's vocabulary) passes the policy's token ids on exactly.
-        texts: the decoded rollout, shared with other sources; needed with a tokenizer of its own.
+        model: the module that scores.
+        tokenizer: the model's tokenizer; rows are decoded and retokenized with it.  None (or one
+            with the policy's vocabulary) passes the policy's token ids through unchanged.
+        texts: the decoded rollout, shared with other sources; required with ``tokenizer``.
         policy_vocab_size: token ids the policy can produce are below it.
-        chunk_rows: the most rows scored at a time.
+        chunk_rows: most rows scored at a time.
         max_length: tokens; longer rows lose their first tokens.  None: a row longer than the model
-            can take is an error.
-        reward_label: label (index or name) that is the reward, where the model has several.
+            supports is an error.
+        reward_label: label (index or name) that is the reward, if the model has several.
         autocast: dtype to run in, such as ``torch.bfloat16``; None runs in the weights' dtype.
-        name: of the part in the reward output; by default the model's class.
+        name: key of the component in the reward output; default: the model's class.
 
     Raises:
-        ConfigError: the vocabulary is too small, or there are several labels and none was named.
+        ConfigError: the vocabulary is too small, or ``reward_label`` is missing for several labels.
     """
 
-    columns: frozenset[str] | None = frozenset()  # it reads none of the dataset's
+    columns: frozenset[str] | None = frozenset()  # reads no dataset columns
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class RewardModel:
         if chunk_rows < 1:
             raise ConfigError(f"chunk_rows={chunk_rows} must be at least 1")
         self.model = model.eval()
-        bare = getattr(model, "get_base_model", lambda: model)()
-        self.name = name or type(bare).__name__
-        self._head = find_head(bare)
-        self._config = getattr(bare, "config", None)
+        base = getattr(model, "get_base_model", lambda: model)()
+        self.name = name or type(base).__name__
+        self._head = find_head(base)
+        self._config = getattr(base, "config", None)
         self._shift = float(getattr(self._config, SHIFT, 0.0))
         self._label = _label(self._config, reward_label, self.name)
-        self._vocab = _vocab(bare)
+        self._vocab = _vocab(base)
         self._pad = _pad(self._config, self._vocab)
         self._texts = texts
         self._own: Retokenizer | None = None
@@ -74,7 +74,7 @@ class RewardModel:
             if texts is None:
                 raise ConfigError(
                     f"reward model {self.name} has its own tokenizer, so rows must be decoded with"
-                    " the policy's: give texts=TextCache(policy_tokenizer)"
+                    " the policy's: pass texts=TextCache(policy_tokenizer)"
                 )
             self._own = self._retokenizer(tokenizer, max_length)
         self._check_vocabulary(policy_vocab_size)
@@ -84,11 +84,11 @@ class RewardModel:
         """One score per row.
 
         Raises:
-            RewardError: a score is not finite, or a row does not fit the model.
+            RewardError: a score is not finite, or a row is too long or holds unknown tokens.
         """
         if self._own is not None and self._texts is not None:
-            finished = rollout.terminated.tolist()
-            ids, lengths = padded(self._own.rows(self._texts.of(rollout), finished))
+            terminated = rollout.terminated.tolist()
+            ids, lengths = padded(self._own.rows(self._texts.of(rollout), terminated))
         else:
             ids, lengths = packed(rollout)
             ids, lengths = self._cut(ids, lengths)
@@ -99,27 +99,29 @@ class RewardModel:
         if not bool(finite.all()):
             row = int((~finite).nonzero()[0])
             raise RewardError(
-                f"reward model {self.name} gave the score {float(scores[row])} to"
-                f" {self._name_row(rollout, row)}; its weights or its precision are at fault"
+                f"reward model {self.name} returned the score {float(scores[row])} for"
+                f" {self._name_row(rollout, row)}; check its weights for NaN or infinite values, or"
+                " run it in float32"
             )
         return RewardOutput(
             scores=scores, valid=torch.ones_like(finite), components={self.name: scores}
         )
 
     def score_texts(self, texts: list[str], tokenizer: Any) -> Tensor:
-        """The scores of whole texts, read as a finished answer is: with its end-of-text token.
+        """Scores of whole texts, each ended with the end-of-text token.
 
-        So it is in training, and so preferences are read when a reward model is trained on them.
+        This matches how terminated responses are scored in PPO and how preferences are read when
+        a reward model is trained.
 
         Args:
-            texts: prompt and answer in one, each.
-            tokenizer: the model's own.
+            texts: prompt and answer concatenated.
+            tokenizer: tokenizer of the reward model.
 
         Returns:
             float32 [len(texts)].
 
         Raises:
-            RewardError: a text is longer than the model can take.
+            RewardError: a text is longer than the model supports.
         """
         rows = self._retokenizer(tokenizer, None).whole(texts, [True] * len(texts))
         ids, lengths = padded(rows)
@@ -127,8 +129,8 @@ class RewardModel:
         if isinstance(limit, int) and ids.shape[1] > limit > 0:
             text = texts[int(lengths.argmax())]
             raise RewardError(
-                f"a text of {ids.shape[1]} tokens is more than the {limit} that reward model"
-                f" {self.name} can take: {text[:80]!r}..."
+                f"a text has {ids.shape[1]} tokens, more than the {limit} that reward model"
+                f" {self.name} supports: {text[:80]!r}..."
             )
         return self._scores(filled(ids, lengths, self._pad), lengths)
 
@@ -152,8 +154,8 @@ class RewardModel:
     def _pick(self, logits: Tensor) -> Tensor:
         if self._label is None and logits.shape[1] != 1:
             raise RewardError(
-                f"reward model {self.name} gave {logits.shape[1]} numbers per row; name the one"
-                " that is the reward with reward_label"
+                f"reward model {self.name} returned {logits.shape[1]} numbers per row; select the"
+                " reward with reward_label"
             )
         return logits[:, self._label or 0] + self._shift
 
@@ -175,8 +177,8 @@ class RewardModel:
             row = int(lengths.argmax())
             raise RewardError(
                 f"{self._name_row(rollout, row)} has {int(lengths[row])} tokens, more than the"
-                f" {limit} that reward model {self.name} can take; shorten prompts or responses,"
-                f" or give max_length={limit} to score the end of such rows"
+                f" {limit} that reward model {self.name} supports; shorten prompts or responses,"
+                f" or set max_length={limit} to score the end of such rows"
             )
         if self._vocab is None:
             return
@@ -185,8 +187,8 @@ class RewardModel:
             row, column = (int(i) for i in over.nonzero()[0])
             raise RewardError(
                 f"token {int(ids[row, column])} of {self._name_row(rollout, row)} is outside the"
-                f" vocabulary of reward model {self.name} ({self._vocab} tokens); give the model's"
-                " own tokenizer, so that rows are tokenized for it"
+                f" vocabulary of reward model {self.name} ({self._vocab} tokens); pass the model's"
+                " own tokenizer, so that rows are retokenized for it"
             )
 
     def _check_vocabulary(self, policy_vocab_size: int | None) -> None:
@@ -194,9 +196,9 @@ class RewardModel:
             return
         if self._vocab < policy_vocab_size:
             raise ConfigError(
-                f"reward model {self.name} knows {self._vocab} tokens, the policy's tokenizer has"
-                f" {policy_vocab_size}: it cannot read the policy's tokens; give the tokenizer it"
-                " was trained with (reward_processing_class), or a model of the same vocabulary"
+                f"reward model {self.name} has {self._vocab} tokens, but the policy's tokenizer has"
+                f" {policy_vocab_size}: it cannot read the policy's tokens. Pass the tokenizer it"
+                " was trained with (reward_processing_class), or a model with the same vocabulary"
             )
 
     def _name_row(self, rollout: Rollout, row: int) -> str:
@@ -209,7 +211,7 @@ class RewardModel:
 
 
 def same_tokens(one: Any, other: Any) -> bool:
-    """Whether two tokenizers mean the same by every token id, and format chats alike."""
+    """Whether two tokenizers share vocabulary, EOS token and chat template."""
     if one is other:
         return True
     return (
@@ -226,7 +228,7 @@ def _vocab(model: nn.Module) -> int | None:
 
 
 def _pad(config: Any, vocab: int | None) -> int:
-    """What the model expects in padding; only encoder-decoders, which count eos tokens, look."""
+    """Padding token; only encoder-decoders, which count EOS tokens, read padding."""
     pad = getattr(config, "pad_token_id", None)
     return pad if isinstance(pad, int) and 0 <= pad < (vocab or pad + 1) else 0
 
@@ -238,14 +240,14 @@ def _label(config: Any, wanted: int | str | None, name: str) -> int | None:
         if isinstance(count, int) and count != 1 and config is not None:
             listed = ", ".join(names.values()) or f"{count} of them"
             raise ConfigError(
-                f"reward model {name} has {count} labels ({listed}); name the one that is the"
-                " reward with reward_label, or load the model with num_labels=1"
+                f"reward model {name} has {count} labels ({listed}); select the reward with"
+                " reward_label, or load the model with num_labels=1"
             )
         return None
     index = wanted if isinstance(wanted, int) else {v: k for k, v in names.items()}.get(wanted)
     if index is None or (isinstance(count, int) and not 0 <= index < count):
         raise ConfigError(
-            f"reward_label={wanted!r} is no label of reward model {name}; it has"
+            f"reward_label={wanted!r} is not a label of reward model {name}; its labels are"
             f" {', '.join(f'{k} ({v})' for k, v in names.items()) or count}"
         )
     return index

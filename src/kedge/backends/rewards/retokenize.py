@@ -1,4 +1,4 @@
-"""Rows of a rollout in another model's tokens."""
+"""Retokenizes rollouts for a reward model with a different vocabulary."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kedge.errors import ConfigError
 class Retokenizer:
     """Tokenizes decoded rows for a model with its own vocabulary.
 
-    Text: prompt text + response text with the tokenizer's special tokens.  The eos token ends
-    exactly the finished rows, except for encoders (``framed``, or a tokenizer with a sep token),
-    which need every text in the frame that their tokenizer gives it.  A row without any text is
-    one special token.
+    Text: prompt text + response text with the tokenizer's special tokens.  The EOS token ends
+    exactly the terminated rows, except for encoders (``framed``, or a tokenizer with a sep token),
+    which need the special tokens that their tokenizer adds around every text.  A row without text
+    becomes one special token.
 
-    Chats: the tokenizer's own chat template; the assistant's message is closed in finished rows and
-    left open in the others.
+    Chats: the tokenizer's own chat template; the assistant's message is closed in terminated rows
+    and left open in the others.
 
     Rows longer than ``max_length`` lose their first tokens.
     """
@@ -26,30 +26,34 @@ class Retokenizer:
     def __init__(
         self, tokenizer: Any, *, max_length: int | None = None, framed: bool = False
     ) -> None:
-        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: its own
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
         self._max_length = max_length
         self._framed = framed or self._tokenizer.sep_token_id is not None
 
     def rows(self, texts: Texts, finished: Sequence[bool]) -> list[list[int]]:
         """Token ids of every row, without padding."""
-        chats = [is_chat(prompt) for prompt in texts.prompts]
-        plain = [i for i, chat in enumerate(chats) if not chat]
-        rows: list[list[int]] = [[] for _ in chats]
-        if plain:
-            whole = [texts.prompt_texts[i] + texts.completion_texts[i] for i in plain]
-            for i, ids in zip(plain, self.whole(whole, [finished[i] for i in plain]), strict=True):
+        chat_flags = [is_chat(prompt) for prompt in texts.prompts]
+        text_rows = [i for i, chat in enumerate(chat_flags) if not chat]
+        rows: list[list[int]] = [[] for _ in chat_flags]
+        if text_rows:
+            texts_to_encode = [texts.prompt_texts[i] + texts.completion_texts[i] for i in text_rows]
+            for i, ids in zip(
+                text_rows,
+                self.whole(texts_to_encode, [finished[i] for i in text_rows]),
+                strict=True,
+            ):
                 rows[i] = ids
-        talked = [i for i, chat in enumerate(chats) if chat]
-        if talked:
-            whole = [self._render(texts, i, finished[i]) for i in talked]
-            for i, ids in zip(talked, self._encode(whole, special=False), strict=True):
+        chat_rows = [i for i, chat in enumerate(chat_flags) if chat]
+        if chat_rows:
+            texts_to_encode = [self._render(texts, i, finished[i]) for i in chat_rows]
+            for i, ids in zip(chat_rows, self._encode(texts_to_encode, special=False), strict=True):
                 rows[i] = ids
         return rows
 
     def whole(self, texts: list[str], finished: Sequence[bool]) -> list[list[int]]:
         """Token ids of texts that hold prompt and response, without padding."""
         rows = self._encode(texts, special=True)
-        return [self._ended(ids, ended) for ids, ended in zip(rows, finished, strict=True)]
+        return [self._with_eos(ids, ended) for ids, ended in zip(rows, finished, strict=True)]
 
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         options: dict[str, Any] = {}
@@ -61,17 +65,17 @@ class Retokenizer:
         finally:
             self._tokenizer.truncation_side = side
 
-    def _ended(self, ids: list[int], finished: bool) -> list[int]:
+    def _with_eos(self, ids: list[int], finished: bool) -> list[int]:
         eos = self._tokenizer.eos_token_id
         if eos is None or self._framed:
-            return ids or [self._blank()]
+            return ids or [self._placeholder()]
         body = ids[:-1] if ids[-1:] == [eos] else ids
         if not finished:
-            return body or [self._blank()]
+            return body or [self._placeholder()]
         whole = [*body, eos]
         return whole if self._max_length is None else whole[-self._max_length :]
 
-    def _blank(self) -> int:
+    def _placeholder(self) -> int:
         special = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
         return next((token for token in special if token is not None), 0)
 
@@ -79,7 +83,7 @@ class Retokenizer:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
                 "the prompts are chats, but the reward model's tokenizer has no chat template;"
-                " set its chat_template, or give the prompts as text"
+                " set its chat_template, or pass the prompts as text"
             )
         messages = [*texts.prompts[row], *texts.completions[row]]
         return self._tokenizer.apply_chat_template(

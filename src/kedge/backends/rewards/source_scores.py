@@ -1,4 +1,4 @@
-"""What one source says, before several are mixed."""
+"""Scores of one reward source, before several are mixed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kedge.types import RewardOutput, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceScores:
-    """A reward output that still tells "does not apply" from "failed"."""
+    """A reward output that distinguishes "does not apply" from "failed"."""
 
     scores: Tensor  # float32 [B]; 0 where the source does not apply
     applies: Tensor  # bool [B]
@@ -23,7 +23,7 @@ class SourceScores:
     token_rewards: Tensor | None = None  # float32 [B, R]; 0 where the source does not apply
 
     def to_reward_output(self) -> RewardOutput:
-        """The verdict as a reward output: rows that nobody scored are not valid."""
+        """As a reward output: rows without a score are not valid."""
         return RewardOutput(
             scores=self.scores,
             valid=self.applies & ~self.failed,
@@ -37,7 +37,7 @@ Pending = Callable[[], SourceScores]
 
 @runtime_checkable
 class AsyncRewardSource(Protocol):
-    """A reward source that can start its work before its result is asked for."""
+    """A reward source that can start scoring before its result is needed."""
 
     name: str
 
@@ -47,7 +47,7 @@ class AsyncRewardSource(Protocol):
 
 
 def to_source_scores(reward_output: RewardOutput) -> SourceScores:
-    """A finished reward output as a verdict: an invalid row has failed."""
+    """Convert a reward output; invalid rows count as failed."""
     return SourceScores(
         scores=torch.where(reward_output.valid, reward_output.scores.float(), 0.0),
         applies=reward_output.valid,

@@ -1,4 +1,4 @@
-"""Prompts and responses of a rollout as text, decoded once."""
+"""Prompts and responses of a rollout as text, decoded once per rollout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kedge.types import Rollout
 
-CONTEXT = 4  # prompt tokens that a response is decoded after
+CONTEXT = 4  # prompt tokens decoded before each response
 
 
 class Texts:
-    """Everything readable about a rollout, each part computed at most once.
+    """Texts and token lists of a rollout, each computed at most once.
 
-    A response is decoded behind the end of its prompt, so that prompt text + response text is the
-    text of the whole row: decoders of the Llama kind swallow the blank before a first word.
+    A response is decoded after the last tokens of its prompt, so that prompt text + response text
+    is the text of the whole row: Llama-style decoders strip the space before a first word.
     """
 
     def __init__(self, rollout: Rollout, tokenizer: Any, *, skip_special_tokens: bool) -> None:
@@ -42,7 +42,7 @@ class Texts:
 
     @cached_property
     def prompt_texts(self) -> list[str]:
-        """The prompts as the policy saw them."""
+        """The decoded prompts, as the policy saw them."""
         return self._decode(self.prompt_ids)
 
     @cached_property
@@ -58,20 +58,20 @@ class Texts:
 
     @cached_property
     def prompts(self) -> Sequence[Any]:
-        """The prompts as the dataset gave them: text or chat messages."""
+        """The prompts as in the dataset: text or chat messages."""
         raw = self.rollout.prompts.columns.get("prompt")
         return self.prompt_texts if raw is None else raw
 
     @cached_property
     def completions(self) -> Sequence[Any]:
-        """The responses: text, or one assistant message each where the prompt is a chat."""
+        """The responses: text, or a list with one assistant message if the prompt is a chat."""
         raw = self.rollout.prompts.columns.get("prompt", ())
         if not any(is_chat(prompt) for prompt in raw):
             return self.completion_texts
-        alone = self._decode(self.completion_ids)  # a chat template ends where the answer starts
+        replies = self._decode(self.completion_ids)  # a chat template ends where the answer starts
         return [
             [{"role": "assistant", "content": reply}] if is_chat(prompt) else text
-            for prompt, reply, text in zip(raw, alone, self.completion_texts, strict=True)
+            for prompt, reply, text in zip(raw, replies, self.completion_texts, strict=True)
         ]
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
@@ -84,12 +84,12 @@ class TextCache:
     """The texts of the latest rollout, shared by every reward source that reads text.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: tokenizer of the policy.
         skip_special_tokens: leave tokens such as eos out of the text.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: its own
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
         self._skip = skip_special_tokens
         self._latest: Texts | None = None
 
@@ -108,7 +108,7 @@ def is_chat(prompt: object) -> bool:
 
 
 def row_name(rollout: Rollout, row: int, prompt: object) -> str:
-    """How error messages call a row: its number in the batch of all ranks, and its prompt."""
+    """A row in error messages: its number in the batch of all ranks, and its prompt."""
     shown = repr(prompt)
     shown = shown if len(shown) <= 200 else shown[:200] + "..."
     return f"row {int(rollout.prompts.row[row])} (prompt {shown})"

@@ -1,4 +1,4 @@
-"""Reads what a reward function returned."""
+"""Parses the return value of a reward function."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from kedge.errors import RewardError
 
-LARGEST = 3.4e38  # scores are float32: above it a number would become infinite
+LARGEST = 3.4e38  # scores are float32; a larger number would become infinite
 
 
 @dataclass(slots=True)
 class Values:
-    """One entry per row; a row is in exactly one of four states."""
+    """One entry per row; each row is in exactly one of four fields."""
 
     scores: dict[int, float] = field(default_factory=dict)
     dense: dict[int, list[float]] = field(default_factory=dict)  # one number per response token
@@ -31,30 +31,30 @@ def read_values(
     values: Values | None = None,
     first: int = 0,
 ) -> Values:
-    """Sort a function's return value into rows.
+    """Parse a function's return value into rows.
 
     Args:
         returned: list, tuple, array or tensor: per row a number, None, or a number per token.
         lengths: response tokens of each row.
         width: columns of the padded response tensor; rows of a 2-D tensor may be that long.
-        name: of the function, for messages.
-        values: where the rows are added; None starts anew.
+        name: name of the function, for messages.
+        values: add the rows to these; None: to a new ``Values``.
         first: number of the first row.
 
     Raises:
-        RewardError: it is not one entry per row.
+        RewardError: ``returned`` does not have one entry per row.
     """
     padded = getattr(returned, "ndim", 1) == 2
     rows = _plain(returned, name)
     if not isinstance(rows, (list, tuple)):
         raise RewardError(
-            f"reward function {name} returned {type(returned).__name__}; it must return a list"
-            f" with one number (or None) for each of the {len(lengths)} completions"
+            f"reward function {name} must return a list with one number (or None) for each of the"
+            f" {len(lengths)} completions, got {type(returned).__name__}"
         )
     if len(rows) != len(lengths):
         raise RewardError(
-            f"reward function {name} returned {len(rows)} rewards for {len(lengths)} completions;"
-            " it must return one number (or None) for each"
+            f"reward function {name} must return one number (or None) per completion: got"
+            f" {len(rows)} for {len(lengths)} completions"
         )
     values = values or Values()
     for row, (entry, length) in enumerate(zip(rows, lengths, strict=True), first):
@@ -62,10 +62,10 @@ def read_values(
         if plain is None:
             values.absent.add(row)
         elif isinstance(plain, Real):
-            _number(values, row, plain)
+            _add_number(values, row, plain)
         elif isinstance(plain, (list, tuple)):
             cut = plain[:length] if padded and len(plain) == width else plain
-            _per_token(values, row, cut, length)
+            _add_per_token(values, row, cut, length)
         else:
             values.errors[row] = (
                 f"returned {type(plain).__name__} {str(plain)[:80]!r}, not a number"
@@ -74,12 +74,12 @@ def read_values(
 
 
 def _plain(returned: Any, name: str) -> Any:
-    """Arrays and tensors as lists and numbers, anything else as it is."""
+    """Convert arrays and tensors to lists and numbers; return anything else unchanged."""
     if not hasattr(returned, "tolist"):
         return returned
     try:
         return returned.tolist()
-    except Exception as error:  # a tensor on meta or a sparse one, a library's own array
+    except Exception as error:  # a meta or sparse tensor, or a custom array type
         kind = getattr(returned, "layout", None) or type(returned).__name__
         where = f" on {returned.device}" if hasattr(returned, "device") else ""
         raise RewardError(
@@ -89,34 +89,34 @@ def _plain(returned: Any, name: str) -> Any:
         ) from error
 
 
-def _number(values: Values, row: int, number: Real) -> None:
-    if _finite(number):
+def _add_number(values: Values, row: int, number: Real) -> None:
+    if _is_finite(number):
         values.scores[row] = float(number)
     else:
         values.errors[row] = (
-            f"returned {_short(number)}, which is not a finite float32; return None where the"
+            f"returned {_format(number)}, which is not a finite float32; return None where the"
             " reward does not apply"
         )
 
 
-def _short(number: Any) -> str:
+def _format(number: Any) -> str:
     try:
         return str(number)[:80]
     except ValueError:  # Python does not print more than 4,300 digits
         return "a number of more than 4,300 digits"
 
 
-def _finite(number: Any) -> bool:
+def _is_finite(number: Any) -> bool:
     return isinstance(number, Real) and bool(-LARGEST <= number <= LARGEST)  # type: ignore[operator]
 
 
-def _per_token(values: Values, row: int, numbers: Sequence[Any], length: int) -> None:
+def _add_per_token(values: Values, row: int, numbers: Sequence[Any], length: int) -> None:
     if len(numbers) != length:
         values.errors[row] = (
             f"returned {len(numbers)} per-token rewards for a response of {length} tokens"
         )
-    elif not all(map(_finite, numbers)):
-        bad = next(n for n in numbers if not _finite(n))
-        values.errors[row] = f"returned the per-token reward {_short(bad)}, not a finite number"
+    elif not all(map(_is_finite, numbers)):
+        bad = next(n for n in numbers if not _is_finite(n))
+        values.errors[row] = f"returned the per-token reward {_format(bad)}, not a finite number"
     else:
         values.dense[row] = [float(n) for n in numbers]

@@ -1,4 +1,4 @@
-"""Where metrics and completions go: files, the screen, memory; curves at the end."""
+"""Trackers for metrics and completions: files, terminal, memory, hub; curves at the end."""
 
 from kedge.backends.trackers.base import Jsonl, Many, Memory, write_whole
 from kedge.backends.trackers.curves import draw_curves

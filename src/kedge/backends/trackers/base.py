@@ -1,4 +1,4 @@
-"""Trackers that need nothing: into memory, into files, into several at once."""
+"""Trackers without dependencies: in memory, to files, to several trackers at once."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Memory:
         self.tables.append((name, step, [dict(row) for row in rows]))
 
     def close(self) -> None:
-        """Note that training is over."""
+        """Record that training is over."""
         self.closed = True
 
 
 class Many:
-    """Passes everything on to several trackers, in order.
+    """Forwards everything to several trackers, in order.
 
     Args:
-        trackers: where to; none at all on the ranks that report nothing.
+        trackers: the trackers; empty on ranks that do not report.
     """
 
     def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
@@ -62,12 +62,12 @@ class Many:
 class Jsonl:
     """One JSON object per line: metrics in ``metrics.jsonl``, tables in ``NAME/step-000012.jsonl``.
 
-    A number that is not finite is written as null, for JSON has no name for it.
+    Non-finite numbers, which JSON cannot represent, are written as null.
 
     Args:
         folder: the run's output folder.
-        history: the rows of this run so far, each with its "step", when it goes on.  A file with
-            other rows belongs to an earlier run, or to updates that a kill undid; it is kept as
+        history: rows logged so far, each with its "step", if the run is resumed.  A file with
+            other rows (of an earlier run, or of iterations lost in a kill) is renamed to
             ``metrics.1.jsonl`` (2, 3, ...).  Without history, so are folders of tables.
     """
 
@@ -80,48 +80,48 @@ class Jsonl:
             _set_aside(self.file, unless=lines)
         for tables in {file.parent for file in self.folder.glob("*/step-*.jsonl")}:
             if not lines and not tables.suffix:
-                tables.rename(_free(tables))
+                tables.rename(_unused_name(tables))
         write_whole(self.file, "".join(lines))
-        self._late: list[str] = []  # rows that the disk refused so far
+        self._unwritten: list[str] = []  # rows that could not be written so far
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one row; it is in the file when this returns.
 
         Raises:
-            OSError: the disk refused.  No part of the row is in the file, and the next call writes
-                it before its own.
+            OSError: the write failed.  No part of the row is in the file; the next call writes it
+                before its own row.
         """
-        self._late.append(json_line({"step": step, **metrics}))
+        self._unwritten.append(json_line({"step": step, **metrics}))
         size = self.file.stat().st_size if self.file.exists() else 0
         try:
             with self.file.open("a", encoding="utf-8", errors="backslashreplace") as out:
-                out.write("".join(self._late))
+                out.write("".join(self._unwritten))
         except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(self.file, size)
             raise
-        self._late.clear()
+        self._unwritten.clear()
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
         """Write one table; a table of the same name and step is replaced.
 
         Raises:
-            OSError: the disk refused; a table of before is whole.
+            OSError: the write failed; an earlier table is intact.
         """
         file = self.folder / name / f"step-{step:06d}.jsonl"
         write_whole(file, "".join(json_line(row) for row in rows))
 
     def close(self) -> None:
-        """Nothing is held open, so an evaluation after training is recorded too."""
+        """Do nothing: no file is held open, so an evaluation after training is recorded too."""
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text file whole or not at all, with the folders above it.
+    """Write a text file atomically, creating its parent folders.
 
-    Half a surrogate pair, which UTF-8 cannot hold, is written as its escape, as in JSON.
+    Lone surrogates, which UTF-8 cannot encode, are written as escapes, as in JSON.
 
     Raises:
-        OSError: the disk refused; what was there before is as it was.
+        OSError: the write failed; an existing file is unchanged.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
@@ -135,23 +135,23 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def _set_aside(file: Path, *, unless: list[str]) -> None:
-    """Rename a file, unless all its rows are among these."""
+    """Rename a file, unless all its rows are among ``unless``."""
     lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    if {*map(_sorted, lines)} <= {*map(_sorted, unless)}:
+    if {*map(_with_sorted_keys, lines)} <= {*map(_with_sorted_keys, unless)}:
         return
-    file.rename(_free(file))
+    file.rename(_unused_name(file))
 
 
-def _free(file: Path) -> Path:
-    """A name beside it that is free."""
+def _unused_name(file: Path) -> Path:
+    """An unused name in the same folder."""
     number = 1
     while (aside := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
         number += 1
     return aside
 
 
-def _sorted(line: str) -> str:
-    """A row with its keys in order; a line that is damaged or cut short as it is."""
+def _with_sorted_keys(line: str) -> str:
+    """A row with sorted keys; a damaged or truncated line unchanged."""
     try:
         return json.dumps(json.loads(line), sort_keys=True)
     except (ValueError, RecursionError):
@@ -159,7 +159,7 @@ def _sorted(line: str) -> str:
 
 
 def json_line(row: Mapping[str, object]) -> str:
-    """A row as one line of JSON; a number that is not finite is null."""
+    """A row as one line of JSON; non-finite numbers become null."""
     clean = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
     }

@@ -41,7 +41,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | N
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / _COLUMNS)
-    # A figure of its own, not pyplot's: no window, no global state, freed with the last reference.
+    # Not a pyplot figure: no window, no global state, freed with the last reference.
     figure = Figure(figsize=(4.2 * _COLUMNS, 2.9 * height), layout="constrained")
     FigureCanvasAgg(figure)
     for i, (title, lines) in enumerate(panels):
@@ -50,7 +50,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | N
         for name, (x, y) in lines.items():
             axes.plot(x, y, label=name, marker="." if len(x) < 40 else None, linewidth=1.2)
         axes.grid(alpha=0.3)
-        axes.set_xlabel("update", fontsize=8)
+        axes.set_xlabel("iteration", fontsize=8)
         axes.tick_params(labelsize=8)
         if len(lines) > 1:
             axes.legend(fontsize=7, loc="upper left")
@@ -63,13 +63,13 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | N
 def _lines(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Per name, the steps and values of the rows that have it; gaps where it is not finite."""
-    found = {}
+    """Steps and values of each metric over the rows that have it; NaN where not finite."""
+    lines = {}
     for name in names:
         points = [(float(r["step"]), r[name]) for r in rows if r.get(name) is not None]
         if any(math.isfinite(y) for _, y in points):
-            found[name] = (
+            lines[name] = (
                 [x for x, _ in points],
                 [float(y) if math.isfinite(y) else math.nan for _, y in points],
             )
-    return found
+    return lines

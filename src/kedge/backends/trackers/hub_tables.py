@@ -1,4 +1,4 @@
-"""Tables of completions as a dataset on the Hugging Face Hub, one file a table."""
+"""Tables of completions as a dataset on the Hugging Face Hub, one file per table."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ tags:
 - completions
 configs:
 {configs}---
-# Completions of a run of Kedge
+# Completions of a Kedge run
 {model}
-Prompts, completions and scores as training went on; `step-000012.jsonl` is after update 12.
+Prompts, completions and scores during training; `step-000012.jsonl` is after iteration 12.
 """
 
 
 class HubTables:
     """Sends every table to a dataset repository, in the background and in order.
 
-    The repository is made at once, so that a wrong token is found before training; a push that
-    fails later is warned of once and ends nothing.
+    The repository is created at once, so that a wrong token fails before training; later failures
+    only warn, once.
 
     Args:
-        hub: the repository, of datasets.
-        model: where the model is pushed, for the card.
+        hub: the dataset repository.
+        model: repository of the model, for the card.
     """
 
     def __init__(self, hub: Hub, *, model: str | None = None) -> None:
@@ -43,7 +43,7 @@ class HubTables:
         hub.create()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Nothing: metrics go elsewhere."""
+        """Do nothing: other trackers log metrics."""
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
         """Send one table, as ``NAME/step-000012.jsonl``."""
@@ -54,31 +54,33 @@ class HubTables:
                 self._names.append(name)
                 self._send("README.md", self._card(), "The card")
             text = "".join(json_line({"step": step, **row}) for row in rows)
-            self._send(f"{name}/step-{step:06d}.jsonl", text, f"{name} after update {step}")
+            self._send(f"{name}/step-{step:06d}.jsonl", text, f"{name} after iteration {step}")
         except HubError as error:
             self._warn(error)
-        self._look(wait=False)
+        self._check_uploads(wait=False)
 
     def close(self) -> None:
-        """Wait until everything that was sent is there."""
-        self._look(wait=True)
+        """Wait for all uploads."""
+        self._check_uploads(wait=True)
 
     def _send(self, path: str, text: str, message: str) -> None:
         self._sent.append(self.hub.write(path, text, message=message, blocking=False))
 
-    def _look(self, *, wait: bool) -> None:
-        ready = [each for each in self._sent if wait or each.done()]
-        self._sent = [each for each in self._sent if each not in ready]
-        for each in ready:
-            error = each.exception()
+    def _check_uploads(self, *, wait: bool) -> None:
+        ready = [upload for upload in self._sent if wait or upload.done()]
+        self._sent = [upload for upload in self._sent if upload not in ready]
+        for upload in ready:
+            error = upload.exception()
             if error is not None:
                 self._warn(error)
 
     def _warn(self, error: BaseException) -> None:
         if not self._warned:
             self._warned = True
-            said = error if isinstance(error, HubError) else explain(error, self.hub.repo_id)
-            warnings.warn(f"completions are missing at {self.hub.url}: {said}", stacklevel=3)
+            reason = error if isinstance(error, HubError) else explain(error, self.hub.repo_id)
+            warnings.warn(
+                f"some completions were not uploaded to {self.hub.url}: {reason}", stacklevel=3
+            )
 
     def _card(self) -> str:
         configs = "".join(

@@ -1,4 +1,4 @@
-"""From a run in a tracker to where else it is seen, and back."""
+"""Links between a run in a tracker, its model repository and other trackers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 def run_links(services: Sequence[str]) -> dict[str, str]:
-    """Addresses of the run in the trackers that have one; a local or offline run has none.
+    """URLs of the run in the trackers that have one; local and offline runs have none.
 
     Args:
-        services: names in ``report_to``, whose runs are open.
+        services: names in ``report_to`` with open runs.
     """
     finders: dict[str, Callable[[], str | None]] = {
         "wandb": _wandb,
         "trackio": _trackio,
         "mlflow": _mlflow,
     }
-    found = {name: finders[name]() for name in services if name in finders}
-    return {name: url for name, url in found.items() if url}
+    urls = {name: finders[name]() for name in services if name in finders}
+    return {name: url for name, url in urls.items() if url}
 
 
 def note(
@@ -27,12 +27,12 @@ def note(
     *,
     tensorboard: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Write facts, such as the hub repository, into the configuration of the run.
+    """Write facts, such as the hub repository, into the run's configuration.
 
     Args:
-        services: names in ``report_to``, whose runs are open.
+        services: names in ``report_to`` with open runs.
         facts: name -> text.
-        tensorboard: gives the open ``SummaryWriter``, or None if there is none.
+        tensorboard: returns the open ``SummaryWriter``, or None.
     """
     if "wandb" in services:
         import wandb

@@ -1,4 +1,4 @@
-"""What a person sees while training: a progress bar, rows of metrics, tables of completions."""
+"""Terminal output of training: a progress bar, rows of metrics, tables of completions."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ BAR = ("objective/scores", "objective/kl", "eps")
 
 
 class Screen:
-    """A tracker for people.
+    """Prints metrics and tables to the terminal.
 
     One plain line per logged row; on a terminal, unless ``bar=False``, the lines scroll above a
-    progress bar with score, KL, episodes per second and the time left.  While a run trains, tables
-    are shown at most every ``table_seconds``; all of them are in the files.
+    progress bar with score, KL, episodes per second and the time left.  During training, tables are
+    shown at most every ``table_seconds``; the files have all of them.
 
     Args:
-        total: updates of the whole run.
-        start: updates finished before.
+        total: iterations of the whole run.
+        start: iterations finished before this process.
         bar: False for plain lines (``disable_tqdm``).
-        tables: False shows no table at all (``num_sample_generations=0``).
-        console: where to; standard output if None.
-        max_rows: rows of a table that are shown.
-        max_chars: characters of a cell that are shown; of a prompt, half as many, its end.
-        table_seconds: least time between two tables of one name.
-        clock: seconds.
-        labels: metrics of a row and what they are called there.
+        tables: False hides all tables (``num_sample_generations=0``).
+        console: None: standard output.
+        max_rows: rows shown of a table.
+        max_chars: characters shown of a cell; of a prompt, the last half as many.
+        table_seconds: minimum time between two tables of the same name.
+        clock: returns the time in seconds.
+        labels: metrics of a row, and their names there.
     """
 
     def __init__(
@@ -91,35 +91,35 @@ class Screen:
             self._bar.start()
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Update ``step`` is finished; moves the bar, which knows every update, logged or not."""
+        """Advance the bar to iteration ``step``; called every iteration, logged or not."""
         self.step = step
         if self._bar is not None and self._task is not None:
             now = "  ".join(f"{SHOWN[k]} {metrics[k]:.4g}" for k in BAR if k in metrics)
-            self._bar.update(self._task, completed=step, now=now, left=self._left())
+            self._bar.update(self._task, completed=step, now=now, left=self._time_left())
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """One line of the main metrics, above the bar where there is one."""
+        """Print one line of the main metrics, above the bar if there is one."""
         self.step = max(self.step, step)
         shown = [f"{label} {metrics[k]:.4g}" for k, label in self.labels.items() if k in metrics]
         for name, value in metrics.items():
-            found = _EVALUATION.fullmatch(name)
-            if found is not None and name not in self.labels:
-                words = ("eval", found[1], EVALUATED.get(found[2], found[2]))
+            match = _EVALUATION.fullmatch(name)
+            if match is not None and name not in self.labels:
+                words = ("eval", match[1], EVALUATED.get(match[2], match[2]))
                 shown.append(f"{' '.join(filter(None, words))} {value:.4g}")
         if not shown:
             return
         if "episode" in metrics:
             shown.insert(0, f"episode {metrics['episode']:.0f}")
-        left = [self._left()] if self.step < self.total and self._left() else []
+        left = [self._time_left()] if self.step < self.total and self._time_left() else []
         line = "  ".join([f"step {step}/{self.total}", *shown, *left])
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """One line of text, above the bar where there is one."""
+        """Print one line of text, above the bar if there is one."""
         self.console.print(f"kedge: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
-        """The first rows of a table, long cells cut; after training, under a title that says so."""
+        """Print the first rows of a table, long cells truncated."""
         if not rows or not self.tables:
             return
         now = self._clock()
@@ -135,12 +135,12 @@ class Screen:
         self.console.print(table)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop the bar where it is."""
         self._closed = True
         if self._bar is not None:
             self._bar.stop()
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         done = self.step - self.start
         if done <= 0:
             return ""
@@ -148,7 +148,7 @@ class Screen:
         return f"{timedelta(seconds=round(seconds))} left"
 
     def _cell(self, value: object, *, end: bool) -> Text:
-        """Plain text, never markup or control sequences; of long text the beginning, or the end."""
+        """Plain text without markup or control sequences; long text truncated."""
         text = (
             f"{value:.4g}" if isinstance(value, float) else "n/a" if value is None else str(value)
         )

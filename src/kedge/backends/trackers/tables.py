@@ -1,4 +1,4 @@
-"""Tables for the services that metrics are reported to (metrics go there by callbacks)."""
+"""Sends tables to reporting services (their metrics are sent by callbacks)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Tables:
     """Sends tables to wandb, trackio, mlflow and tensorboard.
 
     Args:
-        services: the names in ``report_to``; others have no tables and are passed over.
-        tensorboard: gives the open ``SummaryWriter``, or None if there is none.
+        services: names in ``report_to``; services without tables are ignored.
+        tensorboard: returns the open ``SummaryWriter``, or None.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Tables:
         self._tensorboard = tensorboard
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Nothing: the reporting callbacks of transformers send metrics."""
+        """Do nothing: the reporting callbacks of transformers send metrics."""
 
     def table(self, name: str, rows: Rows, *, step: int) -> None:
         """Send a table."""
@@ -38,11 +38,11 @@ class Tables:
             writer.add_text(name, markdown(rows), step)
 
     def close(self) -> None:
-        """Nothing: the reporting callbacks own the connections."""
+        """Do nothing: the reporting callbacks own the connections."""
 
 
 def markdown(rows: Rows) -> str:
-    """A table in Markdown, every cell one line of plain text."""
+    """A Markdown table; every cell is one line of plain text."""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [[_cell(row[key]) for key in rows[0]] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

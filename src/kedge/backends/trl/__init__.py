@@ -1,4 +1,4 @@
-"""The steps before reinforcement learning, by TRL's trainers (extra ``pipeline``)."""
+"""Supervised and reward training with TRL's trainers (extra ``pipeline``)."""
 
 from kedge.backends.trl.reward import train_reward
 from kedge.backends.trl.supervised import train_supervised

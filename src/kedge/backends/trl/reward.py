@@ -1,8 +1,9 @@
-"""Reward models from preferences, with the details that PPO relies on.
+"""Trains reward models from preferences, with the details that PPO relies on.
 
 Huang et al. 2024 (arXiv:2403.17031), details on reward models; Stiennon et al. 2020
-(arXiv:2009.01325), appendix B.1: the head starts with deviation 1 / sqrt(hidden + 1), and after
-training the score is shifted so that reference answers score 0 on average.
+(arXiv:2009.01325), appendix B.1: the head is initialized with standard deviation
+1 / sqrt(hidden + 1), and after training the score is shifted so that demonstration answers score 0
+on average.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kedge.errors import ConfigError, DataError
 
 
 def score_layer(model: nn.Module) -> nn.Linear:
-    """The layer that turns the last hidden state into the score.
+    """The layer that maps the last hidden state to the score.
 
     Raises:
         ConfigError: the model has no such layer.
@@ -32,18 +33,19 @@ def score_layer(model: nn.Module) -> nn.Linear:
         if isinstance(layer, nn.Linear):
             return layer
     raise ConfigError(
-        f"{type(model).__name__} has no score or classifier layer to draw anew; use --no_fresh_head"
+        f"{type(model).__name__} has no score or classifier layer to reinitialize; use"
+        " --no_fresh_head"
     )
 
 
 def init_head(model: nn.Module, *, seed: int = 0) -> None:
-    """Draw the score head anew, with deviation 1 / sqrt(hidden + 1); a bias starts at 0."""
+    """Reinitialize the score head: standard deviation 1 / sqrt(hidden + 1), bias 0."""
     head = score_layer(model)
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     deviation = 1 / math.sqrt(head.weight.shape[1] + 1)
     with torch.no_grad():
-        drawn = torch.randn(head.weight.shape, generator=draw) * deviation
-        head.weight.copy_(drawn.to(head.weight))
+        weight = torch.randn(head.weight.shape, generator=generator) * deviation
+        head.weight.copy_(weight.to(head.weight))
         if head.bias is not None:
             head.bias.zero_()
 
@@ -63,12 +65,12 @@ def train_reward(
 
     Args:
         model: a sequence-classification model with one label.
-        tokenizer: its own.
+        tokenizer: tokenizer of the model.
         config: ``trl.RewardConfig``.
-        train: rows with ``chosen`` and ``rejected``, and ``prompt`` where these do not hold it.
+        train: rows with ``chosen`` and ``rejected``, and ``prompt`` if these do not include it.
         test: rows to evaluate on.
-        references: texts, prompt and answer in one, that shall score 0 on average; None: no shift.
-        fresh_head: draw the score head anew.
+        references: texts (prompt and answer) that will score 0 on average; None: no shift.
+        fresh_head: reinitialize the score head.
         peft: a PEFT configuration.
 
     Returns:
@@ -83,7 +85,7 @@ def train_reward(
     if missing:
         raise DataError(
             f"preferences need columns chosen and rejected; {', '.join(sorted(missing))} is missing"
-            f" among {', '.join(train.column_names)}"
+            f" (the dataset has {', '.join(train.column_names)})"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     if fresh_head:
@@ -105,20 +107,20 @@ def train_reward(
 
 
 def shift_scores(model: Any, tokenizer: Any, references: Sequence[str]) -> float:
-    """Make texts score 0 on average; the shift is saved with the configuration.
+    """Shift scores so that texts score 0 on average; the shift is saved in the configuration.
 
-    Every loader in Kedge adds it (``kedge.backends.rewards``).  Called again, it starts from the
-    score without shift.
+    Kedge adds it wherever it loads the model (``kedge.backends.rewards``).  A second call replaces
+    the shift.
 
     Returns:
         The shift.
     """
     if not len(references):
-        raise DataError("no reference text to shift scores by")
-    was = model.training
+        raise DataError("references must hold at least one text to shift scores by")
+    was_training = model.training
     setattr(model.config, SHIFT, 0.0)
     scores = RewardModel(model).score_texts(list(references), tokenizer)
-    model.train(was)
+    model.train(was_training)
     shift = -float(scores.double().mean())
     setattr(model.config, SHIFT, shift)
     return shift

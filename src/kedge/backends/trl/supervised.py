@@ -1,4 +1,4 @@
-"""Supervised fine-tuning."""
+"""Supervised fine-tuning with TRL."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kedge.errors import ConfigError, DataError
 def train_supervised(
     model: Any, tokenizer: Any, config: Any, train: Any, test: Any = None, *, peft: Any = None
 ) -> Any:
-    """Train on texts, on prompts and their completions, or on chats, and save.
+    """Train on texts, prompts with completions, or chats, and save.
 
     Every completion ends with the tokenizer's end-of-text token, so that the model learns to stop;
-    with prompts, the loss is that of completions alone.
+    with prompts, the loss covers completions only.
 
     Args:
         model: a causal language model.
-        tokenizer: its own; its end-of-text token is needed.
+        tokenizer: tokenizer of the model; must have an end-of-text token.
         config: ``trl.SFTConfig``.
         train: rows with ``text``, ``prompt`` and ``completion``, or ``messages``.
         test: rows to evaluate on.
@@ -30,19 +30,20 @@ def train_supervised(
         The trainer.
 
     Raises:
-        DataError: none of these columns, or a tokenizer without end of text.
+        DataError: none of these columns, or a tokenizer without an end-of-text token.
     """
     from trl.trainer.sft_trainer import SFTTrainer
 
-    have = set(train.column_names)
-    if not ({"text"} <= have or {"prompt", "completion"} <= have or {"messages"} <= have):
+    columns = set(train.column_names)
+    accepted = ({"text"}, {"prompt", "completion"}, {"messages"})
+    if not any(names <= columns for names in accepted):
         raise DataError(
             f"supervised training needs a column text, columns prompt and completion, or messages;"
-            f" there are {', '.join(sorted(have))}"
+            f" the dataset has {', '.join(sorted(columns))}"
         )
     if tokenizer.eos_token is None:
         raise DataError(
-            "the tokenizer has no end-of-text token, with which completions have to end"
+            "the tokenizer must have an end-of-text token to end completions; set eos_token"
         )
     trainer = SFTTrainer(
         model=model,
@@ -75,7 +76,7 @@ def config_class(kind: Literal["sft", "reward"]) -> Any:
 
 
 def defaults() -> dict[str, Any]:
-    """Options that differ from TRL's defaults, where they are not given."""
+    """Defaults that differ from TRL's."""
     gpu = torch.cuda.is_available()
-    found: dict[str, Any] = {"report_to": "none", "logging_steps": 10}
-    return found if gpu else found | {"bf16": False, "dataloader_pin_memory": False}
+    options: dict[str, Any] = {"report_to": "none", "logging_steps": 10}
+    return options if gpu else options | {"bf16": False, "dataloader_pin_memory": False}
