@@ -117,7 +117,7 @@ def metrics_table(rule: str) -> str:
 
 
 def renewed(page: str, rule: str) -> str:
-    """The page with its tables made anew.
+    """The page with its tables generated again.
 
     Raises:
         ValueError: it has no place for one of them.

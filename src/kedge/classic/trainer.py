@@ -148,7 +148,7 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
             )
         else:
             warnings.warn(
-                f"no dataset was given: pass batch_size={config.batch_size} samples of your own to "
+                f"no dataset was given: pass batch_size={config.batch_size} samples to "
                 "step() on each process" + _PREPARE * self.is_distributed,
                 stacklevel=3,
             )

@@ -52,7 +52,7 @@ class ScoreJudge:
     """Compares the scores that ``f(prompts, answers)`` gives to each answer separately.
 
     Args:
-        score: see above; None is no answer.
+        score: see above; None means no answer.
         name: for tables.
         margin: scores closer than this are a tie.
     """

@@ -102,8 +102,8 @@ def _with_lora(layer: Any, base: nn.Linear) -> tuple[Tensor, Tensor | None]:
     special = [a for a in names if a in layer.lora_variant or layer.lora_bias.get(a)]
     if special:
         raise ConfigError(
-            f"adapter {special[0]!r} on the output layer is no plain LoRA; leave the output layer "
-            "out of target_modules"
+            f"adapter {special[0]!r} on the output layer must be plain LoRA; leave the output layer"
+            " out of target_modules"
         )
     if layer.disable_adapters or layer.merged or not names:
         return base.weight, base.bias
@@ -128,7 +128,7 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
     output = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if backbone is None or output is None:
         raise ConfigError(
-            f"{name} is no causal language model: it lacks a trunk or an output layer"
+            f"{name} is not a causal language model: it lacks a trunk or an output layer"
         )
     expect_no_mask(backbone)
     parts = CausalParts(backbone, output, _logit_scale(config), _softcap(config))

@@ -70,7 +70,7 @@ def shard(model: nn.Module, device: torch.device, ranks: int, *, again: bool) ->
         model: whole on every rank, with equal weights.
         device: where it is.
         ranks: number of processes.
-        again: layers are cut again after each forward pass, and gathered anew for the backward.
+        again: layers are cut again after each forward pass, and gathered again for the backward.
     """
     mesh = init_device_mesh(device.type, (ranks,))
     for layer in model.modules():

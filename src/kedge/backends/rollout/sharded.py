@@ -27,7 +27,7 @@ class ShardedEngine:
         engines: they hold copies of one policy.
         pad_id: fills ``Rollout.ids`` after the end of a response.
         check: refuses prompts that cannot be answered, with their place in the whole batch.
-        on_close: called once, after the engines were closed or when nobody holds this any more.
+        on_close: called once, after closing the engines or on garbage collection.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class RankSharedEngine:
         return answering(found, prompts)
 
     def rest(self) -> None:
-        """Ask for nothing until no rank does; the first rank goes on serving the others.
+        """Ask for nothing until no rank does; the first rank continues to serve the others.
 
         For ranks that sample unequally often: afterwards all are at the same place again.
         """

@@ -68,7 +68,7 @@ def build_job(options: Options, batches: BatchSizes, names: Names, prompt: float
         policy=policy,
         value=model(value, "score") or policy,
         reward=model(names.reward, "score"),
-        reference=config.kl_coef > 0 and not config.ray_ref_workers,  # they work beside it
+        reference=config.kl_coef > 0 and not config.ray_ref_workers,  # they run in parallel
         rows=batches.batch_size,
         prompt=prompt,
         response=config.response_length,

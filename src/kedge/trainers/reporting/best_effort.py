@@ -54,26 +54,26 @@ class BestEffortTracker:
 
     Args:
         tracker: the tracker.
-        beside: logs failures.
+        best_effort: logs failures.
         where: file or folder, for the warning.
     """
 
-    def __init__(self, tracker: Tracker, beside: BestEffortWriter, where: str | Path) -> None:
-        self._tracker, self._beside, self._where = tracker, beside, where
+    def __init__(self, tracker: Tracker, best_effort: BestEffortWriter, where: str | Path) -> None:
+        self._tracker, self._best_effort, self._where = tracker, best_effort, where
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record one row of metrics."""
-        with self._beside.writing("metrics", self._where):
+        with self._best_effort.writing("metrics", self._where):
             self._tracker.log(metrics, step=step)
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]], *, step: int) -> None:
         """Record a table."""
-        with self._beside.writing(f"the table {name}", self._where):
+        with self._best_effort.writing(f"the table {name}", self._where):
             self._tracker.table(name, rows, step=step)
 
     def close(self) -> None:
         """Flush and release."""
-        with self._beside.writing("metrics", self._where):
+        with self._best_effort.writing("metrics", self._where):
             self._tracker.close()
 
 

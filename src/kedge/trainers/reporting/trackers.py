@@ -26,7 +26,7 @@ def build_tables(callbacks: Callbacks) -> Tables:
 
 
 def build_trackers(
-    callbacks: Callbacks, args: OnPolicyConfig, screen: Screen, beside: BestEffortWriter
+    callbacks: Callbacks, args: OnPolicyConfig, screen: Screen, best_effort: BestEffortWriter
 ) -> Many:
     """Build the trackers: files, screen, services and the hub repository for completions.
 
@@ -38,8 +38,8 @@ def build_trackers(
     if args.output_dir:
         with required_write("output_dir", args.output_dir):
             files = Jsonl(args.output_dir, history=callbacks.state.log_history)
-        trackers.append(BestEffortTracker(files, beside, args.output_dir))
-    trackers += [BestEffortTracker(screen, beside, "the screen"), build_tables(callbacks)]
+        trackers.append(BestEffortTracker(files, best_effort, args.output_dir))
+    trackers += [BestEffortTracker(screen, best_effort, "the screen"), build_tables(callbacks)]
     if args.log_completions_hub_repo:
         hub = Hub(
             args.log_completions_hub_repo,

@@ -56,7 +56,7 @@ class Run:
         tokenizer: saved with the models.
         fresh_reference: the reference is a copy of the initial policy, so the KL starts at 0.
         more: extra metrics of an iteration, computed from its row.
-        beside: writes files whose failures are only logged.
+        best_effort: writes files whose failures are only logged.
     """
 
     args: Any
@@ -68,7 +68,7 @@ class Run:
     tokenizer: Any
     fresh_reference: bool
     more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
-    beside: BestEffortWriter = field(default_factory=BestEffortWriter)
+    best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
 
     def train(self, resume: str | bool | None) -> TrainOutput:
         """Train all iterations, or until a callback stops the run.
@@ -127,7 +127,7 @@ class Run:
         state = self.callbacks.state
         if self.args.output_dir and state.is_world_process_zero:
             file = self.root() / "curves.png"
-            with self.beside.writing("curves", file):
+            with self.best_effort.writing("curves", file):
                 draw_curves(state.log_history, file)
         metrics = totals | {"episode": state.episode, "epoch": state.epoch or 0.0}
         return TrainOutput(self.engine.step, totals["train_loss"], metrics)
@@ -139,7 +139,7 @@ class Run:
 
         def look(step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
             if recorder is not None:
-                with self.beside.writing("recorded rollouts", recorder.folder):
+                with self.best_effort.writing("recorded rollouts", recorder.folder):
                     recorder.write(step, rollout, reward_output)
             if step == 0 and self.settings.preflight:
                 self._preflight(rollout, reward_output)
@@ -195,7 +195,7 @@ class Run:
             printed_rows(self.args),
         )
         screen = Screen(updates, start=done, bar=bar, tables=tables, max_rows=most)
-        self.callbacks.tracker = build_trackers(self.callbacks, self.args, screen, self.beside)
+        self.callbacks.tracker = build_trackers(self.callbacks, self.args, screen, self.best_effort)
         return screen
 
     # -- checkpoints ----------------------------------------------------------------------------
