@@ -109,7 +109,7 @@ def test_what_takes_too_long_is_left_behind():
     from kedge.backends.vllm.nccl_transfer import within
 
     begin = time.monotonic()
-    with pytest.raises(RolloutError, match=r"sending took longer than 0.1 s .* newest checkpoint"):
+    with pytest.raises(RolloutError, match=r"sending took longer than 0.1 s .* latest checkpoint"):
         within(0.1, lambda: time.sleep(2), "sending")
     assert time.monotonic() - begin < 1
     with pytest.raises(ZeroDivisionError):

@@ -50,7 +50,7 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
     ("changes", "said"),
     [
         ({"max_lag": 0}, "max_lag=0 does not sample during training; set max_lag=1"),
-        ({"rollout_pieces": 3}, "does not divide the 4 prompts of a process; these do: 1, 2, 4"),
+        ({"rollout_pieces": 3}, "must divide the 4 prompts of a rank; valid values: 1, 2, 4"),
         ({"rollout_pieces": 0}, "rollout_pieces=0"),
         ({"rollout_schedule": "in_order", "rollout_pieces": 2}, "leave rollout_pieces out"),
         ({"rollout_schedule": "random"}, "rollout_schedule='random'"),

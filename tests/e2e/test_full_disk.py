@@ -151,7 +151,7 @@ def test_models_that_find_no_room_are_named(tmp_path: Path) -> None:
     for size in (100, 2000, 5000):  # of a configuration, a tokenizer, weights
         with (
             no_file_above(size),
-            pytest.raises(CheckpointError, match="make room on that disk, or give"),
+            pytest.raises(CheckpointError, match="make room on that disk, or pass"),
         ):
             made.save_model(str(tmp_path / str(size)))
 

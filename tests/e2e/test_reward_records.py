@@ -65,5 +65,8 @@ def test_a_column_of_another_length_is_refused() -> None:
         log_extra("words", [1])
         return [float(len(c)) for c in completions]
 
-    with pytest.raises(RewardError, match=r"log_extra\('words', ...\) was given 1 values for 4"):
+    with pytest.raises(
+        RewardError,
+        match=r"log_extra\('words', ...\) must get one value per completion: got 1 for 4",
+    ):
         small(reward_model=None, reward_funcs=[reward]).train()

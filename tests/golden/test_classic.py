@@ -105,8 +105,8 @@ def test_advantages_of_each_token(case: str, shared: Path) -> None:
     step, own = record["steps"][-1], found[-1]
     mask, evidence, advantage_output = (
         response_grid(step),
-        trainer._watch.advantage_inputs,
-        trainer._watch.advantage_output,
+        trainer._recorder.advantage_inputs,
+        trainer._recorder.advantage_output,
     )
     assert evidence is not None
     assert advantage_output is not None

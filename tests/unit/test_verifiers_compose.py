@@ -236,5 +236,5 @@ def test_the_command_line_mixes(tmp_path: Path) -> None:
     assert test is None
     train, test = load_prompts(parse([*flags, "--do_eval", "--eval_steps", "1"], prog="kedge ppo"))
     assert (len(train), len(test)) == (24, 2)
-    with pytest.raises(DataError, match="choose one"):
+    with pytest.raises(DataError, match="set only one"):
         load_prompts(parse([*flags, "--dataset_name", given[0]], prog="kedge ppo"))
