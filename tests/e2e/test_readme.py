@@ -44,7 +44,11 @@ def test_the_first_run_learns_and_says_where_it_is(
     page = (ROOT / "docs" / "getting-started.md").read_text()
     (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     printed = python("-c", source)
-    assert "kedge: the run is in runs/short; `kedge report runs/short` makes" in printed
+    assert "kedge: the run is in runs/short; `kedge report runs/short` writes" in printed
+    (short,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "total_episodes=1280" in short  # the same run, without its evaluation: two iterations
+    short = short.replace("runs/short", "runs/readme").replace("1280", "128")
+    assert "`kedge report runs/readme`" in python("-c", short)
     assert len(re.findall(r"^step \d+/20  ", printed, re.MULTILINE)) == 10
     told = re.findall(r"^(before|after): \w+ .*posts: (-?\d\.\d+)\)$", printed, re.MULTILINE)
     scores = {when: float(score) for when, score in told}

@@ -147,7 +147,9 @@ def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(
         assert main(again) == 0
     out = capsys.readouterr().out
     assert f"kedge: resuming from {kept} (iteration {step} of {step + 1})\n" in out
-    assert f"kedge: the run is in {tmp_path}; `kedge report {tmp_path}` writes a report of it\n" in out
+    assert (
+        f"kedge: the run is in {tmp_path}; `kedge report {tmp_path}` writes a report of it\n" in out
+    )
     assert [row["step"] for row in logged(tmp_path)] == list(range(1, step + 2))
 
 
