@@ -142,7 +142,7 @@ def test_warnings_are_heard_and_the_root_error_comes_before_what_followed(tmp_pa
 
 def test_a_job_that_cannot_be_sent_is_refused():
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match="the job cannot be sent to the learners"):
+    with pytest.raises(ConfigError, match="the job cannot be pickled"):
         launch(lambda: lock, limits=QUICK, say=lambda text: None)
 
 
