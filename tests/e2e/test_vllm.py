@@ -159,7 +159,7 @@ def test_a_server_that_runs_is_attached_to_and_left_running(shared, tmp_path, cl
 
 
 def test_a_server_that_does_not_start_says_why(shared, tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)vLLM server ended.*no_such_dtype"):
+    with pytest.raises(ConfigError, match=r"(?s)vLLM server exited.*no_such_dtype"):
         trainer(
             shared,
             tmp_path,
