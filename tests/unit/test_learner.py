@@ -375,7 +375,7 @@ def test_missing_models_are_named():
 
 
 def test_a_model_without_a_head_is_no_policy():
-    with pytest.raises(ConfigError, match="no causal language model"):
+    with pytest.raises(ConfigError, match="is not a causal language model"):
         causal_parts(tiny_reward_model())
 
 

@@ -140,7 +140,7 @@ def test_refusals_name_the_way_out():
 
 def test_dora_on_the_head_is_refused():
     policy = with_adapter(tiny_policy(vocab_size=VOCAB), lora(("lm_head",), use_dora=True))
-    with pytest.raises(ConfigError, match="no plain LoRA"):
+    with pytest.raises(ConfigError, match="must be plain LoRA"):
         causal_parts(policy)
 
 
