@@ -82,7 +82,7 @@ PROCESSES = {
     "priority of the parent": "p = os.getpriority(os.PRIO_PROCESS, PARENT)\n"
     "os.setpriority(os.PRIO_PROCESS, PARENT, p); return True",
     "affinity of the parent": "return os.sched_getaffinity(PARENT)",
-    "session of the parent": "return os.getsid(PARENT) > 0",
+    "session of the parent": "return os.getsid(PARENT) >= 0",
     "guard off in gc.callbacks, then a shell": "import gc\ndef off(*a):\n"
     "    f = sys._getframe(1); f.f_locals.get('rules', {}).clear()\n"
     "gc.callbacks.append(off); gc.collect(); gc.callbacks.clear()\nreturn os.system('true') == 0",
