@@ -26,10 +26,10 @@ $(STAMP): pyproject.toml
 setup: $(STAMP)
 
 demo: setup
-	$(BIN)/python examples/demo/run.py
+	$(BIN)/kedge demo
 
 headline: setup
-	OMP_NUM_THREADS=1 $(BIN)/kedge pipeline examples/demo/pipeline.yaml --seeds 0 1 2
+	OMP_NUM_THREADS=1 $(BIN)/kedge pipeline src/kedge/demo/pipeline.yaml --seeds 0 1 2
 
 docs: setup
 	$(BIN)/mkdocs build --strict

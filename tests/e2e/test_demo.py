@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
+from kedge.cli.main import main
+from kedge.demo import task
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_gold_judge_by_hand() -> None:
-    sys.path.insert(0, str(DEMO))
-    try:
-        import task
-    finally:
-        sys.path.remove(str(DEMO))
     facts = {"name": "mia", "color": "red", "animal": "fox", "place": "harbour", "day": "monday"}
     post = task.Post(facts, ("the sky was grey", "the sea was calm"), "")
     perfect = "mia saw a red fox at the harbour on monday ."
@@ -38,10 +36,23 @@ def test_the_gold_judge_by_hand() -> None:
     assert task.gold([written.text], [told]) == [pytest.approx(1.0)]
 
 
+def test_the_demo_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "trl" else real(name, *rest),
+    )
+    assert main(["demo"]) == 2
+    assert "pip install 'kedge[demo]'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra")
 def test_quick_demo(tmp_path: Path) -> None:
-    run = [sys.executable, "-W", "ignore", str(DEMO / "run.py"), "--quick"]
+    run = [sys.executable, "-W", "ignore", "-m", "kedge.cli.main", "demo", "--quick"]
     done = subprocess.run(
         [*run, "--output_dir", str(tmp_path)],
         capture_output=True,
@@ -69,7 +80,7 @@ def test_quick_demo(tmp_path: Path) -> None:
     )
     assert "stage ppo is done" in again.stdout
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    loop = [sys.executable, "-W", "ignore", str(DEMO.parent / "minimal_ppo.py")]
+    loop = [sys.executable, "-W", "ignore", str(EXAMPLES / "minimal_ppo.py")]
     options = ["--demo", str(tmp_path), "--output_dir", str(tmp_path / "minimal")]
     shown = subprocess.run(
         [*loop, *options, "--iterations", "2"],

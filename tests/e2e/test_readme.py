@@ -38,7 +38,7 @@ def test_the_first_run_learns_and_says_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stages = str(ROOT / "examples" / "demo" / "pipeline.yaml")
+    stages = str(ROOT / "src" / "kedge" / "demo" / "pipeline.yaml")
     values = ["folder=runs/demo", "compared=1"]  # the demo's model, of 20,000 summaries
     python("-m", "kedge.cli.main", "pipeline", stages, "--only", "sft", "--set", *values)
     page = (ROOT / "docs" / "getting-started.md").read_text()

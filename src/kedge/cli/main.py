@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
+    "demo": "train a small model with RLHF from nothing, in about five minutes on a CPU",
     "ppo": "train a language model with PPO",
     "rloo": "train with RLOO: several responses per prompt, no value model",
     "grpo": "train with GRPO or one of its variants",
@@ -26,6 +27,7 @@ COMMANDS = {
 }
 
 _MODULES = {
+    "demo": "kedge.demo.run",
     "ppo": "kedge.cli.train.ppo",
     "rloo": "kedge.cli.train.rloo",
     "grpo": "kedge.cli.train.grpo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,10 +33,10 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], file: str | Path) -> Path | N
         file: the PNG to write.
 
     Returns:
-        The file, or None if no row holds a metric that is drawn.
+        The file, or None if no row holds a metric that is drawn, or matplotlib is not installed.
     """
     panels = [(title, lines) for title, names in PANELS if (lines := _lines(rows, names))]
-    if not panels:
+    if not panels or importlib.util.find_spec("matplotlib") is None:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,10 @@ def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file
     """Plot one panel for each metric that some run has.
 
     Raises:
-        ConfigError: no run has any of the metrics.
+        ConfigError: no run has any of the metrics, or matplotlib is not installed.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("kedge compare needs matplotlib: pip install 'kedge[plots]'")
     panels: dict[str, dict[str, Band]] = {}
     for metric in metrics:
         bands_by_name = {name: b for name, runs in kinds.items() if (b := band(runs, metric, axis))}

@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from task import liked, read_post
+from kedge.demo.task import liked, read_post
 
 
 def main() -> None:

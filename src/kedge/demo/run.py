@@ -1,19 +1,14 @@
-"""RLHF end to end on a CPU: a task, supervised model, reward model, PPO, and evaluation.
-
-make demo                               about five minutes on two cores
-python examples/demo/run.py --quick     the same with little training, as a smoke test
-
-Runs the stages of pipeline.yaml and prints a summary.
-"""
+"""``kedge demo``: a task, a supervised model, a reward model, PPO, and an evaluation, on a CPU."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
-import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +21,43 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rich.console import Console
 from rich.table import Table
-from task import gold
 
-from kedge.cli.main import guarded
+from kedge.cli.arguments import Flags
 from kedge.cli.pipeline import pipeline
+from kedge.demo.task import gold
+from kedge.errors import ConfigError
 
 JUDGMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")
 QUICK = ("supervised=640", "compared=128", "episodes=192", "judged=32", "epochs=1")
 
+DESCRIPTION = """\
+Train a small model to summarize posts, from nothing, in about five minutes on two CPU cores:
+supervised training, a reward model from preferences, PPO, and a judge that training never sees."""
+
 console = Console()
 
 
-def main(argv: list[str]) -> None:
-    """Run the stages; all outputs go to one folder."""
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = Flags(prog="kedge demo", description=DESCRIPTION)
     flags.add_argument("--output_dir", default="runs/demo")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--quick", action="store_true", help="little training, as a smoke test")
-    args = flags.parse_args(argv)
+    return flags
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the stages of pipeline.yaml and print the results; all outputs go to one folder.
+
+    Raises:
+        ConfigError: TRL, which trains the supervised and the reward model, is not installed.
+    """
+    args = parser().parse_args(list(argv))
+    if importlib.util.find_spec("trl") is None:
+        raise ConfigError(
+            "kedge demo needs TRL for its supervised and reward models; install it with"
+            " pip install 'kedge[demo]', or run uvx --from 'kedge[demo]' kedge demo"
+        )
     warnings.filterwarnings("ignore", category=FutureWarning)
     folder, begin = Path(args.output_dir), time.perf_counter()
     values = [f"folder={folder}", f"seed={args.seed}", *(QUICK if args.quick else ())]
@@ -137,7 +151,3 @@ def mean(values: Any) -> float:
     """The mean, rounded to four decimals."""
     numbers = list(values)
     return round(sum(numbers) / len(numbers), 4)
-
-
-if __name__ == "__main__":
-    sys.exit(guarded(main, sys.argv[1:], name="demo"))

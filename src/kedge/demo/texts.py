@@ -12,9 +12,10 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from task import EOS, PAD, WORDS, write_post, write_summary
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kedge.demo.task import EOS, PAD, WORDS, write_post, write_summary
 
 CARE = 0.45  # of the writers of the supervised summaries
 REFERENCE_CARE = 0.8  # of the writers of the references

@@ -1,0 +1,1 @@
+"""RLHF end to end on a CPU, in one command: ``kedge demo``."""
