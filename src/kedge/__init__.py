@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 _MODULES = {
     "PPOTrainer": "kedge.trainers.ppo",
     "PPOConfig": "kedge.config.ppo",
@@ -59,6 +57,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    __version__: str
     from kedge.algorithms import Algorithm, grpo, ppo, reinforce_pp, remax, rloo
     from kedge.config.async_ppo import AsyncPPOConfig
     from kedge.config.grpo import GRPOConfig
@@ -79,11 +78,23 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(
             f"module 'kedge' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def _version() -> str:
+    """The installed version; "0+unknown" for sources that were never installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kedge")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:
