@@ -1,6 +1,7 @@
 # make demo   the main job        make test   the whole test suite        make setup   the set-up
 # make headline   the demo with RLOO beside PPO, three seeds, and a table with intervals
 # make docs   the site of docs/, in site/
+# make dist   the wheel and the source archive in dist/, checked by installing them
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +11,7 @@ SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo headline docs test test-main vllm-env test-vllm lint fast setup bench clean help
+.PHONY: demo headline docs test test-main vllm-env test-vllm lint fast setup bench dist clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -74,6 +75,16 @@ fast: lint
 
 bench: setup
 	$(BIN)/python -m benchmarks.ppo_vs_trl
+
+# The wheel and the source archive, checked, and the demo from the wheel alone.
+dist: setup
+	rm -rf dist build/empty
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --quiet build twine "torch==2.13.0"
+	build/empty/bin/python -m build --outdir dist .
+	build/empty/bin/python -m twine check --strict dist/*
+	build/empty/bin/python -m pip install --quiet "kedge[demo] @ file://$$(ls $(CURDIR)/dist/*.whl)"
+	cd build && empty/bin/kedge demo --quick --output_dir demo
 
 clean:
 	rm -rf $(VENV) $(VLLM) site runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
