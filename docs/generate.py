@@ -18,10 +18,10 @@ from transformers import TrainingArguments
 from kedge.algorithms import BUILTIN
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
-from kedge.config.compat.transformers4 import REMOVED
-from kedge.config.declare import default_of
+from kedge.config.compat.transformers4 import TRANSFORMERS4
+from kedge.config.declare import Alias, NoEffect, Unsupported, default_of, status
 from kedge.config.grpo import GRPOConfig
-from kedge.config.options import UNKNOWN, Honored, Ignored, Moved, Refused
+from kedge.config.options import foreign
 from kedge.config.ppo import PPOConfig
 from kedge.config.rloo import RLOOConfig
 from kedge.engine.metrics import (
@@ -142,19 +142,19 @@ def write_algorithm_pages(folder: str) -> None:
 OPTIONS_HEAD = """\
 # Options of {trainer}
 
-Every field of `kedge.{config}`, which is `transformers.TrainingArguments` with those of {name}.
-Each one acts, hands its value to another name, or is refused when it is set away from its default.
-A few that cannot change what is trained are accepted without effect, with a warning.  On the
-command line a field `name` is `--name VALUE`; a yes-or-no field is `--name` and `--no_name`.
-`max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count iterations: one
-batch of responses each.
+Every field of `kedge.{config}`, which is `transformers.TrainingArguments` with those of {name}, and
+the names of other libraries and releases that it accepts. Names that are not supported may be given
+with their default; away from it they are refused. Names without effect are accepted with a line in
+the log. On the command line a field `name` is `--name VALUE`; a yes-or-no field is `--name` and
+`--no_name`. `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count
+iterations: one batch of responses each.
 
 This page is made by `python docs/generate.py`,
 here with transformers {version}.
 """
 
 
-# Sections of the page in order, and how ``Honored.where`` begins for their fields.
+# Sections of the page in order, and how ``acts_in`` begins for their fields.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Learning": ("algorithm", "KL controller", "value model", "learner"),
     "Batches and length of the run": ("batch sizes",),
@@ -181,21 +181,20 @@ def options_page(config: type[OnPolicyConfig]) -> str:
     name = config.__name__.removesuffix("Config")
     inherited = {f.name for f in fields(TrainingArguments)}
     acting: dict[str, list[str]] = {title: [] for title in SECTIONS}
-    refused: list[str] = []
-    older: list[str] = []
-    ignored: list[str] = []
+    names: dict[str, Any] = {}
     for field in sorted(fields(config), key=lambda f: f.name in inherited):
-        support = config.SUPPORT.get(field.name, UNKNOWN)
-        if isinstance(support, Honored):
-            acting[_section_reference(support.where)].append(_honored_reference(field, support))
-        elif isinstance(support, Moved):
-            older.append(f"| `{field.name}` | `{support.to}` |")
-        elif isinstance(support, Ignored):
-            ignored.append(f"| `{field.name}` | {support.reason} |")
-        elif field.name not in REMOVED:
-            refused.append(f"| `{field.name}` | {support.reason} | {support.way_out} |")
-    gone = [
-        _gone_reference(name, each) for name, each in REMOVED.items() if isinstance(each, Refused)
+        where = status(config, field.name)
+        if isinstance(where, str):
+            acting[_section_reference(where)].append(_option_reference(field, where))
+        else:
+            names[field.name] = where
+    names |= sorted(foreign(config).items(), key=lambda item: item[0] in TRANSFORMERS4)
+    older = [f"| `{n}` | `{x.target}` |" for n, x in names.items() if isinstance(x, Alias)]
+    ignored = [f"| `{n}` | {x.reason} |" for n, x in names.items() if isinstance(x, NoEffect)]
+    refused = [
+        f"| `{n}` | {x.reason} | {x.way_out} |"
+        for n, x in names.items()
+        if isinstance(x, Unsupported)
     ]
     return "\n".join(
         [
@@ -210,10 +209,9 @@ def options_page(config: type[OnPolicyConfig]) -> str:
                 for title, rows in acting.items()
                 for line in _table_reference(title, "| field | default | meaning | acts in |", rows)
             ),
-            *_table_reference("Fields that are refused", "| field | why | instead |", refused),
-            *_table_reference("Fields without effect", "| field | why |", ignored),
-            *_table_reference("Other names", "| field | acts as |", older),
-            *_table_reference("Older fields that are refused", "| field | why | instead |", gone),
+            *_table_reference("Names that are not supported", "| name | why | instead |", refused),
+            *_table_reference("Names without effect", "| name | why |", ignored),
+            *_table_reference("Other names", "| name | acts as |", older),
         ]
     )
 
@@ -222,14 +220,10 @@ def _section_reference(where: str) -> str:
     return next(title for title, begins in SECTIONS.items() if where.startswith(begins))
 
 
-def _honored_reference(field: Field[Any], support: Honored) -> str:
+def _option_reference(field: Field[Any], where: str) -> str:
     text = " ".join(str(field.metadata.get("help", "")).split()).replace("|", "\\|")
     shown = default_of(field)
-    return f"| `{field.name}` | `{getattr(shown, 'value', shown)!r}` | {text} | {support.where} |"
-
-
-def _gone_reference(name: str, support: Refused) -> str:
-    return f"| `{name}` | {support.reason} | {support.way_out} |"
+    return f"| `{field.name}` | `{getattr(shown, 'value', shown)!r}` | {text} | {where} |"
 
 
 def _table_reference(title: str, head: str, rows: list[str]) -> list[str]:

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
-from transformers import BitsAndBytesConfig, HfArgumentParser
+from transformers import BitsAndBytesConfig
 
+from kedge.config.compat.parser import ConfigParser
 from kedge.config.declare import option
 from kedge.errors import ConfigError
 
@@ -133,7 +134,7 @@ def get_kbit_device_map() -> dict[str, int] | None:
     return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
 
 
-class TrlParser(HfArgumentParser):
+class TrlParser(ConfigParser):
     """Parses flags, and a YAML file named by ``--config``, into dataclasses.
 
     Values in the file become the defaults of flags; its ``env`` mapping sets environment variables.

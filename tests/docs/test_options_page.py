@@ -8,14 +8,16 @@ import pytest
 import transformers
 from docs.generate import CONFIGS, options_page
 
+from kedge.config.options import foreign
+
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 
 
 @pytest.mark.parametrize("file", CONFIGS)
-def test_every_field_is_on_the_page_once(file):
+def test_every_name_is_on_the_page_once(file):
     lines = options_page(CONFIGS[file]).splitlines()
-    for field in fields(CONFIGS[file]):
-        assert sum(line.startswith(f"| `{field.name}` |") for line in lines) == 1, field.name
+    for name in (*(f.name for f in fields(CONFIGS[file])), *foreign(CONFIGS[file])):
+        assert sum(line.startswith(f"| `{name}` |") for line in lines) == 1, name
 
 
 @pytest.mark.parametrize("file", CONFIGS)

@@ -132,8 +132,19 @@ def test_errors_are_one_line_and_exit_code_2(capsys, monkeypatch):
         main(["ppo", "--lerning_rate", "1"])
 
 
-def test_help_of_a_command_lists_what_works_and_hides_what_does_not(capsys):
-    assert main(["ppo", "--help"]) == 0
+@pytest.mark.parametrize("command", ["ppo", "rloo", "grpo", "async-ppo", "sft", "reward"])
+def test_help_of_a_command_shows_what_matters_first(command, capsys):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    flags = re.findall(r"^  --(\w+)", out, re.MULTILINE)
+    assert flags[:2] == ["model_name_or_path", "dataset_name"]
+    assert 9 < len(flags) < 26
+    assert len(re.findall("--help all shows all .* flags", out)) == 1
+
+
+@pytest.mark.parametrize("flags", [["--help", "all"], ["--help_all"]])
+def test_help_of_a_command_lists_what_works_and_hides_what_does_not(flags, capsys):
+    assert main(["ppo", *flags]) == 0
     out = capsys.readouterr().out
     assert "--kl_estimator {k1,k2,k3,abs,full}" in out
     assert "(default: k1)" in out
@@ -538,7 +549,7 @@ def test_non_stop_penalty_is_another_name(config, tmp_path):
         output_dir=str(tmp_path), non_stop_penalty=True, penalty_reward_value=-10.0, use_cpu=True
     )
     assert made.non_eos_penalty
-    assert not made.non_stop_penalty
+    assert made.non_stop_penalty
 
 
 @pytest.mark.parametrize(

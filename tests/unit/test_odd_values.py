@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from kedge import classic
 from kedge.cli.arguments import ModelArguments, ScriptArguments
 from kedge.cli.train.reward import RewardArguments
 from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.config.declare import Alias, NoEffect, status
 from kedge.config.grpo import GRPOConfig
-from kedge.config.options import Ignored, elsewhere
+from kedge.config.options import elsewhere, foreign
 from kedge.config.ppo import PPOConfig, PPOv2Config
 from kedge.config.rloo import RLOOConfig
 from kedge.errors import ConfigError, KedgeError
@@ -46,10 +48,9 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 # Fields in which a number below 0, or an infinite one, means something.
 SIGNED = {
-    *("max_steps", "local_rank", "past_index", "save_freq"),
+    *("max_steps", "local_rank", "save_freq"),
     *("penalty_reward_value", "reward_error_score", "eval_success_score", "reward_weights"),
     *("reward_model_multiplier", "verification_reward", "r1_style_format_reward"),
-    "oe_eval_max_length",  # ignored, with a note
 }
 UNBOUNDED = {
     *("cliprange", "cliprange_value", "cliprange_high", "epsilon", "epsilon_high"),
@@ -66,7 +67,7 @@ BESIDE: dict[str, Any] = {
     "scale_rewards": bool,
     "reward_clip_range": float,
 }
-MAY_BE_EMPTY = ("fsdp", "debug", "mp_parameters")  # whose default is or was the empty text
+MAY_BE_EMPTY = ("fsdp", "debug")  # whose default is or was the empty text
 
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "ppo": (PPOv2Config, {"output_dir": "out"}),
@@ -112,6 +113,16 @@ def cases(cls: type) -> Iterator[tuple[Field[Any], str, Any]]:
                 yield field, shown, make()
 
 
+def other_names(cls: type) -> Iterator[tuple[Field[Any], str, Any]]:
+    """Aliases, each as the field that it stands for under its own name."""
+    targets = {f.name: f for f in fields(cls)}
+    for name, alias in foreign(cls).items():
+        if isinstance(alias, Alias) and alias.convert is None:
+            field = copy.copy(targets[alias.target])
+            field.name = name
+            yield from ((field, shown, make()) for shown, make in VALUES.items())
+
+
 def judged(cls: type, base: dict[str, Any], field: Field[Any], hint: Any, value: Any) -> str | None:
     """What is wrong with how the config takes the value."""
     try:
@@ -120,7 +131,7 @@ def judged(cls: type, base: dict[str, Any], field: Field[Any], hint: Any, value:
         return _unclear(str(error), cls, field.name, value)
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
-    if isinstance(getattr(cls, "SUPPORT", {}).get(field.name), Ignored):
+    if hasattr(cls, "INHERITED") and isinstance(status(cls, field.name), NoEffect):
         return None  # without effect, and a warning says so
     beside = BESIDE.get(field.name, Literal["no such"])
     if not (meaningful(hint, value, field.name) or meaningful(beside, value, field.name)):
@@ -129,8 +140,8 @@ def judged(cls: type, base: dict[str, Any], field: Field[Any], hint: Any, value:
 
 
 def _unclear(message: str, cls: type, name: str, value: Any) -> str | None:
-    moved = getattr(getattr(cls, "SUPPORT", {}).get(name), "to", name)
-    if not re.search(rf"(?<!\w)({name}|{moved})=", message):
+    target = getattr(foreign(cls).get(name), "target", name)
+    if not re.search(rf"(?<!\w)({name}|{target})=", message):
         return f"is refused without its name: {message}"
     secret = name in ("hub_token", "push_to_hub_token")
     if isinstance(value, Thing) or secret or (isinstance(value, int) and value >= 2**64):
@@ -151,8 +162,10 @@ def test_each_odd_value_is_meaningful_or_refused_by_name(
     hints = get_type_hints(cls)
     wrong = []
     with elsewhere():  # options of Ray and vLLM are judged without them
-        for field, shown, value in cases(cls):
-            what = judged(cls, base, field, hints[field.name], value)
+        for field, shown, value in (*cases(cls), *other_names(cls)):
+            target = getattr(foreign(cls).get(field.name), "target", field.name)
+            hint = hints[target] if target == field.name else hints[target] | None
+            what = judged(cls, base, field, hint, value)
             if what is not None:
                 wrong.append(f"{field.name}={shown} {what}")
     assert not wrong, "\n".join(wrong)

@@ -13,7 +13,7 @@ import pytest
 import kedge
 from kedge import classic
 from kedge.cli.arguments import parse
-from kedge.config.options import elsewhere
+from kedge.config.options import elsewhere, foreign
 from kedge.errors import ConfigError, OptionError
 from kedge.suggestions import ALIASES
 
@@ -105,6 +105,7 @@ def test_a_name_is_in_one_group_and_every_group_has_one_of_ours() -> None:
     names = [name for group in ALIASES for name in group]
     assert len(names) == len(set(names))
     known = {n for made in (*CONFIGS, *TRAINERS) for n in inspect.signature(made).parameters}
+    known |= {name for made in CONFIGS for name in foreign(made)}
     assert [group for group in ALIASES if not known & set(group)] == []
 
 

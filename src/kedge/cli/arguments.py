@@ -9,22 +9,21 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.declare import check_fields, option
-from kedge.config.option_status import FIELD_SUPPORT
-from kedge.config.options import Honored, Moved, Support
+from kedge.config.compat.parser import ConfigParser
+from kedge.config.declare import Foreign, Unsupported, check_fields, option, status
+from kedge.config.options import ConfigType
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import ConfigError
 from kedge.suggestions import hint
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(metaclass=ConfigType):
     """Datasets, reward sources and algorithm, by name."""
 
     dataset_name: str | None = option(
@@ -60,8 +59,15 @@ class ScriptArguments:
     algorithm_kwargs: str | None = option(
         None, 'Options of algorithm as JSON, such as {"baseline": true}.'
     )
-    dataset_streaming: bool = option(False, "Not supported: a resumed run must see the same rows.")
-    ignore_bias_buffers: bool = option(False, "Not supported (older DDP).")
+
+    FOREIGN: ClassVar[Mapping[str, Foreign]] = {
+        "dataset_streaming": Unsupported(
+            "a resumed run must see the same prompts", "leave it unset", default=False
+        ),
+        "ignore_bias_buffers": Unsupported(
+            "it is for DistributedDataParallel, which is not used", "leave it unset", default=False
+        ),
+    }
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -125,6 +131,14 @@ class Options:
     given: frozenset[str]
 
 
+# Flags that ``--help`` shows; ``--help all`` shows the others, too.
+FIRST = (
+    *("model_name_or_path", "dataset_name", "reward_model_path", "reward_funcs", "output_dir"),
+    *("total_episodes", "num_train_epochs", "learning_rate", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs", "num_generations"),
+    *("response_length", "max_length", "missing_eos_penalty", "kl_coef", "beta", "loss_type"),
+    *("use_peft", "rollout_engine", "max_lag", "report_to", "resume_from_checkpoint"),
+)
 SHORT = 60  # characters: longer lists of choices are not shown in help
 
 
@@ -145,17 +159,19 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {str(default).replace('%', '%%')})"
 
 
-class Parser(HfArgumentParser):
-    """HfArgumentParser without abbreviations, whose errors are ConfigErrors."""
+class Parser(ConfigParser):
+    """ConfigParser without abbreviations, whose errors are ConfigErrors."""
 
-    def __init__(self, kinds: Any, support: Mapping[str, Support], **options: Any) -> None:
-        super().__init__(
-            kinds,
-            allow_abbrev=False,
-            formatter_class=_Help,
-            **options,
-        )
+    def __init__(self, kinds: Any, **options: Any) -> None:
+        super().__init__(kinds, allow_abbrev=False, formatter_class=_Help, **options)
         self.nullable = nullable(kinds)
+        idle = {
+            f.name
+            for kind in kinds
+            if hasattr(kind, "INHERITED")
+            for f in fields(kind)
+            if not isinstance(status(kind, f.name), str)
+        }
         for action in self._actions:
             if action.dest in self.nullable:
                 _take_none(action)
@@ -163,10 +179,25 @@ class Parser(HfArgumentParser):
                 action.nargs, action.const = "?", True  # --bf16 alone means True
             if action.dest == "resume_from_checkpoint":
                 action.nargs, action.const = "?", "True"  # alone: the newest checkpoint
-            status = support.get(action.dest, Honored(""))
-            alias = isinstance(status, Moved) and action.dest not in FIELD_SUPPORT
-            if not (alias or isinstance(status, Honored)):
+            if action.dest in idle:
                 action.help = argparse.SUPPRESS
+
+    def show_help(self, argv: Sequence[str]) -> bool:
+        """Print the help if ``argv`` asks for it: the flags that matter first, or all of them."""
+        if not {"-h", "--help", "--help_all", "--help-all"} & set(argv):
+            return False
+        if not {"all", "--help_all", "--help-all"} & set(argv):
+            listed = [a for a in self._actions if a.help is not argparse.SUPPRESS]
+            for action in listed:
+                if action.dest not in FIRST:
+                    action.help = argparse.SUPPRESS
+            for group in self._action_groups:
+                group._group_actions.sort(
+                    key=lambda a: FIRST.index(a.dest) if a.dest in FIRST else 99
+                )
+            self.epilog = f"--help all shows all {len({a.dest for a in listed})} flags."
+        self.print_help()
+        return True
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError instead of exiting."""
@@ -208,7 +239,6 @@ def parser(prog: str, config: type[OnPolicyConfig] = PPOv2Config) -> Parser:
     has_trust = "trust_remote_code" in {f.name for f in fields(config)}
     return Parser(
         (ScriptArguments, config, ModelArgumentsBeside if has_trust else ModelArguments),
-        config.SUPPORT,
         prog=prog,
         usage=f"{prog} [--config FILE.yaml] [--flag value ...]",
         description="Train a language model.  --config FILE.yaml reads flags from a file; flags on "
@@ -237,8 +267,7 @@ def parse(
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
     if isinstance(model, ModelArgumentsBeside):
         model.trust_remote_code = settings.trust_remote_code
-    settings.given = given
-    _check(script, model)
+    _check(model)
     return Options(script=script, config=settings, model=model, given=given)
 
 
@@ -264,10 +293,11 @@ def read(
     given = _names(tokens, known)
     before = {k: v for k, v in (defaults or {}).items() if k not in given}
     tokens = [*_tokens(before, parser), *tokens]
-    _, extra = parser.parse_known_args(tokens)
+    values, extra = parser.parse_known_args(tokens)
     if extra:
         raise ConfigError(_unknown(extra[0], known))
-    return parser.parse_args_into_dataclasses(tokens, look_for_args_file=False), given
+    named = given | before.keys()
+    return parser.build({n: v for n, v in vars(values).items() if n in named}), given
 
 
 def _take_config(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -341,17 +371,7 @@ def _unknown(token: str, known: Iterable[str], *, in_file: bool = False) -> str:
     return f"{token!r} does not belong to a flag; flags look like --learning_rate 1e-5"
 
 
-def _check(script: ScriptArguments, model: ModelArguments) -> None:
-    if script.dataset_streaming:
-        raise ConfigError(
-            "dataset_streaming=True is not supported: a resumed run must see the same prompts; "
-            "leave it unset"
-        )
-    if script.ignore_bias_buffers:
-        raise ConfigError(
-            "ignore_bias_buffers=True is for DistributedDataParallel, which is not used; leave it "
-            "unset"
-        )
+def _check(model: ModelArguments) -> None:
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
         raise ConfigError(
             "load_in_4bit and load_in_8bit freeze the weights and need --use_peft; add it"

@@ -7,131 +7,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
-from kedge.config.declare import check_fields, option
-from kedge.config.option_status import FIELD_SUPPORT
-from kedge.config.options import Honored, Moved, Refused, Support, apply_support
+from kedge.config.compat.open_instruct import OPEN_INSTRUCT
+from kedge.config.compat.trl import TRL
+from kedge.config.declare import Foreign, option
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import engine_args
 from kedge.errors import ConfigError
-from kedge.suggestions import named
 
 logger = logging.getLogger(__name__)
 
-_SCRIPT = "kedge async-ppo"
-_PLACEMENT = "kedge async-ppo: placement of processes"
-
-_CACHE = Refused(
-    "prompts are tokenized at startup and not cached", "leave it at its default, or unset"
-)
-_DERIVED = Refused("it is derived from the other sizes", "leave it unset")
-_UNUSED = Refused("open-instruct does not read it either", "leave it out")
-_LLM_JUDGE = Refused(
-    "LLM judges are not available during training",
-    "score with reward_funcs, or run kedge judge after training",
-)
-_CODE_SERVER = Refused(
-    "code runs in Kedge's sandbox, without a server",
-    "leave it out; set limits with kedge.verifiers.code_verifier",
-)
+_script = partial(option, acts_in="kedge async-ppo")
+_place = partial(option, acts_in="kedge async-ppo: placement of processes")
+_converted = partial(option, acts_in="kedge.config.async_ppo: converted to options of PPOConfig")
 
 
-ASYNC_SUPPORT: dict[str, Support] = {
-    **FIELD_SUPPORT,
-    # Other names of options of PPOConfig.
-    "num_epochs": Moved("num_ppo_epochs"),
-    "beta": Moved("kl_coef"),
-    "eps": Moved("adam_epsilon"),
-    "number_samples_per_prompt": Moved("num_generations"),
-    "max_prompt_token_length": Moved("max_prompt_length"),
-    "min_response_length": Moved("min_new_tokens"),
-    "warm_up_steps": Moved("warmup_steps"),
-    "hf_repo_revision": Moved("hub_revision"),
-    # Converted to one or more options of PPOConfig.
-    **dict.fromkeys(
-        (
-            *("local_rollout_batch_size", "async_mode", "num_evals", "save_freq", "with_tracking"),
-            *("vllm_enforce_eager", "vllm_gpu_memory_utilization", "enable_prefix_caching"),
-            *("max_token_length", "hf_repo_id", "hf_entity"),
-        ),
-        Honored("kedge.config.async_ppo: converted to options of PPOConfig"),
-    ),
-    "wandb_project_name": Honored(f"{_SCRIPT}: WANDB_PROJECT"),
-    "wandb_entity": Honored(f"{_SCRIPT}: WANDB_ENTITY"),
-    # Read by the command line.
-    **dict.fromkeys(
-        (
-            *("dataset_mixer_list_splits", "dataset_mixer_eval_list"),
-            *("dataset_mixer_eval_list_splits", "cache_dataset_only", "remap_verifier"),
-            *("chat_template_name", "add_bos", "tokenizer_name_or_path", "init_value_from_scratch"),
-            *("sft_messages_key", "ground_truths_key", "dataset_source_key"),
-        ),
-        Honored(_SCRIPT),
-    ),
-    **dict.fromkeys(
-        ("actor_num_gpus_per_node", "single_gpu_mode", "deepspeed_stage"), Honored(_PLACEMENT)
-    ),
-    "gather_whole_model": Refused(
-        "full weights are always gathered for the rollout engines", "leave it at its default"
-    ),
-    "vllm_sync_backend": Honored(f"{_PLACEMENT}; becomes vllm_transfer"),
-    # Refused.
-    "dataset_transform_fn": Refused(
-        "prompts are always tokenized and filtered by length", "transform the dataset beforehand"
-    ),
-    **dict.fromkeys(
-        (
-            *("dataset_cache_mode", "dataset_local_cache_dir", "dataset_config_hash"),
-            *("dataset_config_eval_hash",),
-        ),
-        _CACHE,
-    ),
-    "dataset_skip_cache": Honored("always: nothing is cached"),
-    "local_eval_freq": Refused("num_evals sets the interval", "set num_evals"),
-    **dict.fromkeys(
-        (
-            *("rollout_batch_size", "local_total_prompts", "num_training_steps"),
-            *("local_dataloader_batch_size", "hf_repo_url"),
-        ),
-        _DERIVED,
-    ),
-    "checkpoint_output_dir": _UNUSED,
-    "save_value_model": Honored("always: the value model is saved in value_model/"),
-    **dict.fromkeys(
-        (
-            *("llm_judge_model", "llm_judge_max_tokens", "llm_judge_max_context_length"),
-            *("llm_judge_temperature", "llm_judge_timeout"),
-        ),
-        _LLM_JUDGE,
-    ),
-    **dict.fromkeys(
-        (
-            *("code_api_url", "code_max_execution_time", "code_pass_rate_reward_threshold"),
-            *("code_apply_perf_penalty",),
-        ),
-        _CODE_SERVER,
-    ),
-    **dict.fromkeys(
-        (
-            *("try_launch_beaker_eval_jobs", "try_launch_beaker_eval_jobs_on_weka"),
-            *("try_auto_save_to_beaker", "gs_bucket_path", "oe_eval_tasks", "oe_eval_max_length"),
-            "eval_priority",
-        ),
-        Honored(f"{_SCRIPT}: specific to Ai2's cluster; ignored with a note"),
-    ),
-}
-
-
-def _refused(default: Any) -> Any:
-    return option(default, "Not supported.")
-
-
-def _ignored(default: Any) -> Any:
-    return option(default, "Specific to Ai2's cluster: ignored, with a note.")
-
-
-@named("option")
 @dataclass(repr=False)
 class AsyncPPOConfig(PPOConfig):
     """Options of ``kedge.AsyncPPOTrainer``: rollout engines sample while the learners train.
@@ -143,7 +35,7 @@ class AsyncPPOConfig(PPOConfig):
         ConfigError: a value or a combination that cannot work.
     """
 
-    SUPPORT: ClassVar[Mapping[str, Support]] = ASYNC_SUPPORT
+    FOREIGN: ClassVar[Mapping[str, Foreign]] = {**TRL, **OPEN_INSTRUCT}
 
     exp_name: str = option("async_ppo", "Name of the experiment.")
     output_dir: str | None = option("output", "Output folder of the run.")
@@ -179,143 +71,100 @@ class AsyncPPOConfig(PPOConfig):
     )
 
     # Sizes.
-    local_rollout_batch_size: int = option(64, "Prompts per rank in one iteration.", ge=1)
+    local_rollout_batch_size: int = _converted(64, "Prompts per rank in one iteration.", ge=1)
     local_mini_batch_size: int | None = option(
         64, "Responses per rank in one optimizer step; capped at those of an iteration."
     )
-    num_epochs: int | None = option(None, "Another name of num_ppo_epochs.")
-    number_samples_per_prompt: int | None = option(None, "Another name of num_generations.")
-    max_token_length: int = option(512, "Upper bound of max_prompt_length, in tokens.", ge=1)
-    max_prompt_token_length: int | None = option(None, "Another name of max_prompt_length.")
-    min_response_length: int | None = option(None, "Another name of min_new_tokens.")
-    beta: float | None = option(None, "Another name of kl_coef.")
-    eps: float | None = option(None, "Another name of adam_epsilon.")
-    warm_up_steps: int | None = option(None, "Another name of warmup_steps, in iterations.")
-    async_mode: bool = option(True, "False is max_lag=0: sample and train alternately.")
-    num_evals: int = option(4, "Evaluations over the run, given evaluation prompts.", ge=1)
-    save_freq: int = option(200, "Iterations between checkpoints; -1 for none.", ge=-1)
+    max_token_length: int = _converted(512, "Upper bound of max_prompt_length, in tokens.", ge=1)
+    async_mode: bool = _converted(True, "False is max_lag=0: sample and train alternately.")
+    num_evals: int = _converted(4, "Evaluations over the run, given evaluation prompts.", ge=1)
+    save_freq: int = _converted(200, "Iterations between checkpoints; -1 for none.", ge=-1)
 
     # Data, read by the command line.
-    dataset_mixer_list_splits: list[str] | None = option(
+    dataset_mixer_list_splits: list[str] | None = _script(
         None, "Split of each dataset of dataset_mixer_list, or one for all. Unset: train."
     )
-    dataset_mixer_eval_list: list[str] | None = option(
+    dataset_mixer_eval_list: list[str] | None = _script(
         None, "Evaluation prompts: dataset names and amounts, alternating."
     )
-    dataset_mixer_eval_list_splits: list[str] | None = option(
+    dataset_mixer_eval_list_splits: list[str] | None = _script(
         None, "Split of each evaluation dataset. Unset: test."
     )
-    cache_dataset_only: bool = option(False, "Read and tokenize the prompts, then exit.")
-    sft_messages_key: str = option("messages", "Column with chats; the last answer is removed.")
-    ground_truths_key: str = option("ground_truth", "Column with the answers that verifiers check.")
-    dataset_source_key: str = option("dataset", "Column with the name of the verifier.")
-    remap_verifier: str | None = option(None, "old=new: send rows of verifier old to verifier new.")
-    chat_template_name: str | None = option(
+    cache_dataset_only: bool = _script(False, "Read and tokenize the prompts, then exit.")
+    sft_messages_key: str = _script("messages", "Column with chats; the last answer is removed.")
+    ground_truths_key: str = _script(
+        "ground_truth", "Column with the answers that verifiers check."
+    )
+    dataset_source_key: str = _script("dataset", "Column with the name of the verifier.")
+    remap_verifier: str | None = _script(
+        None, "old=new: send rows of verifier old to verifier new."
+    )
+    chat_template_name: str | None = _script(
         None, "tulu, or a file with a Jinja template. Unset: the tokenizer's."
     )
-    add_bos: bool = option(False, "Start the chat template with the tokenizer's BOS token.")
-    tokenizer_name_or_path: str | None = option(None, "Tokenizer. Unset: the model's.")
-    init_value_from_scratch: bool = option(
+    add_bos: bool = _script(False, "Start the chat template with the tokenizer's BOS token.")
+    tokenizer_name_or_path: str | None = _script(None, "Tokenizer. Unset: the model's.")
+    init_value_from_scratch: bool = _script(
         False, "Initialize the value model randomly with the reward model's architecture."
     )
-    dataset_transform_fn: list[str] | None = _refused(None)
-    dataset_cache_mode: str = _refused("local")
-    dataset_local_cache_dir: str = _refused("local_dataset_cache")
-    dataset_config_hash: str | None = _refused(None)
-    dataset_config_eval_hash: str | None = _refused(None)
-    dataset_skip_cache: bool = option(False, "Always true: nothing is cached.")
-    local_eval_freq: int | None = _refused(None)
-    rollout_batch_size: int | None = _refused(None)
-    local_total_prompts: int | None = _refused(None)
-    num_training_steps: int | None = _refused(None)
-    local_dataloader_batch_size: int | None = _refused(None)
 
     # Placement.
-    actor_num_gpus_per_node: list[int] | None = option(
+    actor_num_gpus_per_node: list[int] | None = _place(
         None, "Learners on each machine, one per GPU (without GPUs: per core). Unset: 1.", ge=1
     )
-    single_gpu_mode: bool = option(False, "Learner and rollout engine share one GPU.")
-    deepspeed_stage: int = option(
+    single_gpu_mode: bool = _place(False, "Learner and rollout engine share one GPU.")
+    deepspeed_stage: int = _place(
         0,
         "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2).",
         ge=0,
         le=3,
     )
-    gather_whole_model: bool = option(True, "Always true.")
-    vllm_enforce_eager: bool = option(False, "enforce_eager of vllm_engine_args.")
-    vllm_gpu_memory_utilization: float | None = option(
+    vllm_enforce_eager: bool = _converted(False, "enforce_eager of vllm_engine_args.")
+    vllm_gpu_memory_utilization: float | None = _converted(
         None,
         "gpu_memory_utilization of vllm_engine_args. Unset: 0.9, 0.3 in single_gpu_mode.",
         gt=0,
         le=1,
     )
-    enable_prefix_caching: bool = option(False, "enable_prefix_caching of vllm_engine_args.")
-    vllm_sync_backend: Literal["nccl", "gloo"] = option(
+    enable_prefix_caching: bool = _converted(False, "enable_prefix_caching of vllm_engine_args.")
+    vllm_sync_backend: Literal["nccl", "gloo"] = _place(
         "nccl", "nccl is vllm_transfer=auto: from GPU to GPU if possible; gloo is host."
     )
 
     # Tracking.
-    with_tracking: bool = option(False, "report_to=wandb.")
-    wandb_project_name: str = option("kedge", "Weights & Biases project.")
-    wandb_entity: str | None = option(None, "Weights & Biases entity.")
-    hf_entity: str | None = option(None, "Owner of the repository on the Hub.")
-    hf_repo_id: str | None = option(None, "Name of the repository; with hf_entity, hub_model_id.")
-    hf_repo_revision: str | None = option(None, "Another name of hub_revision.")
-    hf_repo_url: str | None = _refused(None)
-    checkpoint_output_dir: str | None = _refused(None)
-    save_value_model: bool = option(False, "Always true.")
+    with_tracking: bool = _converted(False, "report_to=wandb.")
+    wandb_project_name: str = _script("kedge", "Weights & Biases project.")
+    wandb_entity: str | None = _script(None, "Weights & Biases entity.")
+    hf_entity: str | None = _converted(None, "Owner of the repository on the Hub.")
+    hf_repo_id: str | None = _converted(
+        None, "Name of the repository; with hf_entity, hub_model_id."
+    )
 
-    # LLM judges and code servers.
-    llm_judge_model: str = _refused("azure/gpt-4o-mini-standard")
-    llm_judge_max_tokens: int = _refused(2048)
-    llm_judge_max_context_length: int = _refused(8192)
-    llm_judge_temperature: float = _refused(1.0)
-    llm_judge_timeout: int = _refused(60)
-    code_api_url: str | None = _refused(None)
-    code_max_execution_time: float = _refused(1.0)
-    code_pass_rate_reward_threshold: float = _refused(0.0)
-    code_apply_perf_penalty: bool = _refused(False)
+    @classmethod
+    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
+        """Convert options that are more than another name to those of ``PPOConfig``.
 
-    try_launch_beaker_eval_jobs: bool = _ignored(True)
-    try_launch_beaker_eval_jobs_on_weka: bool = _ignored(False)
-    try_auto_save_to_beaker: bool = _ignored(True)
-    gs_bucket_path: str | None = _ignored(None)
-    oe_eval_tasks: list[str] | None = _ignored(None)
-    oe_eval_max_length: int = _ignored(4096)
-    eval_priority: str = _ignored("normal")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        settle(self)
-        super().__post_init__()
+        Raises:
+            ConfigError: sizes that do not divide, or two options that contradict each other.
+        """
+        _convert_sizes(c)
+        c.kl_estimator = c.kl_estimator.replace("kl", "k")
+        if c.stop_token == "period":
+            c.stop_token, c.stop_strings = None, [*(c.stop_strings or []), "."]
+        if not c.async_mode:
+            _assign(c, "async_mode", "max_lag", 0, unset=1)
+        if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:
+            c.max_prompt_length = c.max_token_length
+        _convert_schedule(c)
+        _convert_engine_args(c)
+        if c.with_tracking:
+            _assign(c, "with_tracking", "report_to", "wandb", unset=None)
+        if c.hf_repo_id is not None:
+            repo = c.hf_repo_id if c.hf_entity is None else f"{c.hf_entity}/{c.hf_repo_id}"
+            _assign(c, "hf_repo_id", "hub_model_id", repo, unset=None)
 
 
-def settle(c: AsyncPPOConfig) -> None:
-    """Convert options that are more than another name to those of ``PPOConfig``, in place.
-
-    Raises:
-        ConfigError: sizes that do not divide, or two options that contradict each other.
-    """
-    apply_support(c, c.SUPPORT)
-    _convert_sizes(c)
-    if c.kl_estimator.startswith("kl"):
-        c.kl_estimator = c.kl_estimator.replace("kl", "k")  # type: ignore[assignment]
-    if c.stop_token == "period":
-        c.stop_token, c.stop_strings = None, [*(c.stop_strings or []), "."]
-    if not c.async_mode:
-        _assign(c, "async_mode", "max_lag", 0, unset=1)
-    if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:
-        c.max_prompt_length = c.max_token_length
-    _convert_schedule(c)
-    _convert_engine_args(c)
-    if c.with_tracking:
-        _assign(c, "with_tracking", "report_to", "wandb", unset=None)
-    if c.hf_repo_id is not None:
-        repo = c.hf_repo_id if c.hf_entity is None else f"{c.hf_entity}/{c.hf_repo_id}"
-        _assign(c, "hf_repo_id", "hub_model_id", repo, unset=None)
-
-
-def _assign(c: AsyncPPOConfig, name: str, target: str, value: Any, *, unset: Any) -> None:
+def _assign(c: Any, name: str, target: str, value: Any, *, unset: Any) -> None:
     """Set option ``target``; raise if it is already set to another value."""
     if getattr(c, target) not in (unset, value):
         raise ConfigError(
@@ -325,7 +174,7 @@ def _assign(c: AsyncPPOConfig, name: str, target: str, value: Any, *, unset: Any
     setattr(c, target, value)
 
 
-def _convert_sizes(c: AsyncPPOConfig) -> None:
+def _convert_sizes(c: Any) -> None:
     rows, micro = c.local_rollout_batch_size * c.num_generations, c.per_device_train_batch_size
     mini = min(c.local_mini_batch_size or rows, rows)
     if rows % mini:
@@ -344,7 +193,7 @@ def _convert_sizes(c: AsyncPPOConfig) -> None:
     c.local_mini_batch_size = mini
 
 
-def _convert_schedule(c: AsyncPPOConfig) -> None:
+def _convert_schedule(c: Any) -> None:
     if c.save_freq == -1:
         c.save_strategy = "no"
     elif c.save_freq == 0:
@@ -356,7 +205,7 @@ def _convert_schedule(c: AsyncPPOConfig) -> None:
         c.eval_steps = min(1 / c.num_evals, 1 - 1e-9)  # a fraction of the run
 
 
-def _convert_engine_args(c: AsyncPPOConfig) -> None:
+def _convert_engine_args(c: Any) -> None:
     on_ray = c.rollout_engine == "ray" and c.ray_engine == "vllm"
     if on_ray and c.vllm_sync_backend == "gloo":
         c.vllm_transfer = "host"

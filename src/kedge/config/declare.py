@@ -1,15 +1,16 @@
-"""Declares options: default, help text and range; the type comes from the annotation.
+"""Declares options: default, help text, where they act and their range; the type is annotated.
 
-``option`` declares a field, and ``check_fields`` checks all fields of a config against their
-annotations and ranges.  Ranges of fields of ``transformers.TrainingArguments`` are in
-``kedge.config.option_status``.
+``option`` declares a field; ``check_fields`` checks the fields of a config against annotations and
+ranges.  Fields inherited from ``transformers.TrainingArguments`` are described by the class's
+``INHERITED`` table, names that are not fields by its ``FOREIGN`` table.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from kedge.config.values import Kind, Mismatch, Range, kinds_of, shown, take_first
@@ -17,18 +18,88 @@ from kedge.errors import ConfigError
 
 _FLATTENED = {"True or False": ("True", "False")}  # in a list of several kinds
 _SECRET = ("hub_token", "push_to_hub_token")
+_SAME = ("algorithm", "KL controller", "value model", "learner", "sampling", "rewards", "prompts")
+_SAME_ON_RESUME = (*_SAME, "engine", "rollout engine", "every random number generator")
+
+
+@dataclass(frozen=True, slots=True)
+class ActsIn:
+    """An inherited field that acts.
+
+    Args:
+        where: component that reads it.
+        limits: bounds of the number.
+        accepts: type of the values that Python code may give, if wider than the annotation.
+    """
+
+    where: str
+    limits: Range | None = None
+    accepts: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another name of the option ``target``.
+
+    Args:
+        target: the option that gets the value.
+        convert: converts the value; None: it is passed on.
+        default: value at which the name counts as not set.
+        limits: bounds of the number, if narrower than the target's.
+    """
+
+    target: str
+    convert: Callable[[Any], Any] | None = None
+    default: Any = None
+    limits: Range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A name that is refused unless it has its default.
+
+    Args:
+        reason: why it is not supported.
+        way_out: what to do instead.
+        default: of a name that is not a field.
+        also: values that are equivalent to the default.
+    """
+
+    reason: str
+    way_out: str
+    default: Any = None
+    also: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """A name that cannot change what is trained: accepted, with a line in the log.
+
+    Args:
+        reason: why it has no effect.
+        default: of a name that is not a field.
+        also: values without a line in the log.
+    """
+
+    reason: str
+    default: Any = None
+    also: tuple[Any, ...] = ()
+
+
+Inherited = ActsIn | Unsupported | NoEffect
+Foreign = Alias | Unsupported | NoEffect
+UNKNOWN = Unsupported("this version of Kedge does not know this option", "leave it at its default")
 
 
 class _Metadata(dict[str, Any]):
-    """Metadata of a field: ``help`` for argument parsers, plus entries that only Kedge reads.
+    """Metadata of a field: what ``HfArgumentParser`` passes to argparse, and hidden entries.
 
-    ``HfArgumentParser`` passes every listed entry to argparse, so ``limits`` and ``accepts`` can be
-    looked up but are not listed.
+    The parser passes every listed entry on, so hidden ones can be looked up but are not listed.
     """
 
-    def __init__(self, text: str, limits: Range | None, accepts: Any) -> None:
-        super().__init__(help=text)
-        self._hidden = {"limits": limits, "accepts": accepts}
+    def __init__(self, listed: Mapping[str, Any], **hidden: Any) -> None:
+        super().__init__(listed)
+        self._hidden = hidden
 
     def __missing__(self, key: str) -> Any:
         return self._hidden[key]
@@ -38,28 +109,49 @@ def option(
     default: Any,
     text: str = "",
     *,
+    acts_in: str | None = None,
+    alias: str | None = None,
+    resume: Literal["same", "may_change"] | None = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
     accepts: Any = None,
+    alias_action: type[argparse.Action] | None = None,
 ) -> Any:
-    """A dataclass field with the help text that the command line and the docs show.
+    """A dataclass field with all that is known about the option.
+
+    A field that overrides another inherits what is not given here, apart from ``alias``.
 
     Args:
         default: value if the option is not given.
         text: one sentence of help, with the unit; empty if the class's docstring has it.
-        ge: lowest value of the number, or of each number of a list.  A field without bounds
-            inherits those of the field that it overrides.
+        acts_in: component that reads it.
+        alias: another name, of another library or release.
+        resume: whether a resumed run must have the same value; None: if it affects the numerics,
+            judging by ``acts_in``.
+        ge: lowest value of the number, or of each number of a list.
         gt: exclusive lower bound.
         le: highest value; infinity is allowed only if it is the bound.
         lt: exclusive upper bound.
         accepts: type of the values that Python code may give, if wider than the annotation, which
             argument parsers read.
+        alias_action: stores the value in a ``HfArgumentParser``, given the flag that was used.
     """
     bounds = (ge, gt, le, lt)
     limits = None if bounds == (None,) * 4 else Range(ge=ge, gt=gt, le=le, lt=lt)
-    return field(default=default, metadata=_Metadata(text, limits, accepts))
+    listed: dict[str, Any] = {"help": text}
+    if alias is not None:
+        listed["aliases"] = flags(alias)
+        if alias_action is not None:
+            listed["action"] = alias_action
+    hidden = {"limits": limits, "accepts": accepts, "acts_in": acts_in, "resume": resume}
+    return field(default=default, metadata=_Metadata(listed, alias=alias, **hidden))
+
+
+def flags(name: str) -> list[str]:
+    """The flag of an option, with underscores and with hyphens."""
+    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
 def default_of(field: Field[Any]) -> Any:
@@ -67,9 +159,41 @@ def default_of(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
+def status(cls: type, name: str) -> str | Unsupported | NoEffect:
+    """Where a field acts, or why it does not."""
+    where = _metadata(cls, name, "acts_in")
+    if where is not None:
+        return str(where)
+    entry: Inherited = getattr(cls, "INHERITED", {}).get(name, UNKNOWN)
+    return entry.where if isinstance(entry, ActsIn) else entry
+
+
+@functools.cache
+def aliases(cls: type) -> Mapping[str, Alias]:
+    """Other names of a config's own options."""
+    own = {alias: f for f in fields(cls) if (alias := _lookup(f.metadata, "alias")) is not None}
+    return {
+        alias: Alias(f.name, default=False if default_of(f) is False else None)
+        for alias, f in own.items()
+    }
+
+
+def resume_values(config: Any) -> dict[str, Any]:
+    """The options that a resumed run must share with its checkpoint, by name."""
+    cls = type(config)
+    values = {}
+    for f in fields(config):
+        where, resume = status(cls, f.name), _metadata(cls, f.name, "resume")
+        if isinstance(where, str) and resume is None:
+            resume = "same" if where.startswith(_SAME_ON_RESUME) else "may_change"
+        if resume == "same":
+            values[f.name] = getattr(config, f.name)
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class _Declared:
-    """Default and accepted kinds of one field."""
+    """Default and accepted kinds of one option."""
 
     name: str
     default: Any
@@ -79,7 +203,7 @@ class _Declared:
         """The value, with tuples as lists, paths as str and numbers as Python numbers.
 
         Raises:
-            ConfigError: the field accepts no such value.
+            ConfigError: the option accepts no such value.
         """
         try:
             return take_first(self.kinds, value)
@@ -106,12 +230,12 @@ class _Declared:
 
 
 def check_fields(config: Any) -> None:
-    """Check the type and range of every field that acts; first step of every ``__post_init__``.
+    """Check the type and range of every field that acts.
 
     Raises:
         ConfigError: naming the field, its value and the accepted values.
     """
-    for declared in _declared(type(config)):  # type: ignore[arg-type]
+    for declared in _declared(type(config)).values():  # type: ignore[arg-type]
         value = getattr(config, declared.name)
         if value is not declared.default:
             checked = declared.check(value)
@@ -119,21 +243,45 @@ def check_fields(config: Any) -> None:
                 setattr(config, declared.name, checked)
 
 
+def check_option(cls: type, name: str, value: Any) -> Any:
+    """Check and normalize one value before the config is built.
+
+    Raises:
+        ConfigError: naming the option, its value and the accepted values.
+    """
+    declared = _declared(cls).get(name)
+    return value if declared is None or value is declared.default else declared.check(value)
+
+
+def check_alias(cls: type, name: str, alias: Alias, value: Any) -> Any:
+    """Check and normalize the value of another name.
+
+    Raises:
+        ConfigError: naming the alias, its value and the accepted values.
+    """
+    declared = _declared(cls)[alias.target]
+    if alias.convert is not None or alias.limits is not None:
+        hint = type(alias.default)
+        kinds = tuple(kinds_of(name, hint, alias.limits or Range(), empty=False))
+        declared = replace(declared, kinds=kinds)
+    return replace(declared, name=name).check(value)
+
+
 @functools.cache
-def _declared(cls: type) -> tuple[_Declared, ...]:
+def _declared(cls: type) -> Mapping[str, _Declared]:
     hints = get_type_hints(cls)
-    support: Mapping[str, Any] | None = getattr(cls, "SUPPORT", None)
-    declared = []
+    declared = {}
     for f in fields(cls):
-        status = None if support is None else support.get(f.name)
-        if support is not None and not getattr(status, "typed", status is not None):
-            continue  # refused, whatever its value
-        limits, accepts = _constraints(cls, f.name)
+        if hasattr(cls, "INHERITED") and not isinstance(status(cls, f.name), str):
+            continue  # its value must be the default, or has no effect
+        entry = getattr(cls, "INHERITED", {}).get(f.name)
+        limits = _metadata(cls, f.name, "limits") or getattr(entry, "limits", None)
+        accepts = _metadata(cls, f.name, "accepts") or getattr(entry, "accepts", None)
         default = default_of(f)
         hint = accepts or _hint(hints[f.name], f.metadata.get("choices"))
         kinds = kinds_of(f.name, hint, limits or Range(), empty=default == "")
-        declared.append(_Declared(f.name, default, tuple(kinds)))
-    return tuple(declared)
+        declared[f.name] = _Declared(f.name, default, tuple(kinds))
+    return declared
 
 
 def _hint(hint: Any, choices: Iterable[str] | None) -> Any:
@@ -144,22 +292,10 @@ def _hint(hint: Any, choices: Iterable[str] | None) -> Any:
     return named | None if type(None) in get_args(hint) else named
 
 
-def _constraints(cls: type, name: str) -> tuple[Range | None, Any]:
-    """Range and accepted type of a field, each from the nearest class that declares it."""
-    metadata = [
-        f.metadata
-        for base in cls.__mro__
-        if (f := base.__dict__.get("__dataclass_fields__", {}).get(name)) is not None
-    ]
-    support: Any = getattr(cls, "SUPPORT", {}).get(name)
-    limits: Range | None = _first(metadata, "limits") or getattr(support, "limits", None)
-    if limits is None and hasattr(support, "to"):
-        limits = _constraints(cls, support.to)[0]
-    return limits, _first(metadata, "accepts") or getattr(support, "accepts", None)
-
-
-def _first(metadata: Iterable[Mapping[str, Any]], key: str) -> Any:
-    values = (_lookup(entries, key) for entries in metadata)
+def _metadata(cls: type, name: str, key: str) -> Any:
+    """An entry of a field's metadata, from the nearest class that has one."""
+    declarations = (base.__dict__.get("__dataclass_fields__", {}).get(name) for base in cls.__mro__)
+    values = (_lookup(f.metadata, key) for f in declarations if f is not None)
     return next((value for value in values if value is not None), None)
 
 

@@ -1,79 +1,38 @@
-"""Status of each field: it acts, it is another name of a field, it is refused, or it is ignored.
+"""Builds configs from keyword arguments, in the names of Kedge or of other libraries.
 
-A field that would silently do nothing is refused if it is set to another value than its default,
-with the reason and what to do instead.
+Names are translated and values checked and converted before the dataclass is built, so a config is
+not changed once it exists.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
-from kedge.config.declare import default_of
-from kedge.config.values import Range, shown
-from kedge.errors import ConfigError
+from kedge.config.declare import (
+    Alias,
+    Foreign,
+    NoEffect,
+    Unsupported,
+    aliases,
+    check_alias,
+    check_option,
+    default_of,
+    status,
+)
+from kedge.config.values import shown
+from kedge.errors import ConfigError, OptionError
+from kedge.suggestions import hint
 
 logger = logging.getLogger(__name__)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class Honored:
-    """The field acts.
-
-    Args:
-        where: component that reads it.
-        limits: bounds of the number, for a field of transformers.
-        accepts: type of the values that Python code may give, if wider than the annotation.
-    """
-
-    where: str
-    limits: Range | None = None
-    accepts: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Another name: the value is passed on to the field ``to``."""
-
-    to: str
-    convert: Callable[[Any], Any] = _same
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The field is not supported.
-
-    Args:
-        reason: why it is not supported.
-        way_out: what to do instead.
-        also: values that are equivalent to the default.
-        typed: the constructor reads and resets it, so its type is checked first.
-    """
-
-    reason: str
-    way_out: str
-    also: tuple[Any, ...] = ()
-    typed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """The field has no effect and cannot change what is trained: accepted with a warning.
-
-    ``also`` lists values without a warning.
-    """
-
-    reason: str
-    also: tuple[Any, ...] = ()
 
 
 _REMOTE: ContextVar[bool] = ContextVar("remote", default=False)
@@ -94,28 +53,134 @@ def installed(package: str) -> bool:
     return _REMOTE.get() or importlib.util.find_spec(package) is not None
 
 
-Support = Honored | Moved | Refused | Ignored
+class ConfigType(type):
+    """Type of the configs: translates the keyword arguments before the config is built."""
 
-UNKNOWN = Refused("this version of Kedge does not know this option", "leave it at its default")
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Build a config.
+
+        Raises:
+            OptionError: an unknown name.
+            ConfigError: a value or a combination that cannot work.
+        """
+        names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+        options |= dict(zip(names, args, strict=False))
+        translated = translate(cls, options)
+        config = cls.__new__(cls)  # type: ignore[call-overload]
+        known = foreign(cls)
+        config.given = frozenset(getattr(known.get(name), "target", name) for name in options)
+        config.__init__(**translated)
+        return config
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The fields; tools would show that of ``__call__``."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+@functools.cache
+def foreign(cls: type) -> Mapping[str, Foreign]:
+    """The names that a config accepts in addition to its fields."""
+    table: Mapping[str, Foreign] = getattr(cls, "FOREIGN", {})
+    return {**table, **aliases(cls)} if table else {}
+
+
+def translate(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments under the names of the fields, checked and converted.
+
+    Args:
+        cls: the config class; its ``convert`` changes values whose meaning depends on others.
+        options: names and values as the caller gave them.
+
+    Raises:
+        OptionError: an unknown name.
+        ConfigError: an unsupported name, two names of one option, or a value of a wrong type.
+    """
+    known, names = foreign(cls), {f.name for f in fields(cls) if f.init}
+    unknown = [name for name in options if name not in names and name not in known]
+    if unknown:
+        suggestion = hint(unknown[0], {*names, *known})
+        raise OptionError(f"{cls.__name__} has no option {unknown[0]!r}{suggestion}")
+    defaults = {f.name: default_of(f) for f in fields(cls) if f.init}
+    values = {n: check_option(cls, n, v) for n, v in options.items() if n in names}
+    for name, value in options.items():
+        if name not in names:
+            _take_foreign(cls, values, defaults, name, value)
+    draft = SimpleNamespace(**(defaults | values))
+    if hasattr(cls, "convert"):
+        cls.convert(draft, options)
+    return {n: v for n, v in vars(draft).items() if n in values or v is not defaults[n]}
+
+
+def _take_foreign(
+    cls: type, values: dict[str, Any], defaults: Mapping[str, Any], name: str, value: Any
+) -> None:
+    entry = foreign(cls)[name]
+    if equal(value, entry.default):
+        return
+    if not isinstance(entry, Alias):
+        check_unsupported(name, value, entry)
+        return
+    value = check_alias(cls, name, entry, value)
+    value = value if entry.convert is None else entry.convert(value)
+    target = values.get(entry.target, defaults[entry.target])
+    if target not in (defaults[entry.target], value):
+        raise ConfigError(
+            f"{name}={shown(value)} is another name of {entry.target}, but"
+            f" {entry.target}={shown(target)} is set; set only {entry.target}"
+        )
+    values[entry.target] = value
+
+
+def check_unsupported(name: str, value: Any, entry: Unsupported | NoEffect) -> None:
+    """Refuse a name that is not supported, or log that it has no effect.
+
+    Raises:
+        ConfigError: the name is refused at this value.
+    """
+    if any(equal(value, x) for x in entry.also):
+        return
+    if isinstance(entry, NoEffect):
+        logger.warning("%s=%s has no effect: %s", name, shown(value), entry.reason)
+        return
+    raise ConfigError(f"{name}={shown(value)} is not supported: {entry.reason}; {entry.way_out}")
+
+
+def check_inherited(config: Any, *, log: bool) -> None:
+    """Refuse fields that are not supported and away from their defaults.
+
+    Args:
+        config: the config.
+        log: whether to log fields without effect.
+
+    Raises:
+        ConfigError: naming the field, the reason and what to do.
+    """
+    for f in fields(config):
+        entry, value = status(type(config), f.name), getattr(config, f.name)
+        if isinstance(entry, str) or equal(value, default_of(f)):
+            continue
+        if log or isinstance(entry, Unsupported):
+            check_unsupported(f.name, value, entry)
 
 
 def refuse_unread(config: Any, readers: Collection[str], rule: str) -> None:
     """Refuse options of the trainer's built-in algorithm if a custom algorithm replaces it.
 
     Args:
-        config: a dataclass instance with its ``SUPPORT`` table, and ``SETTLED``: the values that
-            unset fields got on construction.
-        readers: prefixes of ``Honored.where`` of the options that only the built-in reads.
+        config: the config, and its ``UNSET``: the values of options that were not given.
+        readers: how ``acts_in`` begins for the options that only the built-in reads.
         rule: name of the custom algorithm.
 
     Raises:
         ConfigError: such an option differs from its default.
     """
     for f in fields(config):
-        support, value = config.SUPPORT.get(f.name, UNKNOWN), getattr(config, f.name)
+        where, value = status(type(config), f.name), getattr(config, f.name)
         default = default_of(f)
-        reads = isinstance(support, Honored) and support.where.startswith(tuple(readers))
-        if reads and value not in (default, config.SETTLED.get(f.name, default)):
+        reads = isinstance(where, str) and where.startswith(tuple(readers))
+        if reads and value not in (default, config.UNSET.get(f.name, default)):
             raise ConfigError(
                 f"{f.name}={value!r} is an option of the trainer's built-in algorithm and has no"
                 f" effect with algorithm={rule}; leave it out, and pass options to {rule} itself"
@@ -123,39 +188,7 @@ def refuse_unread(config: Any, readers: Collection[str], rule: str) -> None:
             )
 
 
-def apply_support(config: Any, table: Mapping[str, Support]) -> None:
-    """Refuse unsupported fields, warn of ignored ones, and pass on values of other names.
-
-    Args:
-        config: a dataclass instance; other names are reset to their defaults.
-        table: field name -> Support; a field that is missing from it is refused.
-
-    Raises:
-        ConfigError: a refused field is set, or two names of an option with different values.
-    """
-    defaults = {f.name: default_of(f) for f in fields(config)}
-    for name, default in defaults.items():
-        value, support = getattr(config, name), table.get(name, UNKNOWN)
-        if _equal(value, default):
-            continue
-        if isinstance(support, Refused) and not any(_equal(value, x) for x in support.also):
-            raise ConfigError(
-                f"{name}={shown(value)} is not supported: {support.reason}; {support.way_out}"
-            )
-        if isinstance(support, Ignored) and not any(_equal(value, x) for x in support.also):
-            _warn_once(config, name, f"{name}={shown(value)} has no effect: {support.reason}")
-        if isinstance(support, Moved):
-            _move(config, name, support, default, defaults[support.to])
-
-
-def _warn_once(config: Any, name: str, text: str) -> None:
-    warned = config.__dict__.setdefault("_warned_of", set())
-    if name not in warned:
-        warned.add(name)
-        logger.warning("%s", text)
-
-
-def _equal(value: Any, other: Any) -> bool:
+def equal(value: Any, other: Any) -> bool:
     """Equality that tells True from 1 and never raises."""
     if value is other:
         return True
@@ -165,14 +198,3 @@ def _equal(value: Any, other: Any) -> bool:
         return bool(value == other)
     except Exception:  # whatever an unknown object's __eq__ raises
         return False
-
-
-def _move(config: Any, name: str, move: Moved, default: Any, target_default: Any) -> None:
-    value, target = getattr(config, name), getattr(config, move.to)
-    if target not in (target_default, move.convert(value)):
-        raise ConfigError(
-            f"{name}={shown(value)} is another name of {move.to}, which is set to {shown(target)}; "
-            f"set only {move.to}"
-        )
-    setattr(config, move.to, move.convert(value))
-    setattr(config, name, default)

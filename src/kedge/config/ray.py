@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from kedge.config.declare import option
@@ -10,35 +11,40 @@ from kedge.config.options import installed
 from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
 
+_ray = partial(option, acts_in="rollout engine")
+
 
 @dataclass
 class RayArguments:
     """Ray options of every config."""
 
-    ray_engine: Literal["vllm", "embedded"] = option(
+    ray_engine: Literal["vllm", "embedded"] = _ray(
         "vllm", "Rollout engine in each actor, with rollout_engine=ray: vllm or embedded."
     )
-    ray_address: str | None = option(
-        None, "Address of a running Ray cluster. Unset: RAY_ADDRESS, or a new local cluster."
+    ray_address: str | None = _ray(
+        None,
+        "Address of a running Ray cluster. Unset: RAY_ADDRESS, or a new local cluster.",
+        resume="may_change",
     )
-    ray_reward_workers: int = option(
+    ray_reward_workers: int = _ray(
         0, "Actors per learner that score responses; 0 scores in the learner's process.", ge=0
     )
-    ray_reward_gpus: float = option(
+    ray_reward_gpus: float = _ray(
         0.0, "GPUs per reward worker, for reward models; may be a fraction.", ge=0
     )
-    ray_ref_workers: int = option(
+    ray_ref_workers: int = _ray(
         0,
         "Actors per learner that compute the reference's log-probabilities; 0 computes them in the"
         " learner's process.",
         ge=0,
     )
-    ray_ref_gpus: float = option(0.0, "GPUs per reference worker; may be a fraction.", ge=0)
-    ray_wait_seconds: float = option(
+    ray_ref_gpus: float = _ray(0.0, "GPUs per reference worker; may be a fraction.", ge=0)
+    ray_wait_seconds: float = _ray(
         300.0,
         "Seconds to wait until the Ray cluster can place all actors.",
         gt=0,
         le=SECONDS,
+        resume="may_change",
     )
 
 

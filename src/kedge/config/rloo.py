@@ -4,45 +4,21 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from kedge.config.base import OnPolicyConfig
-from kedge.config.compat.trl import NEWER, NewerArguments, settle_newer
-from kedge.config.declare import check_fields, option
-from kedge.config.option_status import FIELD_SUPPORT
-from kedge.config.options import Honored, Moved, Refused, Support, apply_support
+from kedge.config.compat.trl import CONVERTED, TRL_RLOO, NewerArguments, convert_newer
+from kedge.config.declare import Foreign, option
 from kedge.config.resolve import RunSettings, shared_parts
 from kedge.errors import ConfigError
-from kedge.suggestions import named
 
 _RLOO = "algorithm: kedge.algorithms.rloo"
-
-RLOO_SUPPORT: dict[str, Support] = {
-    **FIELD_SUPPORT,
-    **NEWER,
-    "rloo_k": Moved("num_generations"),
-    "beta": Moved("kl_coef"),
-    "epsilon": Moved("cliprange"),
-    "epsilon_high": Moved("cliprange_high"),
-    "normalize_advantages": Moved("normalize_advantage"),
-    "whiten_rewards": Refused("RLOO has one reward per response", "set normalize_reward=True"),
-    **dict.fromkeys(
-        (
-            "cliprange",
-            "cliprange_high",
-            "ratio_level",
-            "token_level_kl",
-            "normalize_reward",
-            "reward_clip_range",
-            "normalize_advantage",
-            "mask_truncated_completions",
-        ),
-        Honored(_RLOO),
-    ),
-}
+_rloo = partial(option, acts_in=_RLOO)
 
 # Older and newer name of the same option.
 PAIRS = (
@@ -69,128 +45,138 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@named("option")
+class _Release(argparse.Action):
+    """Stores a value in a ``HfArgumentParser``, and the release that a name belongs to."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        """Store them."""
+        setattr(namespace, self.dest, values)
+        name = str(option_string).removeprefix("--").replace("-", "_")
+        if name != self.dest:
+            namespace.trl_defaults = "0.21" if name == "rloo_k" else "0.22"
+
+
+_named = partial(option, alias_action=_Release)
+
+
 @dataclass(repr=False)
 class RLOOConfig(NewerArguments, OnPolicyConfig):
     """Options of ``kedge.RLOOTrainer``, in the names of TRL up to 0.21 or of 0.22 and later.
 
-    Newer names are converted to the older ones on construction; older and newer names in one config
-    are refused.  Unset options get the defaults that belong to the names used, those of the older
-    names if neither are.
+    Older and newer names in one config are refused.  Unset options get the defaults that belong to
+    the names used, those of the older names if neither are.
 
     Raises:
         ConfigError: a value or a combination that cannot work.
     """
 
-    SUPPORT: ClassVar[Mapping[str, Support]] = RLOO_SUPPORT
-    SETTLED: ClassVar[Mapping[str, Any]] = {name: older for name, (older, _) in DEFAULTS.items()}
+    ON_CONSTRUCTION: ClassVar[Sequence[str]] = CONVERTED
+    FOREIGN: ClassVar[Mapping[str, Foreign]] = TRL_RLOO
+    UNSET: ClassVar[Mapping[str, Any]] = {name: older for name, (older, _) in DEFAULTS.items()}
 
     exp_name: str = option("rloo_config", "Name of the experiment.")
 
+    trl_defaults: Literal["0.21", "0.22"] | None = option(
+        None,
+        "Defaults of unset options: of TRL up to 0.21, or of 0.22 and later. Unset: those of the "
+        "release whose names are used, else 0.21.",
+        acts_in="defaults of other options",
+    )
     # Unset until it is known which names are used.
     learning_rate: float | None = option(  # type: ignore[assignment]
         None, "Learning rate. Unset: 5e-5, with newer names 1e-6."
     )
-    num_ppo_epochs: int | None = option(  # type: ignore[assignment]
-        None, "Passes over each batch of responses. Unset: 4, with newer names 1."
+    num_ppo_epochs: int | None = _named(  # type: ignore[assignment]
+        None,
+        "Passes over each batch of responses. Unset: 4, with newer names 1.",
+        alias="num_iterations",
     )
     num_mini_batches: int | None = option(  # type: ignore[assignment]
         None, "Optimizer steps per pass over the batch. Unset: 1."
     )
-    num_generations: int | None = option(  # type: ignore[assignment]
-        None, "Responses per prompt, at least 2. Unset: 2."
+    num_generations: int | None = _named(  # type: ignore[assignment]
+        None, "Responses per prompt, at least 2. Unset: 2.", alias="rloo_k"
     )
-    response_length: int | None = option(  # type: ignore[assignment]
-        None, "Maximum length of a response, in tokens. Unset: 53, with newer names 512."
+    response_length: int | None = _named(  # type: ignore[assignment]
+        None,
+        "Maximum length of a response, in tokens. Unset: 53, with newer names 512.",
+        alias="max_completion_length",
     )
     temperature: float | None = option(  # type: ignore[assignment]
         None, "Sampling temperature; divides the logits in training too. Unset: 0.7, newer names 1."
     )
-    kl_coef: float | None = option(  # type: ignore[assignment]
-        None, "Weight of the KL penalty in the reward. Unset: 0.05."
+    kl_coef: float | None = _named(  # type: ignore[assignment]
+        None, "Weight of the KL penalty in the reward. Unset: 0.05.", alias="beta"
     )
-    cliprange: float | None = option(
+    cliprange: float | None = _named(
         None,
         "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange. Unset: 0.2.",
         gt=0,
         le=math.inf,
+        alias="epsilon",
+        acts_in=_RLOO,
     )
-    normalize_advantage: bool | None = option(
-        None, "Scale advantages to mean 0 and unit variance over the whole batch. Unset: False."
+    normalize_advantage: bool | None = _named(
+        None,
+        "Scale advantages to mean 0 and unit variance over the whole batch. Unset: False.",
+        alias="normalize_advantages",
+        acts_in=_RLOO,
     )
 
     # RLOO.
-    rloo_k: int | None = option(None, "Older name of num_generations.", ge=1)
-    cliprange_high: float | None = option(
-        None, "Upper clip range, up to 1 + this. Unset: cliprange.", gt=0, le=math.inf
+    cliprange_high: float | None = _named(
+        None,
+        "Upper clip range, up to 1 + this. Unset: cliprange.",
+        gt=0,
+        le=math.inf,
+        alias="epsilon_high",
+        acts_in=_RLOO,
     )
-    ratio_level: Literal["sequence", "token"] | None = option(
+    ratio_level: Literal["sequence", "token"] | None = _rloo(
         None,
         "Clip the ratio of whole responses or of tokens. Unset: sequence, or token with "
         "token_level_kl.",
     )
-    token_level_kl: bool = option(
+    token_level_kl: bool = _rloo(
         False, "Penalize each token by its KL and that of later tokens, not of the whole response."
     )
-    normalize_reward: bool = option(
+    normalize_reward: bool = _rloo(
         False, "Scale scores to mean 0 and unit variance over the whole batch, then clip them."
     )
-    reward_clip_range: list[float] | None = option(
+    reward_clip_range: list[float] | None = _rloo(
         None,
         "Clip scores to low, high, or to -c, c for one number c; also without normalize_reward.",
         accepts=list[float] | float | None,
     )
-    mask_truncated_completions: bool = option(
+    mask_truncated_completions: bool = _rloo(
         False, "Exclude responses that were truncated at the length limit from the loss."
     )
-    whiten_rewards: bool = option(False, "Not supported; see normalize_reward.")
-
-    # Newer names.
-    beta: float | None = option(None, "Newer name of kl_coef.")
-    epsilon: float | None = option(None, "Newer name of cliprange.")
-    epsilon_high: float | None = option(None, "Newer name of cliprange_high.")
-    normalize_advantages: bool | None = option(None, "Newer name of normalize_advantage.")
 
     @property
     def length_option(self) -> str:
         """The name of ``response_length`` to use in messages."""
-        return "max_completion_length" if self._newer else "response_length"
+        return "max_completion_length" if self.trl_defaults == "0.22" else "response_length"
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        self._newer = newer = self._uses_newer_names()
-        settle_newer(self)
-        apply_support(self, self.SUPPORT)
+        self.trl_defaults = self.trl_defaults or "0.21"
         for name, defaults in DEFAULTS.items():
             if getattr(self, name) is None:
-                setattr(self, name, defaults[newer])
+                setattr(self, name, defaults[self.trl_defaults == "0.22"])
         super().__post_init__()
         self._check_rloo()
 
-    def _uses_newer_names(self) -> bool:
-        """Whether newer names are used.
+    @classmethod
+    def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
+        """Find out which names are used, and convert those of TRL.
 
         Raises:
-            ConfigError: older and newer names are mixed.
+            ConfigError: older and newer names are mixed, or sizes do not divide.
         """
-        older = [a for a, _ in PAIRS if getattr(self, a) is not None]
-        newer = [b for _, b in PAIRS if getattr(self, b) is not None]
-        for a, b in PAIRS:
-            if a in older and b in newer:
-                raise ConfigError(
-                    f"{a}={getattr(self, a)!r} and {b}={getattr(self, b)!r} are the older and newer"
-                    " name of one option; set one of them"
-                )
-        # num_generations is set in both cases once a config is constructed.
-        mixed = [b for b in newer if b != "num_generations"]
-        if older and mixed:
-            a, b = older[0], mixed[0]
-            raise ConfigError(
-                f"{a}={getattr(self, a)!r} is a name of TRL up to 0.21, {b}={getattr(self, b)!r}"
-                f" one of TRL 0.22 and later, which have different defaults; replace"
-                f" {a} by {dict(PAIRS)[a]}, or {b} by {_older(b)}"
-            )
-        return bool(newer) and not older
+        if c.trl_defaults is None and _uses_newer_names(given):
+            c.trl_defaults = "0.22"
+        convert_newer(c)
 
     def _check_rloo(self) -> None:
         if self.token_level_kl and self.ratio_level == "sequence":
@@ -204,6 +190,26 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
                 f"reward_clip_range={self.reward_clip_range!r} must be low, high with low < high,"
                 " or one number above 0"
             )
+
+
+def _uses_newer_names(given: Mapping[str, Any]) -> bool:
+    older = [a for a, _ in PAIRS if given.get(a) is not None]
+    newer = [b for _, b in PAIRS if given.get(b) is not None]
+    for a, b in PAIRS:
+        if a in older and b in newer:
+            raise ConfigError(
+                f"{a}={given[a]!r} and {b}={given[b]!r} are the older and newer name of one option;"
+                " set one of them"
+            )
+    mixed = [b for b in newer if b != "num_generations"]  # also a name of older releases
+    if older and mixed:
+        a, b = older[0], mixed[0]
+        raise ConfigError(
+            f"{a}={given[a]!r} is a name of TRL up to 0.21, {b}={given[b]!r} one of TRL 0.22 and"
+            f" later, which have different defaults; replace {a} by {dict(PAIRS)[a]}, or {b} by"
+            f" {_older(b)}"
+        )
+    return bool(newer) and not older
 
 
 def _older(newer: str) -> str:

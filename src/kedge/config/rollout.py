@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any, Literal
 
 from kedge.config.declare import option
-from kedge.config.options import Honored, Support, installed
+from kedge.config.options import installed
 from kedge.config.ray import RayArguments, RayOptions, ray_options
 from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
@@ -36,72 +37,78 @@ DECIDED = (
 )
 
 
+_rollout = partial(option, acts_in="rollout engine")
+
+
 @dataclass
 class RolloutArguments(RayArguments):
     """Rollout engine options of every config."""
 
-    rollout_engine: str = option(
+    rollout_engine: str = _rollout(
         "embedded",
         "Rollout engine: embedded (torch only), vllm (in this process), vllm_server (a separate"
         " process), ray (actors), or the http:// address of a running vLLM server.",
     )
-    vllm_engine_args: dict[str, Any] | str | None = option(
+    vllm_engine_args: dict[str, Any] | str | None = _rollout(
         None, "Engine arguments of vLLM by name; JSON on the command line."
     )
-    vllm_num_engines: int = option(
+    vllm_num_engines: int = _rollout(
         1, "Rollout engines that share each batch; for ray and vllm_server.", ge=1
     )
-    vllm_tensor_parallel_size: int = option(1, "GPUs per vLLM engine.", ge=1)
-    vllm_python: str | None = option(
-        None, "Python interpreter with vLLM, for vllm_server. Unset: the current one."
+    vllm_tensor_parallel_size: int = _rollout(1, "GPUs per vLLM engine.", ge=1)
+    vllm_python: str | None = _rollout(
+        None,
+        "Python interpreter with vLLM, for vllm_server. Unset: the current one.",
+        resume="may_change",
     )
-    weight_sync_folder: str | None = option(
+    weight_sync_folder: str | None = _rollout(
         None,
         "Folder for sending weights to a server, which must see it at the same path. Unset: this"
         " machine's shared memory.",
+        resume="may_change",
     )
-    vllm_transfer: Literal["auto", "nccl", "host"] = option(
+    vllm_transfer: Literal["auto", "nccl", "host"] = _rollout(
         "auto",
         "Weight transfer to engines on Ray: nccl (GPU to GPU), host (through host memory), or auto:"
         " nccl if learner and engines have separate GPUs.",
     )
-    worker_start_timeout: float = option(
+    worker_start_timeout: float = _rollout(
         600.0,
         "Seconds that a server or actor may take to start or to exchange weights.",
         gt=0,
         le=SECONDS,
+        resume="may_change",
     )
-    worker_heartbeat: float = option(
+    worker_heartbeat: float = _rollout(
         5.0,
         "Seconds between health checks of a server or actor while it generates.",
         gt=0,
         le=SECONDS,
+        resume="may_change",
     )
-    worker_timeout: float = option(
+    worker_timeout: float = _rollout(
         60.0,
         "Seconds without a response to health checks after which a server or actor counts as hung.",
         gt=0,
         le=SECONDS,
+        resume="may_change",
     )
-    rollout_timeout: float = option(
+    rollout_timeout: float = _rollout(
         3600.0,
         "Seconds that sampling one batch may take, on Ray or with several ranks; after that the"
         " engine counts as hung.",
         gt=0,
         le=SECONDS,
+        resume="may_change",
     )
-    vllm_sleep: bool = option(False, "Free vLLM's GPU memory while it does not sample.")
-    vllm_tolerance: float | None = option(
+    vllm_sleep: bool = _rollout(False, "Free vLLM's GPU memory while it does not sample.")
+    vllm_tolerance: float | None = _rollout(
         None,
         "Largest mean log-probability gap between vLLM and the learner after a weight sync, in nats"
         " per token. Unset: 1e-3 in float32, 5e-2 in bfloat16 and float16.",
         gt=0,
+        resume="may_change",
     )
-
-
-ROLLOUT_SUPPORT: dict[str, Support] = dict.fromkeys(
-    RolloutArguments.__dataclass_fields__, Honored("rollout engine")
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,7 @@ def main(argv: Sequence[str]) -> None:
     if name not in CONFIGS:
         raise ConfigError(f"kedge plan {name} must be one of {', '.join(CONFIGS)}")
     prog, config = f"kedge plan {name}", CONFIGS[name]
-    if {"-h", "--help"} & set(rest):
-        parser(prog, config).print_help()
+    if parser(prog, config).show_help(rest):
         return
     processes, rest = _processes(rest)
     if config is AsyncPPOConfig:

@@ -16,17 +16,10 @@ from kedge.cli.train.async_data import dressed, load_mixed
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.errors import ConfigError
 
-_AI2 = (
-    *("try_launch_beaker_eval_jobs", "try_launch_beaker_eval_jobs_on_weka"),
-    *("try_auto_save_to_beaker", "gs_bucket_path", "oe_eval_tasks", "oe_eval_max_length"),
-    "eval_priority",
-)
-
 
 def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
     """Train with the given flags."""
-    if {"-h", "--help"} & set(argv):
-        parser(prog, AsyncPPOConfig).print_help()
+    if parser(prog, AsyncPPOConfig).show_help(argv):
         return
     options = parse_options(argv, prog=prog)
     config = options.config
@@ -48,9 +41,6 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
     """
     options = parse(argv, prog=prog, config=AsyncPPOConfig)
     script, given = options.script, options.given
-    ignored = sorted(set(_AI2) & given)
-    if ignored:
-        note(f"ignoring {', '.join(ignored)}: specific to Ai2's cluster")
     unscored = script.reward_model_multiplier == 0 and "reward_model_path" in given
     if unscored and script.value_model_path is None:
         script = replace(script, value_model_path=options.config.reward_model_path)

@@ -29,8 +29,7 @@ def main(
     config: type[OnPolicyConfig] = PPOv2Config,
 ) -> None:
     """Train with the given flags."""
-    if {"-h", "--help"} & set(argv):
-        parser(prog, config).print_help()
+    if parser(prog, config).show_help(argv):
         return
     train(parse(argv, prog=prog, config=config))
 
@@ -256,7 +255,7 @@ def _take_init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
 
     kwargs = init_kwargs(config)
     if kwargs:
-        config.model_init_kwargs = None  # type: ignore[attr-defined]
+        config.model_init_kwargs = None
     return kwargs
 
 

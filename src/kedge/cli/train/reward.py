@@ -30,8 +30,7 @@ class RewardArguments(BeforeArguments):
 
 def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
-    if {"-h", "--help"} & set(argv):
-        build_parser("reward", RewardArguments).print_help()
+    if build_parser("reward", RewardArguments).show_help(argv):
         return
     from kedge.backends.trl import train_reward
     from kedge.trainers.run.output_lock import claimed

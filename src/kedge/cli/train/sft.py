@@ -36,7 +36,6 @@ def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
     model = ModelArgumentsBeside if trusts else ModelArguments
     return Parser(
         (script, config, model),
-        {},
         prog=f"kedge {kind}",
         usage=f"kedge {kind} --model_name_or_path MODEL --dataset_name DATA --output_dir DIR ...",
         description="Every option of TRL's configuration is a flag; --config FILE.yaml reads them.",
@@ -77,8 +76,7 @@ def load_rows(script: BeforeArguments, config: Any) -> tuple[Any, Any]:
 
 def main(argv: Sequence[str]) -> None:
     """Train with the given flags."""
-    if {"-h", "--help"} & set(argv):
-        build_parser("sft", BeforeArguments).print_help()
+    if build_parser("sft", BeforeArguments).show_help(argv):
         return
     from kedge.backends.trl import train_supervised
     from kedge.trainers.run.output_lock import claimed

@@ -1,140 +1,173 @@
-"""Options of the GRPO and RLOO trainers of TRL 0.22 and later, and their status."""
+"""Names of the GRPO and RLOO trainers of TRL, up to 1.16."""
 
 # ruff: noqa: RUF009  (option() returns dataclasses.field)
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
-from kedge.config.compat.trl_vllm import NEWER_VLLM, settle_vllm
-from kedge.config.declare import option
-from kedge.config.options import Honored, Ignored, Moved, Refused, Support
+from kedge.config.compat.transformers4 import TRANSFORMERS4
+from kedge.config.declare import Alias, Foreign, NoEffect, Unsupported, default_of, option
+from kedge.config.rollout import engine_args
 from kedge.config.values import SECONDS
 from kedge.errors import ConfigError
 
+_LEAVE = "leave it at its default"
+_SAMPLING = ("sampling would use another distribution than training", "leave it unset")
+_MOVING = ("the reference is always frozen", _LEAVE)
+_TORCH = "transformers does not sample here; Kedge's rollout engine or vLLM does"
+_ENTROPY = ("there is no entropy bonus", _LEAVE)
+_LOSS = ("this loss is not implemented", _LEAVE)
 
-def _refused(default: Any) -> Any:
-    return option(default, "Not supported.")
+# Names that every trainer of TRL has or had.
+TRL: dict[str, Foreign] = {
+    **TRANSFORMERS4,
+    "ds3_gather_for_generation": Unsupported(
+        "responses are always sampled with full weights", "leave it True", default=True
+    ),
+}
+# Names of RLOOTrainer and GRPOTrainer from TRL 0.22 on.
+TRL_GROUPS: dict[str, Foreign] = {
+    **TRL,
+    "disable_dropout": Unsupported(
+        "dropout would make the probability ratio random", "leave it True", default=True
+    ),
+    "router_aux_loss_coef": Unsupported(
+        "there is no load-balancing loss for mixtures of experts", _LEAVE
+    ),
+    "generation_kwargs": Unsupported(*_SAMPLING),
+    "repetition_penalty": Unsupported(*_SAMPLING, default=1.0),
+    "vllm_structured_outputs_regex": Unsupported(*_SAMPLING),
+    "sync_ref_model": Unsupported(*_MOVING, default=False),
+    "ref_model_mixup_alpha": Unsupported(*_MOVING, default=0.6),
+    "ref_model_sync_steps": Unsupported(*_MOVING, default=512),
+    "pad_to_multiple_of": NoEffect("rows are packed without padding", default="auto"),
+    "cache_implementation": NoEffect(_TORCH),
+    "use_transformers_continuous_batching": NoEffect(_TORCH, default=False),
+    "transformers_continuous_batching_config": NoEffect(_TORCH),
+    "use_transformers_paged": NoEffect(_TORCH, default=False),
+    "vllm_group_port": NoEffect(
+        "weights are sent to a server as files (weight_sync_folder)", default=51216
+    ),
+    "log_multimodal": NoEffect("prompts are text only", default=True),
+}
+TRL_RLOO: dict[str, Foreign] = {
+    **TRL_GROUPS,
+    "whiten_rewards": Unsupported(
+        "RLOO has one reward per response", "set normalize_reward=True", default=False
+    ),
+}
+TRL_GRPO: dict[str, Foreign] = {
+    **TRL_GROUPS,
+    "vllm_importance_sampling_cap": Alias("vllm_importance_sampling_clip_max"),
+    "cast_lm_head_to_fp32": NoEffect(
+        "training logits are always float32", default=False, also=(True,)
+    ),
+    "multi_objective_aggregation": Unsupported(
+        "rewards are weighted and summed before normalization", _LEAVE, "sum_then_normalize"
+    ),
+    "top_entropy_quantile": Unsupported("the loss always covers every token", _LEAVE, 1.0),
+    "max_tool_calling_iterations": Unsupported("tool calling is not supported", "leave it unset"),
+    "off_policy_mask_threshold": Unsupported(
+        "sampler_correction handles off-policy responses", "set sampler_correction instead"
+    ),
+    "entropy_coef": Unsupported(*_ENTROPY, default=0.0),
+    "use_adaptive_entropy": Unsupported(*_ENTROPY, default=False),
+    "entropy_coef_min": Unsupported(*_ENTROPY, default=0.0),
+    "entropy_coef_max": Unsupported(*_ENTROPY, default=1.0),
+    "entropy_coef_delta": Unsupported(*_ENTROPY, default=0.005),
+    "entropy_target": Unsupported(*_ENTROPY, default=0.2),
+    "sapo_temperature_neg": Unsupported(*_LOSS, default=1.05),
+    "sapo_temperature_pos": Unsupported(*_LOSS, default=1.0),
+    "vespo_k_pos": Unsupported(*_LOSS, default=2.0),
+    "vespo_lambda_pos": Unsupported(*_LOSS, default=3.0),
+    "vespo_k_neg": Unsupported(*_LOSS, default=3.0),
+    "vespo_lambda_neg": Unsupported(*_LOSS, default=2.0),
+}
 
-
-def _ignored(default: Any) -> Any:
-    return option(default, "Accepted; no effect.")
+_batch = partial(option, acts_in="batch sizes and run length")
+_loading = partial(option, acts_in="loading of models and tokenizers given by name")
+_tables = partial(option, acts_in="tables of completions")
+_vllm = partial(option, acts_in="rollout engine: converted to rollout_engine and its options")
 
 
 @dataclass
 class NewerArguments:
-    """The newer names with the defaults of TRL 1.16: its scripts run, or an error says why not."""
+    """Options of TRL 0.22 and later that act, with the defaults of TRL 1.16."""
 
-    max_completion_length: int | None = option(None, "Newer name of response_length.")
-    num_iterations: int | None = option(None, "Newer name of num_ppo_epochs.")
-    steps_per_generation: int | None = option(
+    steps_per_generation: int | None = _batch(
         None,
         "Micro-batches per rank in one iteration: per_device_train_batch_size x this responses, in "
         "this / gradient_accumulation_steps mini-batches.",
         ge=1,
     )
-    generation_batch_size: int | None = option(
+    generation_batch_size: int | None = _batch(
         None, "Responses per iteration over all ranks; replaces steps_per_generation.", ge=1
     )
-    disable_dropout: bool = option(True, "Always true.")
     log_completions: bool | None = option(
-        None, "False: no tables of completions. Otherwise num_sample_generations of them."
+        None,
+        "False: no tables of completions. Otherwise num_sample_generations of them.",
+        acts_in="schedule: False shows no tables",
     )
-
-    model_init_kwargs: dict[str, Any] | str | None = option(
+    num_completions_to_print: int | None = _tables(
+        None, "Rows of each printed table of completions. Unset: 5.", ge=1
+    )
+    log_unique_prompts: bool = _tables(
+        False, "Show one response per prompt in tables of completions."
+    )
+    model_init_kwargs: dict[str, Any] | str | None = _loading(
         None,
         "Extra arguments of from_pretrained for policy and reference given by name; JSON on the "
         "command line.",
     )
-    trust_remote_code: bool = option(False, "Run the custom code of a model given by name.")
-    router_aux_loss_coef: float | None = _refused(None)
-    pad_to_multiple_of: int | str | None = _ignored("auto")
-    generation_kwargs: str | None = _refused(None)
-    repetition_penalty: float = _refused(1.0)
-    cache_implementation: str | None = _ignored(None)
-    use_vllm: bool = option(False, "Sample with vLLM; see vllm_mode.")
-    vllm_mode: Literal["colocate", "server"] = option(
+    trust_remote_code: bool = _loading(False, "Run the custom code of a model given by name.")
+    use_vllm: bool = _vllm(False, "Sample with vLLM; see vllm_mode.")
+    vllm_mode: Literal["colocate", "server"] = _vllm(
         "colocate", "colocate: vLLM in this process; server: a running vLLM server."
     )
-    vllm_model_impl: str = option("vllm", "model_impl of vllm_engine_args.")
-    vllm_enable_sleep_mode: bool = option(False, "Newer name of vllm_sleep.")
-    vllm_structured_outputs_regex: str | None = _refused(None)
-    vllm_server_base_url: str | None = option(None, "URL of a running vllm serve.")
-    vllm_server_host: str = option("0.0.0.0", "Host of vllm serve, if no URL is set.")
-    vllm_server_port: int = option(8000, "Port of vllm serve, if no URL is set.", ge=1, le=65535)
-    vllm_server_timeout: float = option(
+    vllm_model_impl: str = _vllm("vllm", "model_impl of vllm_engine_args.")
+    vllm_enable_sleep_mode: bool = _vllm(False, "Newer name of vllm_sleep.")
+    vllm_server_base_url: str | None = _vllm(None, "URL of a running vllm serve.")
+    vllm_server_host: str = _vllm("0.0.0.0", "Host of vllm serve, if no URL is set.")
+    vllm_server_port: int = _vllm(8000, "Port of vllm serve, if no URL is set.", ge=1, le=65535)
+    vllm_server_timeout: float = _vllm(
         240.0, "Newer name of worker_start_timeout.", gt=0, le=SECONDS
     )
-    vllm_group_port: int = _ignored(51216)
-    vllm_gpu_memory_utilization: float = option(
+    vllm_gpu_memory_utilization: float = _vllm(
         0.3, "gpu_memory_utilization of vllm_engine_args.", gt=0, le=1
     )
-    vllm_max_model_length: int | None = option(None, "max_model_len of vllm_engine_args.", ge=1)
-    sync_ref_model: bool = _refused(False)
-    ref_model_mixup_alpha: float = _refused(0.6)
-    ref_model_sync_steps: int = _refused(512)
-    log_multimodal: bool = _ignored(True)
-    num_completions_to_print: int | None = option(
-        None, "Rows of each printed table of completions. Unset: 5.", ge=1
-    )
-    log_unique_prompts: bool = option(
-        False, "Show one response per prompt in tables of completions."
-    )
-    use_transformers_continuous_batching: bool = _ignored(False)
-    transformers_continuous_batching_config: str | None = _ignored(None)
-    use_transformers_paged: bool = _ignored(False)
+    vllm_max_model_length: int | None = _vllm(None, "max_model_len of vllm_engine_args.", ge=1)
 
 
-_SAMPLING = Refused("sampling would use another distribution than training", "leave it unset")
-_MOVING = Refused("the reference is always frozen", "leave it at its default")
-_TABLES = Honored("tables of completions")
-_TORCH = Ignored("transformers does not sample here; Kedge's rollout engine or vLLM does")
-_SIZES = Refused(
-    "it is only read on construction of the config", "pass it to the constructor", typed=True
-)
-
-NEWER: dict[str, Support] = {
-    "max_completion_length": Moved("response_length"),
-    "num_iterations": Moved("num_ppo_epochs"),
-    "steps_per_generation": _SIZES,
-    "generation_batch_size": _SIZES,
-    "disable_dropout": Refused("dropout would make the probability ratio random", "leave it True"),
-    "log_completions": Honored("schedule: False shows no tables"),
-    "model_init_kwargs": Honored("loading of the policy and a reference given by name"),
-    "trust_remote_code": Honored("loading of models and tokenizers given by name"),
-    "router_aux_loss_coef": Refused(
-        "there is no load-balancing loss for mixtures of experts", "leave it at its default"
-    ),
-    "pad_to_multiple_of": Ignored("rows are packed without padding"),
-    "generation_kwargs": _SAMPLING,
-    "repetition_penalty": _SAMPLING,
-    "cache_implementation": _TORCH,
-    "use_transformers_continuous_batching": _TORCH,
-    "transformers_continuous_batching_config": _TORCH,
-    "use_transformers_paged": _TORCH,
-    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _MOVING),
-    **dict.fromkeys(("num_completions_to_print", "log_unique_prompts"), _TABLES),
-    "log_multimodal": Ignored("prompts are text only"),
-    **NEWER_VLLM,
+_VLLM = {
+    f.name: default_of(f)
+    for f in fields(NewerArguments)
+    if f.name.startswith(("use_vllm", "vllm_"))
 }
+# Options that become others when a config is built.
+CONVERTED = ("steps_per_generation", "generation_batch_size", *_VLLM)
 
 
-def settle_newer(config: Any) -> None:
-    """Convert newer options that are more than another name to Kedge's, in place.
+def convert_newer(c: Any) -> None:
+    """Convert options of TRL that are more than another name to those of Kedge.
+
+    Args:
+        c: all options by attribute, before the config is built.
 
     Raises:
-        ConfigError: sizes that do not divide.
+        ConfigError: sizes that do not divide, or vLLM options that contradict each other.
     """
-    if config.log_completions is False:
-        config.num_sample_generations = 0
-    _convert_sizes(config)
-    settle_vllm(config)
+    if c.log_completions is False:
+        c.num_sample_generations = 0
+    _convert_sizes(c)
+    _convert_vllm(c)
 
 
-def _convert_sizes(config: Any) -> None:
-    steps, rows = config.steps_per_generation, config.generation_batch_size
+def _convert_sizes(c: Any) -> None:
+    steps, rows = c.steps_per_generation, c.generation_batch_size
     if steps is None and rows is None:
         return
     if steps is not None and rows is not None:
@@ -142,12 +175,11 @@ def _convert_sizes(config: Any) -> None:
             f"steps_per_generation={steps} and generation_batch_size={rows} both set the size of"
             " a batch; set one of them"
         )
-    accumulation = config.gradient_accumulation_steps
+    accumulation = c.gradient_accumulation_steps
     name, value = "steps_per_generation", steps
     if rows is not None:
         name, value = "generation_batch_size", rows
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        micro = config.per_device_train_batch_size * world
+        micro = c.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
         if rows % micro:
             raise ConfigError(
                 f"generation_batch_size={rows} must be a multiple of per_device_train_batch_size x"
@@ -159,6 +191,36 @@ def _convert_sizes(config: Any) -> None:
             f"{name}={value} makes batches of {steps} micro-batches, which must be a multiple of"
             f" gradient_accumulation_steps={accumulation}"
         )
-    config.num_mini_batches = steps // accumulation
-    config.gradient_accumulation_steps = steps
-    config.steps_per_generation = config.generation_batch_size = None
+    c.num_mini_batches = steps // accumulation
+    c.gradient_accumulation_steps = steps
+    c.steps_per_generation = c.generation_batch_size = None
+
+
+def _convert_vllm(c: Any) -> None:
+    if not c.use_vllm:
+        for name, default in _VLLM.items():
+            if getattr(c, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(c, name)!r} has no effect without use_vllm=True; set"
+                    " it, or use rollout_engine and vllm_engine_args"
+                )
+        return
+    if c.rollout_engine != "embedded":
+        raise ConfigError(
+            f"use_vllm=True and rollout_engine={c.rollout_engine!r} are both set; set one of them"
+        )
+    if c.vllm_mode == "server":
+        address = f"http://{c.vllm_server_host}:{c.vllm_server_port}"
+        c.rollout_engine = c.vllm_server_base_url or address
+        c.worker_start_timeout = c.vllm_server_timeout
+    else:
+        c.rollout_engine = "vllm"
+        c.vllm_sleep = c.vllm_enable_sleep_mode
+        from_trl = {
+            "gpu_memory_utilization": c.vllm_gpu_memory_utilization,
+            "max_model_len": c.vllm_max_model_length,
+            "model_impl": None if c.vllm_model_impl == "vllm" else c.vllm_model_impl,
+        }
+        given = engine_args(c.vllm_engine_args)
+        c.vllm_engine_args = {k: v for k, v in from_trl.items() if v is not None} | dict(given)
+    vars(c).update(_VLLM)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.backends.trackers import write_whole
-from kedge.config.options import Moved, Refused
+from kedge.config.declare import status
 from kedge.trainers.reporting.hub import Provenance
 from kedge.trainers.reporting.model_card import versions
 
@@ -33,12 +33,8 @@ def write_run_info(made_of: Provenance, args: Any, *, device: str) -> Path:
     options = {
         f.name: values[f.name]
         for f in fields(args)
-        if f.name in values and not isinstance(args.SUPPORT.get(f.name), Refused)
+        if f.name in values and isinstance(status(type(args), f.name), str)
     }
-    moved = {
-        name: support.to for name, support in args.SUPPORT.items() if isinstance(support, Moved)
-    }
-    given = {moved.get(name, name) for name in args.given}
     about = {
         "algorithm": made_of.algorithm,
         "model": made_of.base_model,
@@ -50,7 +46,7 @@ def write_run_info(made_of: Provenance, args: Any, *, device: str) -> Path:
         "machine": f"{platform.system()}, Python {platform.python_version()}",
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": dict(versions()),
-        "changed": [name for name in options if name in given],
+        "changed": [name for name in options if name in args.given],
         "options": options,
     }
     file = Path(args.output_dir) / FILE

@@ -1,0 +1,178 @@
+"""What the fields of ``transformers.TrainingArguments`` do here, and their ranges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from kedge.config.declare import ActsIn, Inherited, NoEffect, Unsupported
+from kedge.config.values import MOST, SECONDS, Range
+
+_BATCH = "batch sizes and run length"
+_LEARNER = "learner: optimizer and schedule"
+_CHECKPOINTING = "learner: activation checkpointing of the trained models"
+_COMPILE = "learner: torch.compile of the forward pass"
+_SCHEDULE = "schedule: when to log, evaluate and save; counted in iterations"
+_CHECKPOINT = "checkpoints"
+_HUB = "hub: upload of the model and its card"
+_DEVICE = "setup of device and processes (TrainingArguments)"
+_SCRIPT = "command line and scripts"
+
+_COMPILE_MODES = Literal[
+    "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
+_COUNT = Range(ge=1)
+_NOT_NEGATIVE = Range(ge=0)
+_STEPS = Range(ge=0, le=MOST)
+_LOADER = "prompts are tokenized once and kept in memory, without a data loader"
+
+
+def _same(entry: Inherited, *names: str) -> dict[str, Inherited]:
+    return dict.fromkeys(names, entry)
+
+
+INHERITED: dict[str, Inherited] = {
+    "output_dir": ActsIn("checkpoints, completions, plots and logs are written there"),
+    **_same(ActsIn(_BATCH, _COUNT), "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "num_train_epochs": ActsIn(_BATCH, Range(ge=0, le=MOST)),
+    "max_steps": ActsIn(_BATCH, Range(ge=-1, le=MOST)),
+    **_same(ActsIn(_LEARNER), "lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args"),
+    **_same(ActsIn(_LEARNER, _NOT_NEGATIVE), "learning_rate", "weight_decay", "adam_epsilon"),
+    **_same(ActsIn(_LEARNER, Range(ge=0, lt=1)), "adam_beta1", "adam_beta2"),
+    "warmup_steps": ActsIn(_LEARNER, _STEPS),
+    "max_grad_norm": ActsIn(
+        "learner: gradient clipping; 0 turns it off, the norm is logged",
+        Range(ge=0, le=math.inf),
+        float | None,
+    ),
+    "optim_target_modules": Unsupported(
+        "only GaLore and APOLLO read it, and they are not supported", "leave it unset"
+    ),
+    "average_tokens_across_devices": Unsupported(
+        "every loss is normalized over the tokens of all ranks", "leave it True"
+    ),
+    "label_smoothing_factor": Unsupported("there are no labels", "leave it 0"),
+    **_same(ActsIn("learner: autocast; weights stay float32"), "bf16", "fp16"),
+    **_same(
+        Unsupported("evaluation runs at the precision of training", "set bf16=True or fp16=True"),
+        *("bf16_full_eval", "fp16_full_eval"),
+    ),
+    **_same(
+        ActsIn(_CHECKPOINTING),
+        *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    ),
+    **_same(ActsIn(_COMPILE), "torch_compile", "torch_compile_backend"),
+    "torch_compile_mode": ActsIn(_COMPILE, accepts=_COMPILE_MODES | None),
+    **_same(
+        NoEffect("log-probabilities already come from a kernel that never materializes the logits"),
+        *("use_liger_kernel", "liger_kernel_config"),
+    ),
+    "use_cache": NoEffect("sampling always has a KV cache, and training passes need none"),
+    "neftune_noise_alpha": Unsupported(
+        "noise in the embeddings would make the probability ratio meaningless", "leave it unset"
+    ),
+    "torch_empty_cache_steps": ActsIn(
+        "loop: iterations between releases of cached device memory", _COUNT
+    ),
+    "auto_find_batch_size": Unsupported(
+        "the batch size cannot change during a run; `kedge plan ppo` estimates memory beforehand",
+        "lower per_device_train_batch_size and raise gradient_accumulation_steps",
+    ),
+    **_same(
+        ActsIn(_SCHEDULE),
+        *("logging_strategy", "logging_first_step", "eval_strategy", "eval_on_start"),
+        "save_strategy",
+    ),
+    **_same(ActsIn(_SCHEDULE, _STEPS), "logging_steps", "eval_steps", "eval_delay", "save_steps"),
+    "logging_nan_inf_filter": NoEffect("non-finite values are logged as they are"),
+    "log_on_each_node": ActsIn("process: which ranks use log_level"),
+    "log_level": ActsIn("process: verbosity of the ranks that log"),
+    "log_level_replica": ActsIn("process: verbosity of the other ranks"),
+    "include_num_input_tokens_seen": ActsIn(
+        "trackers: num_input_tokens_seen is logged",
+        accepts=Literal["all", "non_padding", "no"] | bool,
+    ),
+    "disable_tqdm": ActsIn("progress bar"),
+    **_same(
+        ActsIn("trackers"),
+        *("report_to", "run_name", "project"),
+        *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    ),
+    "per_device_eval_batch_size": ActsIn("evaluation: prompts per rank at a time", _COUNT),
+    **_same(
+        Unsupported(
+            "evaluation samples responses and scores them with the reward; there are no predictions"
+            " or labels to gather",
+            "leave it at its default",
+        ),
+        *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
+        *("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics", "label_names"),
+    ),
+    "save_only_model": ActsIn("checkpoints: without optimizer state, cannot be resumed"),
+    "save_total_limit": ActsIn(_CHECKPOINT, _COUNT),
+    "save_on_each_node": Unsupported(
+        "rank 0 writes each checkpoint once", "put output_dir on a file system shared by all nodes"
+    ),
+    "enable_jit_checkpoint": Unsupported(
+        "a killed run always leaves its last checkpoint complete", "lower save_steps instead"
+    ),
+    **_same(
+        ActsIn(_HUB), "push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_revision"
+    ),
+    "hub_private_repo": ActsIn(f"{_HUB}; unset is private"),
+    "hub_always_push": NoEffect("training waits for every upload, so none is skipped"),
+    **_same(
+        ActsIn("checkpoints: choice of the best, by an evaluation metric"),
+        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    ),
+    "ignore_data_skip": NoEffect(
+        "the order of prompts depends only on seed and iteration, so resuming is exact"
+    ),
+    "restore_callback_states_from_checkpoint": ActsIn(_CHECKPOINT),
+    "full_determinism": ActsIn("process: deterministic kernels"),
+    "seed": ActsIn("every random number generator", Range(ge=0, le=2**32 - 1)),
+    "data_seed": ActsIn("prompts: their order; the default is seed", Range(ge=0, le=2**62)),
+    **_same(ActsIn(_DEVICE), "tf32", "use_cpu", "ddp_backend", "fsdp_config", "deepspeed"),
+    "ddp_timeout": ActsIn(_DEVICE, Range(ge=1, le=SECONDS)),
+    "fsdp": ActsIn(_DEVICE, accepts=bool | Literal[""] | str | list[str] | None),
+    "accelerator_config": ActsIn(
+        f"{_DEVICE}; its options for data loaders are refused",
+        accepts=dict[str, Any] | str | AcceleratorConfig | None,
+    ),
+    "parallelism_config": Unsupported(
+        "tensor and context parallel training are not supported", "use FSDP2 or DeepSpeed ZeRO"
+    ),
+    **_same(
+        NoEffect(_LOADER),
+        *("dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+        "dataloader_in_order",
+    ),
+    "dataloader_pin_memory": NoEffect(_LOADER, also=(False,)),
+    "remove_unused_columns": ActsIn(
+        "prompts: True drops dataset columns that no reward function takes; False keeps all"
+    ),
+    "train_sampling_strategy": Unsupported(
+        "shuffle_dataset sets the order of prompts", "set shuffle_dataset"
+    ),
+    "length_column_name": Unsupported("prompts are not grouped by length", "leave it unset"),
+    **_same(
+        NoEffect("gradients are summed once per optimizer step, without DistributedDataParallel"),
+        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
+        *("ddp_broadcast_buffers", "ddp_static_graph"),
+    ),
+    "debug": Unsupported(
+        "its hooks are for transformers.Trainer", "leave it unset", also=([], None)
+    ),
+    "skip_memory_metrics": ActsIn("trackers: False logs the peak memory of each iteration"),
+    "do_train": ActsIn(f"{_SCRIPT}: do_eval without do_train only evaluates"),
+    "do_eval": ActsIn(f"{_SCRIPT}: evaluate at the end"),
+    "do_predict": Unsupported("there is no prediction loop", "set do_eval=True"),
+    "resume_from_checkpoint": ActsIn("train(): default of its argument", accepts=str | bool | None),
+    "local_rank": ActsIn(
+        "accepted from launchers; their environment variables decide", Range(ge=-1)
+    ),
+}

@@ -1,0 +1,350 @@
+"""Names of options: those of Kedge, of TrainingArguments, and of other libraries and releases."""
+
+import copy
+import json
+import pickle
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import HfArgumentParser, TrainingArguments
+
+import kedge
+from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
+from kedge.config.compat.parser import ConfigParser
+from kedge.config.compat.training_arguments import INHERITED
+from kedge.config.compat.transformers4 import TRANSFORMERS4
+from kedge.config.declare import (
+    Alias,
+    NoEffect,
+    Unsupported,
+    default_of,
+    option,
+    resume_values,
+    status,
+)
+from kedge.config.options import elsewhere, foreign
+from kedge.config.ppo import PPOConfig, PPOv2Config
+from kedge.errors import ConfigError
+
+PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
+FIELDS = {f.name: f for f in fields(PPOConfig)}
+CONFIGS = [PPOv2Config, RLOOConfig, GRPOConfig, AsyncPPOConfig]
+BASE = {"output_dir": "out", "use_cpu": True}
+
+
+@pytest.fixture(autouse=True)
+def everything_is_installed():
+    with elsewhere():
+        yield
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(cls=PPOConfig, **options):
+        return cls(output_dir=str(tmp_path / "out"), use_cpu=True, **options)
+
+    return make
+
+
+def away(default):
+    """Some value that is not the default."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    return ["x"] if isinstance(default, list) else f"{default}x"
+
+
+def names_of(kind):
+    """Fields and other names of every config whose status is of this kind, with their defaults."""
+    cases = []
+    for cls in CONFIGS:
+        own = {f.name: (status(cls, f.name), default_of(f)) for f in fields(cls)}
+        own |= {name: (entry, entry.default) for name, entry in foreign(cls).items()}
+        cases += [(cls, n, x, d) for n, (x, d) in own.items() if isinstance(x, kind)]
+    return [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in cases]
+
+
+# -- defaults and tables --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_every_printed_parameter_has_its_printed_default(name):
+    default = default_of(FIELDS[name]) if name in FIELDS else foreign(PPOConfig)[name].default
+    if name == "include_num_input_tokens_seen":  # spelled "no" by now
+        assert default in (False, "no")
+    elif name == "stop_token":  # printed as None; responses end at EOS unless asked otherwise
+        assert default == "eos"
+    else:
+        assert default == PRINTED[name]
+        assert isinstance(default, bool) == isinstance(PRINTED[name], bool)
+
+
+def test_the_printed_signature_is_whole(config):
+    assert len(PRINTED) == 164
+    derived = {"world_size", "output_dir", "bf16", "include_num_input_tokens_seen", "use_cpu"}
+    config(**{name: value for name, value in PRINTED.items() if name not in derived})
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_every_field_has_a_help_text_and_a_place(cls):
+    inherited = {f.name for f in fields(TrainingArguments)}
+    assert [f.name for f in fields(cls) if not f.metadata.get("help")] == []
+    own = [f.name for f in fields(cls) if f.name not in inherited]
+    assert [name for name in own if not isinstance(status(cls, name), str)] == []
+    assert inherited - INHERITED.keys() == set()
+    assert foreign(cls).keys() & {f.name for f in fields(cls)} == set()
+
+
+def test_only_fields_of_transformers_may_do_nothing():
+    """What is left of 120 fields of 382 that were only refused."""
+    idle = {
+        f.name for cls in CONFIGS for f in fields(cls) if not isinstance(status(cls, f.name), str)
+    }
+    assert idle <= {f.name for f in fields(TrainingArguments)}
+
+
+# Read by transformers itself, in the file named, or acting by being accepted.
+ELSEWHERE = {
+    **dict.fromkeys(("tf32", "log_on_each_node", "ddp_backend", "ddp_timeout"), "training_args.py"),
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "training_args.py"),
+    "accelerator_config": "training_args.py",
+    "eval_strategy": "trainer_callback.py",
+    "project": "integrations/integration_utils.py",
+    "trackio_space_id": "integrations/integration_utils.py",
+    "trackio_bucket_id": "integrations/integration_utils.py",
+    "trackio_static_space_id": "integrations/integration_utils.py",
+    "logging_dir": "integrations/integration_utils.py",
+    **dict.fromkeys(("local_rank", "keep_sampling_mask", "remap_verifier"), None),
+    **dict.fromkeys(("num_total_batches", "local_batch_size", "local_mini_batch_size"), None),
+}
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_every_field_that_acts_is_read_somewhere(cls):
+    root = Path(kedge.__file__).parent
+    text = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name != "validate.py")
+    missing = []
+    for f in fields(cls):
+        if not isinstance(status(cls, f.name), str):
+            continue
+        where = ELSEWHERE.get(f.name, "")
+        if where:
+            theirs = (Path(transformers.__file__).parent / where).read_text()
+            read = re.search(rf"\b(args|self)\.{f.name}\b", theirs)
+        else:
+            read = where is None or re.search(
+                rf"\b(args|_args|config|self|c|options)\.{f.name}\b", text
+            )
+        if not read:
+            missing.append(f.name)
+    assert missing == []
+
+
+# -- names that are not supported -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cls", "name", "entry", "default"), names_of(Unsupported))
+def test_an_unsupported_name_passes_at_its_default_alone(config, cls, name, entry, default, caplog):
+    assert entry.reason
+    assert entry.way_out
+    made = config(cls, **{name: default})
+    assert f"{name}=" not in caplog.text
+    assert getattr(made, name) == (default if name in foreign(cls) else getattr(config(cls), name))
+    if away(default) in entry.also:
+        return
+    with pytest.raises(ConfigError) as error:
+        config(cls, **{name: away(default)})
+    assert str(error.value).startswith(f"{name}=")
+    assert entry.reason in str(error.value)
+    assert entry.way_out in str(error.value)
+
+
+@pytest.mark.parametrize(("cls", "name", "entry", "default"), names_of(NoEffect))
+def test_a_name_without_effect_is_logged_away_from_its_default(
+    config, cls, name, entry, default, caplog
+):
+    config(cls, **{name: default})
+    assert f"{name}=" not in caplog.text
+    workers = {"dataloader_num_workers": 1} if name == "dataloader_prefetch_factor" else {}
+    config(cls, **{name: away(default)}, **workers)
+    assert (f"{name}=" in caplog.text) == (away(default) not in entry.also)
+
+
+def test_a_field_of_a_newer_transformers_is_refused_when_changed(tmp_path):
+    @dataclass(repr=False)
+    class Newer(PPOConfig):
+        brand_new: bool = False
+
+    assert Newer(output_dir=str(tmp_path)).brand_new is False
+    with pytest.raises(ConfigError, match="brand_new=True is not supported"):
+        Newer(output_dir=str(tmp_path), brand_new=True)
+
+
+def test_one_declaration_is_enough_for_a_new_option(config, tmp_path):
+    @dataclass(repr=False)
+    class Mine(PPOConfig):
+        steps_ahead: int = option(2, "Steps.", acts_in="engine", ge=0, alias="lookahead")
+
+    assert config(Mine, lookahead=3).steps_ahead == 3
+    assert resume_values(config(Mine))["steps_ahead"] == 2
+    with pytest.raises(ConfigError, match="lookahead=-1 must be an integer of at least 0"):
+        config(Mine, lookahead=-1)
+    (made,) = HfArgumentParser((Mine,)).parse_args_into_dataclasses(
+        ["--lookahead", "5", "--output_dir", str(tmp_path)]
+    )
+    assert made.steps_ahead == made.lookahead == 5
+
+
+# -- other names ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new", "want"),
+    [
+        ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
+        ("per_gpu_eval_batch_size", 3, "per_device_eval_batch_size", 3),
+        ("warmup_ratio", 0.25, "warmup_steps", 0.25),
+        ("no_cuda", True, "use_cpu", True),
+        ("adafactor", True, "optim", "adafactor"),
+        ("push_to_hub_model_id", "me/m", "hub_model_id", "me/m"),
+        ("push_to_hub_token", "hf_x", "hub_token", "hf_x"),
+        ("torchdynamo", "eager", "torch_compile_backend", "eager"),
+        ("non_stop_penalty", True, "non_eos_penalty", True),
+    ],
+)
+def test_an_older_name_hands_its_value_over(config, old, value, new, want):
+    made = PPOConfig(output_dir="out", **{old: value})
+    assert getattr(made, new) == want
+    assert made.given == {"output_dir", new}
+    assert isinstance(foreign(PPOConfig)[old], Alias)
+    assert replace(made).to_dict() == made.to_dict()
+
+
+def test_every_alias_is_in_the_list_above():
+    assert sum(isinstance(x, Alias) for x in foreign(PPOConfig).values()) == 9
+
+
+def test_two_names_of_an_option_must_agree(config):
+    with pytest.raises(ConfigError, match="is another name of warmup_steps, but warmup_steps=5 is"):
+        config(warmup_ratio=0.1, warmup_steps=5)
+    assert config(warmup_ratio=0.1, warmup_steps=0.1).warmup_steps == 0.1
+    with pytest.raises(ConfigError, match=r"warmup_ratio=1\.5 must be a number of at least 0 and"):
+        config(warmup_ratio=1.5)
+
+
+def test_an_alias_can_be_read_and_set(config):
+    made = config(GRPOConfig, max_completion_length=9)
+    assert (made.max_completion_length, made.response_length) == (9, 9)
+    made.max_completion_length = 7
+    assert (made.max_completion_length, made.response_length) == (7, 7)
+    assert "max_completion_length" not in vars(made)
+    with pytest.raises(ConfigError, match="max_completion_length=0 must be"):
+        made.max_completion_length = 0
+    with pytest.raises(ConfigError, match="disable_dropout=False is not supported"):
+        made.disable_dropout = False
+    made.use_vllm = True
+    with pytest.raises(ConfigError, match="use_vllm=True is only read on construction"):
+        made.checked()
+    for other in (copy.deepcopy(config(GRPOConfig)), pickle.loads(pickle.dumps(config()))):
+        assert not hasattr(other, "no_such_name")
+
+
+def test_a_config_survives_its_own_dict(config):
+    made = PPOConfig(
+        output_dir="out", stop_token="eos", learning_rate=1e-4, report_to="tensorboard"
+    )
+    assert made.to_dict()["stop_token"] == "eos"
+    assert PPOConfig(**made.to_dict()).to_dict() == made.to_dict()
+    secret = config(hub_token="hf_secret")
+    assert "hf_secret" not in str(secret.to_dict())
+    assert "hf_secret" not in repr(secret)
+
+
+# -- argument parsers -----------------------------------------------------------------------------
+
+
+def test_the_parser_takes_the_printed_command_line():
+    printed = (
+        "--learning_rate 3e-6 --num_ppo_epochs 1 --num_mini_batches 1 --output_dir m "
+        "--per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 10000 "
+        "--missing_eos_penalty 1.0 --stop_token eos --stop_strings a b --warmup_ratio 0.1"
+    )
+    (made,) = HfArgumentParser((PPOv2Config,)).parse_args_into_dataclasses(printed.split())
+    assert made.total_episodes == 10000
+    assert made.stop_strings == ["a", "b"]
+    assert (made.missing_eos_penalty, made.warmup_steps) == (1.0, 0.1)
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, ConfigParser])
+@pytest.mark.parametrize(
+    ("flags", "release", "rate", "length"),
+    [
+        ("", "0.21", 5e-5, 53),
+        ("--rloo_k 4", "0.21", 5e-5, 53),
+        ("--kl_coef 0.1", "0.21", 5e-5, 53),
+        ("--beta 0.1", "0.22", 1e-6, 512),
+        ("--num-iterations 2", "0.22", 1e-6, 512),
+        ("--max_completion_length 9", "0.22", 1e-6, 9),
+    ],
+)
+def test_flags_of_rloo_choose_the_defaults_of_their_release(parser, flags, release, rate, length):
+    argv = ["--output_dir", "out", "--use_cpu", *flags.split()]
+    (made,) = parser((RLOOConfig,)).parse_args_into_dataclasses(argv)
+    assert (made.trl_defaults, made.learning_rate) == (release, rate)
+    assert made.response_length == made.max_completion_length == length
+    assert replace(made).to_dict() == made.to_dict()
+
+
+def test_our_parsers_take_every_name():
+    flags = "--output_dir out --fp16_opt_level O1 --no_cuda --disable_dropout true"
+    (made,) = ConfigParser((GRPOConfig,)).parse_args_into_dataclasses(flags.split())
+    assert made.use_cpu is True
+    parse = ConfigParser((GRPOConfig,)).parse_args_into_dataclasses
+    with pytest.raises(ConfigError, match=r"entropy_coef=0\.1 is not supported"):
+        parse([*flags.split(), "--entropy_coef", "0.1"])
+    with pytest.raises(
+        ConfigError, match="another name of response_length, but response_length=4 is"
+    ):
+        parse([*flags.split(), "--max_completion_length", "9", "--response_length", "4"])
+    with pytest.raises(ValueError, match="not used"):
+        parse([*flags.split(), "--nonsense"])
+    values = {"output_dir": "out", "use_cpu": True, "num_iterations": 3, "log_multimodal": True}
+    assert ConfigParser((GRPOConfig,)).parse_dict(values)[0].num_ppo_epochs == 3
+    with pytest.raises(ValueError, match="nonsense"):
+        ConfigParser((GRPOConfig,)).parse_dict({**values, "nonsense": 1})
+
+
+def test_names_of_transformers_4_are_not_in_the_help(capsys):
+    ConfigParser((GRPOConfig,)).print_help()
+    text = capsys.readouterr().out
+    assert "Another name of response_length." in text
+    assert [name for name in TRANSFORMERS4 if f"--{name} " in text] == []
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_must_share_what_changes_the_numbers(config):
+    same = resume_values(config())
+    assert {"learning_rate", "kl_coef", "lam", "temperature", "seed", "max_lag"} <= same.keys()
+    assert {
+        "shuffle_dataset",
+        "value_learning_rate",
+        "rollout_engine",
+        "reward_weights",
+    } <= same.keys()
+    may_change = {
+        "output_dir",
+        "logging_steps",
+        "save_steps",
+        "eval_steps",
+        "max_steps",
+        "run_name",
+    }
+    may_change |= {"dataset_num_proc", "preflight", "save_rollouts", "worker_timeout", "report_to"}
+    may_change |= {"per_device_train_batch_size", "local_rollout_forward_batch_size"}
+    assert may_change & same.keys() == set()
