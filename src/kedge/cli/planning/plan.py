@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     if {"-h", "--help"} & set(rest):
         parser(prog, config).print_help()
         return
-    own = Flags(prog=prog, add_help=False, allow_abbrev=False)
+    own = Flags(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--num_processes", "--num-processes", type=int)
     asked, rest = own.parse_known_args(rest)
     processes = asked.num_processes
