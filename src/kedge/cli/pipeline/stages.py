@@ -250,7 +250,12 @@ def _options(command: str) -> set[str]:
         from kedge.cli.train.reward import RewardArguments
         from kedge.cli.train.sft import BeforeArguments, build_parser
 
-        flags = build_parser(command, RewardArguments if command == "reward" else BeforeArguments)
+        reward = command == "reward"
+        flags = (
+            build_parser("reward", RewardArguments)
+            if reward
+            else build_parser("sft", BeforeArguments)
+        )
     return {action.dest for action in flags._actions} - {"help"}
 
 

@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     with elsewhere() if config is AsyncPPOConfig else nullcontext():
         if config is AsyncPPOConfig:
             options = parse_options(rest, prog=prog)
+            assert isinstance(options.config, AsyncPPOConfig)
             processes = processes or sum(options.config.actor_num_gpus_per_node or [1])
         else:
             options = parse(rest, prog=prog, config=config)

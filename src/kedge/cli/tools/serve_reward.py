@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         server.serve_forever()
     finally:
-        server.close()
+        server.server_close()
 
 
 def _interrupt(*_: object) -> None:
