@@ -61,7 +61,7 @@ THIRD_PARTY = {
     "output": set(),
     "insight": set(),
     "judges": set(),
-    "verifiers": {"math_verify"},  # imported by the worker process alone
+    "verifiers": {"math_verify", "py3langid", "regex"},  # imported when first used
 }
 LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}
 

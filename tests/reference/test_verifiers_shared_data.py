@@ -281,6 +281,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], tuple[str, str]]] = {
 
 
 def test_every_ifeval_instruction_is_checked(shared: Path) -> None:
+    pytest.importorskip("py3langid")
     rows = rows_of(shared / "data/ifeval/input_data.jsonl")
     assert len(rows) == 541
     seen: set[str] = set()
@@ -295,6 +296,7 @@ def test_every_ifeval_instruction_is_checked(shared: Path) -> None:
 
 
 def test_every_ifeval_row_can_be_scored(shared: Path) -> None:
+    pytest.importorskip("py3langid")
     rows = rows_of(shared / "data/ifeval/input_data.jsonl")
     columns = {name: [row[name] for row in rows] for name in ("instruction_id_list", "kwargs")}
     scores = ifeval([row["prompt"] for row in rows], **columns)

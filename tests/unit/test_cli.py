@@ -677,6 +677,15 @@ def test_the_plan_is_printed(tiny, capsys):
     assert main(["plan", "ppo", "--num_processes", "none", *flags]) == 2
 
 
+def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text("def f(completions): return [0.0] * len(completions)\n")
+    flags = ["--model_name_or_path", str(tiny), "--use_cpu", "--total_episodes", "640"]
+    flags += ["--reward_funcs", f"{tmp_path}/rewards.py:f", "--actor_num_gpus_per_node", "2", "1"]
+    assert main(["plan", "async-ppo", *flags]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(row for row in rows if "processes" in row)[3] == "3"
+
+
 def test_a_plan_fails_where_the_run_would(tiny, tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Day 3", "answer": "5"}\n' * 8)
     (tmp_path / "mine.py").write_text(

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,22 @@ SECRET = "the user's own words"
 
 
 class World:
-    """Something of the user's that a program could read, write or reach."""
+    """Something of the user's that a program could read, write or reach; ``stack`` closes it."""
 
-    def __init__(self, root: Path, attacks: dict[str, str]) -> None:
+    def __init__(self, root: Path, attacks: dict[str, str], stack: contextlib.ExitStack) -> None:
         self.root, self.attacks, self.name = root, attacks, f"kx{os.getpid()}x{time.time_ns()}"
         for number, _ in enumerate(attacks):
             folder = root / str(number)
             (folder / "empty").mkdir(parents=True)
             (folder / "mark").write_text(SECRET)
             shutil.copy(self._database(), folder / "user.db")
-        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.port = self.tcp.getsockname()[1]
-        self.udp = socket.socket(type=socket.SOCK_DGRAM)
+        self.udp = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
         self.udp.bind(("127.0.0.1", self.port))
-        self.local, self.abstract = (socket.socket(socket.AF_UNIX) for _ in range(2))
+        self.local, self.abstract = (
+            stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2)
+        )
         self.local.bind(f"{root}/s")
         self.abstract.bind(f"\0{self.name}")
         for listener in (self.local, self.abstract):
@@ -99,9 +102,12 @@ class World:
                 reached.append(name)
         return reached
 
-    def close(self) -> None:
-        for listener in (self.tcp, self.udp, self.local, self.abstract):
-            listener.close()
+
+@pytest.fixture
+def build_world(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], World]]:
+    """Builds worlds whose sockets are closed even if the test fails."""
+    with contextlib.ExitStack() as stack:
+        yield lambda attacks: World(tmp_path, attacks, stack)
 
 
 def read_results(output: str) -> dict[str, tuple[bool, str]]:
@@ -122,10 +128,12 @@ LEVELS = (pytest.param("bubblewrap", marks=pytest.mark.slow), "namespaces")
 
 
 @pytest.mark.parametrize("level", ["bubblewrap", "namespaces"])
-def test_attacks_get_nothing(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attacks_get_nothing(
+    level: str, build_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(ATTACKS) >= 40
     monkeypatch.setenv("KEDGE_SECRET", SECRET)
-    sandbox, world = available(level), World(tmp_path, ATTACKS)
+    sandbox, world = available(level), build_world(ATTACKS)
     outcome = sandbox.run(BATCH, world.arguments())
     results = read_results(outcome.output)
     assert list(results) == list(ATTACKS), outcome  # none ended the process, none is missing
@@ -134,11 +142,12 @@ def test_attacks_get_nothing(level: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert world.files() == world.before
     assert world.calls() == []
     assert not list(Path("/dev/shm").glob("*kx*"))
-    world.close()
 
 
-def test_the_same_attacks_work_without_a_sandbox(tmp_path: Path) -> None:
-    world = World(tmp_path, ORDINARY)
+def test_the_same_attacks_work_without_a_sandbox(
+    tmp_path: Path, build_world: Callable[..., World]
+) -> None:
+    world = build_world(ORDINARY)
     (tmp_path / "cwd").mkdir()
     command = [sys.executable, "-S", "-W", "ignore", "-c", BATCH]
     done = subprocess.run(
@@ -149,7 +158,6 @@ def test_the_same_attacks_work_without_a_sandbox(tmp_path: Path) -> None:
     assert list(results) == list(ORDINARY)
     assert failed == {}
     assert world.calls() == ["tcp", "udp", "local", "abstract"]
-    world.close()
 
 
 @pytest.mark.parametrize("level", LEVELS)

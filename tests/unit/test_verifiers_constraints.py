@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import pytest
@@ -12,7 +13,7 @@ from kedge.errors import ConfigError, RewardError
 from kedge.verifiers import ConstraintVerifier, ifeval
 from kedge.verifiers.constraint_checks import CHECKS, sentences
 from kedge.verifiers.constraints import followed
-from kedge.verifiers.languages import KNOWN, detect_language
+from kedge.verifiers.languages import KNOWN, detect_language, load_identifier
 
 TEXTS = {
     "kn": "ನಾನು ಇಂದು ಬೆಳಿಗ್ಗೆ ಶಾಲೆಗೆ ಹೋದೆನು. ಅಲ್ಲಿ ನನ್ನ ಸ್ನೇಹಿತರನ್ನು ಭೇಟಿಯಾದೆ.",
@@ -258,13 +259,20 @@ def test_every_type_has_cases() -> None:
 @pytest.mark.parametrize("case", NAMED)
 def test_followed_and_not(case: str) -> None:
     kind, given, good, bad = NAMED[case]
+    needs_languages(kind)
     truth = {"instruction_id_list": [kind], "kwargs": [given | {"another": None}]}
     assert ifeval(good, ground_truth=[truth] * len(good)) == [1.0] * len(good)
     assert ifeval(bad, ground_truth=[json.dumps(truth)] * len(bad)) == [0.0] * len(bad)
     assert ifeval(["", " \n", "<think>a</think> "], ground_truth=[truth] * 3) == [0.0] * 3
 
 
+def needs_languages(kind: str) -> None:
+    if kind.startswith("language:") or "english" in kind:
+        pytest.importorskip("py3langid")
+
+
 def test_languages() -> None:
+    pytest.importorskip("py3langid")
     assert {code: detect_language(text) for code, text in TEXTS.items()} == {c: c for c in TEXTS}
     assert KNOWN - set(TEXTS) == {"hy", "ml", "ka"}
     assert detect_language("") is detect_language("123 !?") is detect_language("🙂") is None
@@ -272,6 +280,24 @@ def test_languages() -> None:
     assert detect_language("This is a very nice day.") == "en"
     mixed = f"{TEXTS['hi']} Python"
     assert detect_language(mixed) == "hi"
+
+
+def test_a_missing_identifier_is_an_error_that_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    load_identifier.cache_clear()
+    with pytest.raises(ConfigError, match=r"pip install 'kedge\[ifeval\]'"):
+        followed("some text", "language:response_language", {"language": "en"}, "ifeval")
+    with pytest.raises(ConfigError, match="py3langid"):
+        ifeval.prepare()  # a trainer calls it before it loads a model
+    assert followed("some text", "punctuation:no_comma", {}, "ifeval")
+
+
+def test_short_texts_are_in_no_language() -> None:
+    pytest.importorskip("py3langid")
+    assert [detect_language(text) for text in ("ok", "hello", "WRITE", "123")] == [None] * 4
+    assert detect_language("THIS IS A VERY NICE DAY") == "en"
 
 
 def test_sentences() -> None:
@@ -349,6 +375,7 @@ def test_unusable_truths_are_errors(truth: object) -> None:
 def test_time_is_linear_in_enormous_responses(piece: str) -> None:
     text = piece * (200_000 // len(piece))
     began = time.perf_counter()
+    pytest.importorskip("py3langid")
     for kind, given, *_ in CASES[:30]:
         followed(text, kind, given, "ifeval")
     assert time.perf_counter() - began < 20

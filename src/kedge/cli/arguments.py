@@ -390,12 +390,13 @@ def _check(model: ModelArguments) -> None:
 
 
 class Flags(argparse.ArgumentParser):
-    """``ArgumentParser`` that raises a ConfigError instead of exiting."""
+    """``ArgumentParser`` of a small command: raises a ConfigError instead of exiting."""
+
+    def __init__(self, prog: str, description: str = "", epilog: str = "", **options: Any) -> None:
+        super().__init__(
+            prog=prog, description=description, epilog=epilog, formatter_class=_Help, **options
+        )
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise a ConfigError."""
         raise ConfigError(message)

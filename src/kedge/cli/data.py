@@ -11,13 +11,7 @@ from kedge.cli.arguments import Options
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import DataError
 
-KINDS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".txt": "text",
-}
+KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 SANITY_ROWS = 100
 HELD_OUT = 100  # prompts for evaluation without a test split, at most a tenth of all
 
@@ -35,39 +29,38 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
         DataError: no dataset is given, or it cannot be read.
     """
     script, config = options.script, options.config
+    evaluates, test = config.do_eval or config.eval_on_start, None
     if script.dataset_mixer_list:
-        return _load_mixture(options)
-    if script.dataset_name is None:
-        raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
-    splits = Splits(script.dataset_name, script.dataset_config)
-    train = splits.load(script.dataset_train_split)
-    test = None
-    if config.do_eval or config.eval_on_start:
-        if splits.has(script.dataset_test_split):
-            test = splits.load(script.dataset_test_split)
-        else:
+        train = _load_mixture(options)
+        if evaluates:
+            train = train.shuffle(seed=config.seed)  # so that every dataset has held-out rows
             train, test = hold_out(train, script.dataset_test_split)
-    train = _select_prompts(train, options)
-    return train, None if test is None else _select_prompts(test, options)
+    elif script.dataset_name is None:
+        raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
+    else:
+        splits = Splits(script.dataset_name, script.dataset_config)
+        train = splits.load(script.dataset_train_split)
+        if evaluates and splits.has(script.dataset_test_split):
+            test = splits.load(script.dataset_test_split)
+        elif evaluates:
+            train, test = hold_out(train, script.dataset_test_split)
+    return _select_prompts(train, options), None if test is None else _select_prompts(test, options)
 
 
-def _load_mixture(options: Options) -> tuple[Any, Any]:
-    script, config = options.script, options.config
+def _load_mixture(options: Options) -> Any:
+    from kedge.backends.data.mixer import mix
+
+    script = options.script
     if script.dataset_name is not None:
         raise DataError(
             f"dataset_name={script.dataset_name!r} and dataset_mixer_list are both given: set"
             " only one"
         )
-    from kedge.backends.data.mixer import mix
 
     def load(name: str) -> Any:
         return Splits(name, script.dataset_config).load(script.dataset_train_split)
 
-    train, test = mix(script.dataset_mixer_list or (), load, seed=config.seed), None
-    if config.do_eval or config.eval_on_start:
-        train = train.shuffle(seed=config.seed)  # so that the held-out rows come from every dataset
-        train, test = hold_out(train, script.dataset_test_split)
-    return _select_prompts(train, options), None if test is None else _select_prompts(test, options)
+    return mix(script.dataset_mixer_list or (), load, seed=options.config.seed)
 
 
 class Splits:
@@ -146,11 +139,7 @@ class Splits:
             split = self.names[0]
         if self._saved is not None:
             return self._saved[split]
-        return self._read(self._files[split])
-
-    def _read(self, files: list[str]) -> Any:
-        import datasets
-
+        files = self._files[split]
         suffix = Path(files[0]).suffix
         if suffix not in KINDS:
             raise DataError(f"{files[0]} must be one of {', '.join(KINDS)}")

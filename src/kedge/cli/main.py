@@ -8,41 +8,34 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-COMMANDS = {
-    "demo": "train a small model with RLHF from nothing, in about five minutes on a CPU",
-    "ppo": "train a language model with PPO",
-    "rloo": "train with RLOO: several responses per prompt, no value model",
-    "grpo": "train with GRPO or one of its variants",
-    "async-ppo": "train with asynchronous PPO: Ray and vLLM sample while the learners train",
-    "sft": "supervised fine-tuning before RL, with TRL's trainer",
-    "reward": "train a reward model on preferences, with TRL's trainer",
-    "pipeline": "run several commands in order, resumable: sft, reward, ppo, generate, judge",
-    "plan": "show batch sizes and estimated memory of a run without loading weights",
-    "compare": "plot several runs in one figure, with bands over seeds",
-    "doctor": "diagnose a run from its log and suggest fixes",
-    "report": "write an HTML report of a run: curves, completions, tokens",
-    "generate": "sample completions of prompts with a model",
-    "judge": "compare two sets of completions: win rate with a confidence interval",
-    "serve-reward": "serve reward functions over HTTP to trainers on other machines",
+_PACKAGES = {
+    "kedge.demo": {
+        "demo": "train a small model with RLHF from nothing, in about five minutes on a CPU",
+    },
+    "kedge.cli.train": {
+        "ppo": "train a language model with PPO",
+        "rloo": "train with RLOO: several responses per prompt, no value model",
+        "grpo": "train with GRPO or one of its variants",
+        "async-ppo": "train with asynchronous PPO: Ray and vLLM sample while the learners train",
+        "sft": "supervised fine-tuning before RL, with TRL's trainer",
+        "reward": "train a reward model on preferences, with TRL's trainer",
+    },
+    "kedge.cli.pipeline": {
+        "pipeline": "run several commands in order, resumable: sft, reward, ppo, generate, judge",
+    },
+    "kedge.cli.planning": {
+        "plan": "show batch sizes and estimated memory of a run without loading weights",
+    },
+    "kedge.cli.tools": {
+        "compare": "plot several runs in one figure, with bands over seeds",
+        "doctor": "diagnose a run from its log and suggest fixes",
+        "report": "write an HTML report of a run: curves, completions, tokens",
+        "generate": "sample completions of prompts with a model",
+        "judge": "compare two sets of completions: win rate with a confidence interval",
+        "serve-reward": "serve reward functions over HTTP to trainers on other machines",
+    },
 }
-
-_MODULES = {
-    "demo": "kedge.demo.run",
-    "ppo": "kedge.cli.train.ppo",
-    "rloo": "kedge.cli.train.rloo",
-    "grpo": "kedge.cli.train.grpo",
-    "async-ppo": "kedge.cli.train.async_ppo",
-    "sft": "kedge.cli.train.sft",
-    "reward": "kedge.cli.train.reward",
-    "pipeline": "kedge.cli.pipeline.pipeline",
-    "plan": "kedge.cli.planning.plan",
-    "compare": "kedge.cli.tools.compare",
-    "doctor": "kedge.cli.tools.doctor",
-    "report": "kedge.cli.tools.report",
-    "generate": "kedge.cli.tools.generate",
-    "judge": "kedge.cli.tools.judge",
-    "serve-reward": "kedge.cli.tools.serve_reward",
-}
+COMMANDS = {name: text for commands in _PACKAGES.values() for name, text in commands.items()}
 
 EXAMPLE = """\
 example:
@@ -86,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():  # no progress bars in log files
         for package in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{package}_DISABLE_PROGRESS_BARS", "1")
-    if name not in _MODULES:
-        near = difflib.get_close_matches(name, _MODULES, n=1)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         print(
             f"kedge: error: unknown command {name!r}{hint} (commands: {', '.join(COMMANDS)})",
@@ -99,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_command(name: str) -> Callable[[list[str]], object]:
     """The ``main`` function of a command in ``COMMANDS``."""
-    command: Callable[[list[str]], object] = importlib.import_module(_MODULES[name]).main
+    package = next(package for package, commands in _PACKAGES.items() if name in commands)
+    module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
+    command: Callable[[list[str]], object] = module.main
     return command
 
 

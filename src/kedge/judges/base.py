@@ -40,10 +40,7 @@ class Answer:
 class Judge(Protocol):
     """Decides which of two answers is better."""
 
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        ...
+    name: str  # in tables
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
         """One answer per pair, in order.

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sqlite3
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,9 @@ from kedge.errors import JudgeError
 
 
 class Cache:
-    """Replies keyed by request, in a file that survives kills; thread-safe.
+    """Replies keyed by request, in an SQLite file that survives kills; thread-safe.
 
-    Args:
-        file: an SQLite database, created if missing; None: keep replies in memory.
-
-    Raises:
-        JudgeError: the file is not such a database, or cannot be created.
+    Without a file, replies are kept in memory.
     """
 
     def __init__(self, file: str | Path | None) -> None:
@@ -30,6 +27,7 @@ class Cache:
             if file is not None:
                 Path(where).parent.mkdir(parents=True, exist_ok=True)
             self._base = sqlite3.connect(where, check_same_thread=False, timeout=30)
+            weakref.finalize(self, self._base.close)
             self._base.execute(
                 "create table if not exists replies (key text primary key, reply text)"
             )
@@ -48,11 +46,7 @@ class Cache:
         return None if row is None else json.loads(row[0])
 
     def put(self, request: Mapping[str, Any], reply: Any) -> None:
-        """Store a reply; it is on disk when this returns.
-
-        Raises:
-            JudgeError: the reply cannot be written.
-        """
+        """Store a reply; it is on disk when this returns."""
         with self._turn:
             try:
                 self._base.execute(
@@ -62,10 +56,6 @@ class Cache:
                 self._base.commit()
             except sqlite3.Error as error:
                 raise JudgeError(f"a reply cannot be written to {self._file}: {error}") from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._base.close()
 
 
 def cache_key(request: Mapping[str, Any]) -> str:

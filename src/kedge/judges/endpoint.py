@@ -88,16 +88,12 @@ class Endpoint:
         if not base_url.startswith(("http://", "https://")):
             raise JudgeError(f"base_url={base_url!r} must begin with http:// or https://")
         self.url = base_url.rstrip("/") + "/chat/completions"
-        self.model, self.template, self.key_env = model, template, key_env
+        self.name = self.model = model
+        self.template, self.key_env = template, key_env
         self.temperature, self.max_tokens = temperature, max_tokens
         self.concurrency, self.timeout, self.retries = concurrency, timeout, retries
         self._cache, self._sleep = Cache(cache), sleep
         self._stop = threading.Event()
-
-    @property
-    def name(self) -> str:
-        """The model name."""
-        return self.model
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
         """One answer per pair; every reply is cached even if other pairs fail.
@@ -192,11 +188,7 @@ class Endpoint:
 
 
 def _parse_reply(body: bytes) -> dict[str, Any]:
-    """Text and token counts of a reply.
-
-    Raises:
-        ValueError: the body is not a reply of the chat completions API.
-    """
+    """Text and token counts of a reply; raises ValueError for anything but a chat completion."""
     try:
         reply = json.loads(body)
         text = str(reply["choices"][0]["message"]["content"] or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kedge.errors import JudgeError
 from kedge.judges.base import Answer, Pair, Prefer
@@ -23,13 +24,7 @@ class FunctionJudge:
     """
 
     def __init__(self, function: Preference, name: str | None = None) -> None:
-        self._function = function
-        self._name = str(name or getattr(function, "__name__", type(function).__name__))
-
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        return self._name
+        self._function, self.name = function, name or _name(function)
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
         """One answer per pair.
@@ -58,13 +53,7 @@ class ScoreJudge:
     """
 
     def __init__(self, score: Score, name: str | None = None, *, margin: float = 0.0) -> None:
-        self._score, self._margin = score, margin
-        self._name = str(name or getattr(score, "__name__", type(score).__name__))
-
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        return self._name
+        self._score, self._margin, self.name = score, margin, name or _name(score)
 
     def judge(self, pairs: Sequence[Pair]) -> list[Answer]:
         """One answer per pair.
@@ -75,15 +64,19 @@ class ScoreJudge:
         prompts = [p.prompt for p in pairs]
         answers = [p.first for p in pairs] + [p.second for p in pairs]
         scores = _call(self._score, [prompts * 2, answers], 2 * len(pairs), self.name)
-        verdicts = []
-        for a, b in zip(scores[: len(pairs)], scores[len(pairs) :], strict=True):
-            if a is None or b is None:
-                verdicts.append(Answer(prefer="invalid"))
-            elif abs(a - b) <= self._margin:
-                verdicts.append(Answer(prefer="tie", said=f"{a:.6g} {b:.6g}"))
-            else:
-                verdicts.append(Answer(prefer=_preference(a, b), said=f"{a:.6g} {b:.6g}"))
-        return verdicts
+        return [
+            Answer(prefer="invalid")
+            if a is None or b is None
+            else Answer(
+                prefer="tie" if abs(a - b) <= self._margin else _preference(a, b),
+                said=f"{a:.6g} {b:.6g}",
+            )
+            for a, b in zip(scores[: len(pairs)], scores[len(pairs) :], strict=True)
+        ]
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _preference(value: float | None, middle: float) -> Prefer:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedge.errors import RewardError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Check = Callable[[str, Any], float]
 
 
 class Unanswered(Exception):
-    """A response that could not be checked: the check timed out or crashed.
-
-    Args:
-        kind: the metric to count it in, such as ``timeouts``.
-    """
+    """A response that could not be checked; ``kind`` is the metric that counts it: ``timeouts``."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(detail or kind)
@@ -56,15 +57,11 @@ class Verifier:
     def __repr__(self) -> str:
         return f"Verifier({self.__name__!r}, column={self.column!r})"
 
-    def on(self, column: str) -> Verifier:
+    def on(self, column: str) -> Self:
         """The same verifier, with the ground truth in another column."""
-        return Verifier(
-            self.check,
-            name=self.__name__,
-            column=column,
-            threads=self.threads,
-            prepare=self.prepare,
-        )
+        other = copy.copy(self)
+        other.column = column
+        return other
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Score all rows.
@@ -110,11 +107,7 @@ def parallel(function: Callable[[Any], Any], items: Sequence[Any], threads: int)
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: a string, or the content of its assistant messages.
-
-    Raises:
-        RewardError: the completion is neither text nor chat messages.
-    """
+    """The text of a completion: a string, or the content of its assistant messages."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, Mapping):
@@ -136,12 +129,13 @@ def _content(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
-def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -> list[Any]:
-    """The values of a dataset column, one per row.
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number, and not an integer beyond the range of floats."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
-    Raises:
-        RewardError: the column is missing, or its length differs from ``rows``.
-    """
+
+def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -> list[Any]:
+    """The values of a dataset column, one per row."""
     if column not in columns:
         known = [key for key, value in columns.items() if isinstance(value, list)]
         raise RewardError(
@@ -157,11 +151,7 @@ def read_column(columns: Mapping[str, Any], column: str, rows: int, name: str) -
 
 
 def read_record(truth: Any, name: str, example: str) -> dict[str, Any]:
-    """A ground truth given as a mapping or as a JSON object; keys with value None are dropped.
-
-    Raises:
-        RewardError: the ground truth is neither.
-    """
+    """A ground truth given as a mapping or as a JSON object; keys with value None are dropped."""
     value = truth
     if isinstance(truth, str):
         try:

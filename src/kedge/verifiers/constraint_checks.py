@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from kedge.verifiers.languages import KNOWN, detect_language, written_in
+from kedge.verifiers.languages import KNOWN, detect_language
 
 PHRASES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _WORD = re.compile(r"\w+")
@@ -97,7 +97,7 @@ def response_language(text: str, *, language: str) -> bool:
     """The text is in a language, given by its two-letter code."""
     if language not in KNOWN:
         raise ValueError(f"language={language!r} is not among {', '.join(sorted(KNOWN))}")
-    return written_in(text, language)
+    return detect_language(text) == language
 
 
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from kedge.errors import ConfigError
 from kedge.verifiers.base import Verifier
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_STRICT = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
+_LOOSE = re.compile(r"</think>\s*<answer>")
 
 
 def has_think_answer(text: str, *, strict: bool = True, opened: bool = False) -> bool:
@@ -23,25 +28,11 @@ def has_think_answer(text: str, *, strict: bool = True, opened: bool = False) ->
         opened: the prompt already ends in ``<think>``, so the response starts inside the thought.
     """
     if not strict:
-        return _loose(text)
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
+        return _LOOSE.search(text[: max(text.rfind("</answer>"), 0)]) is not None
     text = f"<think>{text}" if opened else text.strip()
-    if any(text.count(tag) != 1 for tag in tags):
-        return False
-    if not text.startswith("<think>") or not text.rstrip().endswith("</answer>"):
-        return False
-    thought, close, rest = text[len("<think>") :].partition("</think>")
-    between, start, answer = rest.partition("<answer>")
-    answer, end, _ = answer.partition("</answer>")
-    parts = bool(close and start and end)
-    return parts and bool(thought.strip()) and bool(answer.strip()) and not between.strip()
-
-
-def _loose(text: str) -> bool:
-    end = text.rfind("</answer>")
-    head = text[: max(end, 0)]
-    tails = head.split("</think>")[1:]  # each starts right after a </think>
-    return any(tail.lstrip()[:8] == "<answer>" for tail in tails)
+    match = _STRICT.fullmatch(text)
+    once = all(text.count(tag) == 1 for tag in _TAGS)
+    return match is not None and once and all(part.strip() for part in match.groups())
 
 
 def format_reward(*, strict: bool = True, opened: bool = False, name: str = "format") -> Verifier:
@@ -52,16 +43,14 @@ def format_reward(*, strict: bool = True, opened: bool = False, name: str = "for
         opened: see ``has_think_answer``.
         name: of the reward.
     """
-    return Verifier(partial(_check, strict=strict, opened=opened), name=name, column=None)
+
+    def check(text: str, _: Any) -> float:
+        return float(has_think_answer(text, strict=strict, opened=opened))
+
+    return Verifier(check, name=name, column=None)
 
 
-def _check(text: str, _: Any, *, strict: bool, opened: bool) -> float:
-    return float(has_think_answer(text, strict=strict, opened=opened))
-
-
-def tag_count_reward(
-    tags: Sequence[str] = ("<think>", "</think>", "<answer>", "</answer>"),
-) -> Verifier:
+def tag_count_reward(tags: Sequence[str] = _TAGS) -> Verifier:
     """A reward for the share of tags that occur exactly once.
 
     Args:

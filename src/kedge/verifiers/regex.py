@@ -1,14 +1,12 @@
-"""Rewards from regular expressions, safe against catastrophic backtracking."""
+"""Rewards from regular expressions, with a time limit against catastrophic backtracking."""
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
 from kedge.errors import ConfigError, RewardError
-from kedge.verifiers.base import Verifier
-from kedge.verifiers.worker import TaskError, WorkerPool
+from kedge.verifiers.base import Unanswered, Verifier
 
 _MODES = ("search", "match", "fullmatch")
 
@@ -25,16 +23,16 @@ def regex_reward(
 ) -> Verifier:
     """A reward of 1 for responses that a regular expression matches, else 0.
 
-    Matching runs in a helper process: a match that times out scores 0 and is counted in
-    ``timeouts/<name>``.  ``.`` also matches newlines.
+    A match that times out scores 0 and is counted in ``timeouts/<name>``.  ``.`` also matches
+    newlines.  The syntax is that of the package ``regex``, which extends Python's ``re``.
 
     Args:
         pattern: used for all rows; None: read from ``column``.
         column: dataset column with the pattern.
         mode: ``"search"`` (anywhere), ``"match"`` (from the start) or ``"fullmatch"``.
         ignore_case: match case-insensitively.
-        timeout: seconds of wall clock for one response.
-        workers: helper processes.
+        timeout: seconds of processor time for one response.
+        workers: responses matched concurrently.
         name: of the reward.
 
     Raises:
@@ -42,31 +40,19 @@ def regex_reward(
     """
     if mode not in _MODES:
         raise ConfigError(f"mode={mode!r} must be one of {', '.join(_MODES)}")
+    if timeout <= 0:
+        raise ConfigError(f"timeout={timeout} must be greater than 0")
+    match = partial(_match, mode=mode, ignore_case=ignore_case, timeout=timeout)
     if pattern is not None:
         try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ConfigError(
-                f"pattern={pattern!r} is not a valid regular expression: {error}"
-            ) from error
-    pool = WorkerPool(
-        "kedge.verifiers.regex:matches", timeout=timeout, size=workers, memory_mb=1024
-    )
-
-    check = partial(_check, pattern, pool=pool, options=(mode, ignore_case), name=name)
-    truth_column = column if pattern is None else None
-    return Verifier(check, name=name, column=truth_column, threads=workers)
+            match(pattern, "")
+        except ValueError as error:
+            raise ConfigError(f"pattern={pattern!r} {error}") from error
+    check = partial(_check, pattern, match=match, name=name)
+    return Verifier(check, name=name, column=column if pattern is None else None, threads=workers)
 
 
-def _check(
-    pattern: str | None,
-    text: str,
-    truth: Any,
-    *,
-    pool: WorkerPool,
-    options: tuple[str, bool],
-    name: str,
-) -> float:
+def _check(pattern: str | None, text: str, truth: Any, *, match: Any, name: str) -> float:
     expression = truth if pattern is None else pattern
     if not isinstance(expression, str):
         raise RewardError(
@@ -74,17 +60,23 @@ def _check(
             f" {expression!r}"
         )
     try:
-        return float(pool.call(expression, text, *options))
-    except TaskError as error:
-        raise RewardError(
-            f"verifier {name}: the pattern {expression[:80]!r} cannot be matched: {error}"
-        ) from error
+        return float(match(expression, text))
+    except TimeoutError as error:
+        raise Unanswered("timeouts") from error
+    except ValueError as error:
+        raise RewardError(f"verifier {name}: the pattern {expression[:80]!r} {error}") from error
 
 
-def matches(pattern: str, text: str, mode: str, ignore_case: bool) -> bool:
-    """The worker task: whether ``pattern`` matches ``text``."""
-    flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
-    return getattr(re.compile(pattern, flags), mode)(text) is not None
+def _match(pattern: str, text: str, *, mode: str, ignore_case: bool, timeout: float) -> bool:
+    """Whether a pattern matches; raises TimeoutError, or ValueError for an invalid pattern."""
+    import regex
+
+    flags = regex.DOTALL | (regex.IGNORECASE if ignore_case else 0)
+    try:
+        function = getattr(regex.compile(pattern, flags), mode)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"is not a valid regular expression: {error}") from error
+    return function(text, timeout=timeout, concurrent=True) is not None
 
 
 regex_match = regex_reward()

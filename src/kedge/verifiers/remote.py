@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from kedge.errors import ConfigError, RewardError
 from kedge.http_client import Reply, post, retried
-from kedge.verifiers.base import parallel
+from kedge.verifiers.base import is_finite, parallel
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ class RemoteReward:
             if not value >= bound:
                 raise ConfigError(f"{option}={value} must be at least {bound}")
         self.__name__ = name
-        self._address = _parse_url(url)
+        self._url, self._shown = _parse_url(url)
         self._token = token if token is not None else os.environ.get(TOKEN_ENV)
         if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
             raise ConfigError("the token of a remote reward must be one line of printable ASCII")
@@ -83,14 +81,14 @@ class RemoteReward:
         self._timeout, self._time_limit = timeout, time_limit
         self._retries, self._backoff = retries, backoff
         self._columns, self._send_ids = columns, send_ids
-        plain = not self._address.secure and self._address.host not in LOOPBACK
-        if self._token and plain:
+        parts = urlsplit(url)
+        if self._token and parts.scheme == "http" and parts.hostname not in LOOPBACK:
             logger.warning(
-                "the token for %s is sent unencrypted; use https or a tunnel", self._address.shown
+                "the token for %s is sent unencrypted; use https or a tunnel", self._shown
             )
 
     def __repr__(self) -> str:
-        return f"RemoteReward({self._address.shown!r})"
+        return f"RemoteReward({self._shown!r})"
 
     def __call__(
         self, completions: Sequence[Any], prompts: Sequence[Any] | None = None, **columns: Any
@@ -146,7 +144,7 @@ class RemoteReward:
             ) from error
 
     def _request(self, body: bytes, rows: int, until: float) -> list[float | None]:
-        shown = self._address.shown
+        shown = self._shown
         reply, attempts = retried(
             lambda: self._send(body, until),
             retries=self._retries,
@@ -170,18 +168,11 @@ class RemoteReward:
         if seconds <= 0:
             return Reply(problem="did not answer within the time limit")
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        return post(self._address.url, body, headers, seconds=seconds)
+        return post(self._url, body, headers, seconds=seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    url: str
-    secure: bool
-    host: str
-    shown: str  # without the query, which may hold a secret
-
-
-def _parse_url(url: str) -> _Address:
+def _parse_url(url: str) -> tuple[str, str]:
+    """The URL, and how it is shown: without the query, which may hold a secret."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises for a port that is not a number
@@ -193,8 +184,7 @@ def _parse_url(url: str) -> _Address:
         raise ConfigError("the URL of a reward server must not contain a password; use token=")
     path = parts.path if parts.path not in ("", "/") else "/score"
     shown = f"{parts.scheme}://{parts.netloc}{path}"
-    query = f"?{parts.query}" if parts.query else ""
-    return _Address(shown + query, parts.scheme == "https", parts.hostname, shown)
+    return shown + (f"?{parts.query}" if parts.query else ""), shown
 
 
 def _parse_rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
@@ -210,8 +200,7 @@ def _parse_rewards(body: bytes, rows: int, shown: str) -> list[float | None]:
             f"reward server {shown} returned {count!r} rewards for {rows} completions"
         )
     for reward in rewards:
-        number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
-        if reward is not None and not (number and abs(reward) <= sys.float_info.max):
+        if reward is not None and (isinstance(reward, bool) or not is_finite(reward)):
             raise RewardError(
                 f"reward server {shown} returned {str(reward)[:80]}, not a finite number or null"
             )

@@ -10,15 +10,19 @@ import ipaddress
 import json
 import logging
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedge.errors import ConfigError
+from kedge.verifiers.base import is_finite
 from kedge.verifiers.by_column import accepted
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +38,20 @@ BUSY = (
 
 
 class Refused(Exception):
-    """A rejected request.
-
-    Args:
-        status: HTTP status.
-        problem: error message for the client.
-    """
+    """A rejected request, with its HTTP status and an error message for the client."""
 
     def __init__(self, status: int, problem: str) -> None:
         super().__init__(problem)
         self.status = status
 
 
-class RewardServer:
+class RewardServer(ThreadingHTTPServer):
     """An HTTP server for reward functions.
 
     ``POST /score`` (if there is one function) or ``/score/<name>``, with the JSON that
     ``RemoteReward`` sends.  ``GET /health`` answers ``{"status": "ok", "rewards": [names]}``
-    without a token.  An exception in a function returns 422 with its message.
+    without a token.  An exception in a function returns 422 with its message.  A context manager
+    that serves in a thread; ``serve_forever`` serves until the process is interrupted.
 
     Args:
         functions: reward functions by name, synchronous or asynchronous.
@@ -65,6 +65,9 @@ class RewardServer:
         ConfigError: no function, a missing token, or a number out of range.
         OSError: the port is in use.
     """
+
+    daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS  # waiting to be accepted; the default is 5
 
     def __init__(
         self,
@@ -90,47 +93,54 @@ class RewardServer:
             )
         self.functions, self.host, self.max_bytes = dict(functions), host, max_mb << 20
         self._token, self._turns = token, threading.BoundedSemaphore(workers)
-        self._http = _http_server(host, port, self)
-        self._thread: threading.Thread | None = None
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
 
     @property
     def url(self) -> str:
         """The URL to send requests to."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{shown}:{self._http.server_address[1]}/score"
+        return f"http://{shown}:{self.server_address[1]}/score"
 
-    def __enter__(self) -> RewardServer:
+    def __enter__(self) -> Self:
         self._thread = threading.Thread(
-            target=self.serve_forever, name="kedge-reward-server", daemon=True
+            target=self.serve_forever, args=(0.1,), name="kedge-reward-server", daemon=True
         )
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        if self._thread is not None:
-            self._thread.join()
-        self.close()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
 
-    def serve_forever(self) -> None:
-        """Serve until the process is interrupted."""
-        self._http.serve_forever(poll_interval=0.1)
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a connection in a thread, or reject it if there are too many."""
+        if not self._connections.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                request.sendall(BUSY)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._connections.release()
+            raise
 
-    def close(self) -> None:
-        """Release the port."""
-        self._http.server_close()
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handle a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
 
-    def answer(self, path: str, headers: Mapping[str, str], read: Callable[[int], bytes]) -> Any:
-        """The rewards for one request.
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a failed connection."""
+        logger.info("a client disconnected: %s", client_address, exc_info=True)
 
-        Args:
-            path: of the request.
-            headers: of the request, with lowercase names.
-            read: reads this many bytes of the body.
-
-        Raises:
-            Refused: the request is invalid, or the function raised.
-        """
+    def answer(self, path: str, headers: Message, read: Callable[[int], bytes]) -> Any:
+        """The rewards for one request; raises Refused."""
         self._admit(headers)
         function = self._function(path)
         body = self._read_body(headers, read)
@@ -156,7 +166,7 @@ class RewardServer:
             self._turns.release()
         return {"rewards": _check_rewards(returned, rows)}
 
-    def _admit(self, headers: Mapping[str, str]) -> None:
+    def _admit(self, headers: Message) -> None:
         if self._token:
             authorization = headers.get("authorization", "").encode()
             if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
@@ -177,9 +187,7 @@ class RewardServer:
             raise Refused(404, f"unknown path {place}; known: {known}")
         return self.functions[name]
 
-    def _read_body(
-        self, headers: Mapping[str, str], read: Callable[[int], bytes]
-    ) -> dict[str, Any]:
+    def _read_body(self, headers: Message, read: Callable[[int], bytes]) -> dict[str, Any]:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the Content-Type must be application/json")
         length = headers.get("content-length", "")
@@ -226,8 +234,7 @@ def _check_rewards(returned: Any, rows: int) -> list[float | None]:
     checked: list[float | None] = []
     for reward in rewards:
         value = reward.item() if hasattr(reward, "item") else reward
-        number = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
-        if value is not None and not number:
+        if value is not None and not is_finite(value):
             raise Refused(
                 422, f"the function returned {str(value)[:80]}, not a finite number or None"
             )
@@ -235,86 +242,47 @@ def _check_rewards(returned: Any, rows: int) -> list[float | None]:
     return checked
 
 
-class _Body:
-    def __init__(self, file: Any, length: str) -> None:
-        self._file, self._unread = file, int(length) if _is_number(length) else 0
+class _Handler(BaseHTTPRequestHandler):
+    server: RewardServer
+    timeout = IDLE_SECONDS
+    server_version, sys_version = "kedge", ""
 
-    def read(self, size: int) -> bytes:
+    def do_POST(self) -> None:
+        length = self.headers.get("content-length", "")
+        self._unread = int(length) if _is_number(length) else 0
+        try:
+            self._send(200, self.server.answer(self.path, self.headers, self._read))
+        except Refused as refused:
+            self._send(refused.status, {"error": str(refused)})
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(DRAIN_SECONDS)
+            self._drain(max(self.server.max_bytes, MAX_DRAINED))
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._send(200, {"status": "ok", "rewards": list(self.server.functions)})
+        else:
+            self._send(404, {"error": f"unknown path {self.path}; known: /health"})
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        logger.info("%s %s", self.address_string(), format % arguments)
+
+    def _read(self, size: int) -> bytes:
         self._unread -= size
-        data: bytes = self._file.read(size)
-        return data
+        return self.rfile.read(size)
 
-    def drain(self, most: int) -> None:
+    def _drain(self, most: int) -> None:
         """Read the rest of a request: closing earlier would drop the response."""
         left, until = min(self._unread, most), time.monotonic() + DRAIN_SECONDS
-        while left > 0 and time.monotonic() < until and (data := self._file.read1(1 << 16)):
+        while left > 0 and time.monotonic() < until and (data := self.rfile.read1(1 << 16)):
             left -= len(data)
 
-
-def _http_server(host: str, port: int, rewards: RewardServer) -> ThreadingHTTPServer:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = IDLE_SECONDS
-        server_version, sys_version = "kedge", ""
-
-        def do_POST(self) -> None:
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            body = _Body(self.rfile, headers.get("content-length", ""))
-            try:
-                self._send(200, rewards.answer(self.path, headers, body.read))
-            except Refused as refused:
-                self._send(refused.status, {"error": str(refused)})
-                self.connection.shutdown(socket.SHUT_WR)
-                self.connection.settimeout(DRAIN_SECONDS)
-                body.drain(max(rewards.max_bytes, MAX_DRAINED))
-
-        def do_GET(self) -> None:
-            if self.path == "/health":
-                self._send(200, {"status": "ok", "rewards": list(rewards.functions)})
-            else:
-                self._send(404, {"error": f"unknown path {self.path}; known: /health"})
-
-        def _send(self, status: int, value: Any) -> None:
-            body = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            if status == 503:
-                self.send_header("Retry-After", "1")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            logger.info("%s %s", self.address_string(), format % arguments)
-
-    return _Server(host, port, Handler)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = MAX_CONNECTIONS  # waiting to be accepted; the default is 5
-
-    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__((host, port), handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                request.sendall(BUSY)
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
-            self._free.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.info("a client disconnected: %s", client_address, exc_info=True)
+    def _send(self, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        if status == 503:
+            self.send_header("Retry-After", "1")
+        self.end_headers()
+        self.wfile.write(body)

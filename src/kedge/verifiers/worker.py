@@ -1,8 +1,8 @@
 """Runs work that may hang in helper processes, which are killed on timeout.
 
-Signals only work in the main thread, and nothing inside a process can interrupt a regular
-expression.  So separate Python processes, which talk in lines of JSON, do the work: this also works
-in threads, Ray actors and processes that hold a GPU, none of which can fork.
+Signals only work in the main thread, so separate Python processes, which talk in lines of JSON, do
+the work: this also works in threads, Ray actors and processes that hold a GPU, none of which can
+fork.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import contextlib
 import importlib
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -30,16 +30,7 @@ _CODE = (
 
 
 class TaskError(Exception):
-    """The task raised in the worker.
-
-    Args:
-        kind: name of the exception's class.
-        detail: its message.
-    """
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(f"{kind}: {detail}" if detail else kind)
-        self.kind = kind
+    """The task raised in the worker; the message has the class and the text of the exception."""
 
 
 class WorkerPool:
@@ -55,16 +46,17 @@ class WorkerPool:
     """
 
     def __init__(
-        self, task: str, *, timeout: float, size: int = 1, memory_mb: int | None = None
+        self, task: str, timeout: float, size: int = 1, memory_mb: int | None = None
     ) -> None:
         if timeout <= 0 or size < 1:
             raise ConfigError(f"timeout={timeout} and workers={size} must be greater than 0")
         self.task, self.timeout, self.size, self.memory_mb = task, timeout, size, memory_mb
+        self._alive: set[_Worker] = set()
         self._reset()
         weakref.finalize(self, _end_all, self._alive)
 
     def __reduce__(self) -> Any:
-        return _make_pool, (self.task, self.timeout, self.size, self.memory_mb)
+        return WorkerPool, (self.task, self.timeout, self.size, self.memory_mb)
 
     def call(self, *arguments: Any) -> Any:
         """``function(*arguments)``.
@@ -79,39 +71,33 @@ class WorkerPool:
         with self._places:
             worker = self._acquire()
             try:
-                answer = worker.ask(arguments, self.timeout)
+                answer = worker.ask(json.dumps(arguments), self.timeout)
             except BaseException:
-                worker.end()
-                self._alive.discard(worker)
+                self._drop(worker)
                 raise
-            self._idle.put(worker)
+            self._idle.append(worker)
         if "raised" in answer:
-            raise TaskError(*answer["raised"])
+            raise TaskError(answer["raised"])
         return answer["result"]
 
     def _acquire(self) -> _Worker:
-        while True:
-            try:
-                worker = self._idle.get_nowait()
-            except queue.Empty:
-                worker = _Worker(self.task, self.timeout, self.memory_mb)
-                self._alive.add(worker)
-                return worker
+        while self._idle:
+            worker = self._idle.pop()
             if worker.process.poll() is None:
                 return worker
-            worker.end()  # it was killed from outside while idle
-            self._alive.discard(worker)
+            self._drop(worker)  # it was killed from outside while idle
+        worker = _Worker(self.task, self.timeout, self.memory_mb)
+        self._alive.add(worker)
+        return worker
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.end()
+        self._alive.discard(worker)
 
     def _reset(self) -> None:
-        self._owner = os.getpid()
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._owner, self._idle = os.getpid(), deque[_Worker]()
         self._places = threading.Semaphore(self.size)
-        self._alive: set[_Worker] = getattr(self, "_alive", set())
         self._alive.clear()
-
-
-def _make_pool(task: str, timeout: float, size: int, memory_mb: int | None) -> WorkerPool:
-    return WorkerPool(task, timeout=timeout, size=size, memory_mb=memory_mb)
 
 
 def _end_all(workers: set[_Worker]) -> None:
@@ -129,26 +115,36 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="kedge-worker", daemon=True).start()
         try:
-            ready = self._line(START_SECONDS)
+            problem = self.ask("", START_SECONDS).get("raised")
         except Unanswered as error:
+            problem = str(error)
+        if problem is not None:
             self.end()
-            raise ConfigError(f"the worker for {task} did not start: {error}") from error
-        if "failed" in ready:
-            self.end()
-            raise ConfigError(f"the worker for {task} cannot start: {ready['failed']}")
+            raise ConfigError(f"the worker for {task} cannot start: {problem}")
 
-    def ask(self, arguments: tuple[Any, ...], timeout: float) -> dict[str, Any]:
-        stream = self.process.stdin
-        assert stream is not None
+    def ask(self, line: str, timeout: float) -> dict[str, Any]:
+        """The answer to one line of JSON."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        timer = threading.Timer(timeout, self.process.kill)
+        timer.start()
+        data = b""
         try:
-            stream.write(json.dumps(arguments).encode() + b"\n")
-            stream.flush()
-        except OSError as error:
-            raise Unanswered("crashes", "the worker died") from error
-        return self._line(timeout)
+            with contextlib.suppress(OSError):  # a broken pipe
+                stdin.write(line.encode() + b"\n")
+                stdin.flush()
+                data = stdout.readline()
+        finally:
+            in_time = timer.is_alive()
+            timer.cancel()
+        if data.endswith(b"\n"):
+            answer: dict[str, Any] = json.loads(data)
+            return answer
+        if in_time:
+            raise Unanswered("crashes", "the worker died")
+        raise Unanswered("timeouts", f"no answer after {timeout} s")
 
     def end(self) -> None:
         if self._owner != os.getpid():
@@ -160,69 +156,34 @@ class _Worker:
                 if stream is not None:
                     stream.close()
 
-    def _line(self, timeout: float) -> dict[str, Any]:
-        try:
-            line = self._lines.get(timeout=timeout)
-        except queue.Empty:
-            raise Unanswered("timeouts", f"no answer after {timeout} s") from None
-        if not line.endswith(b"\n"):
-            raise Unanswered("crashes", "the worker died")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _read(self) -> None:
-        stream = self.process.stdout
-        assert stream is not None
-        while line := _next_line(stream.readline):
-            self._lines.put(line)
-        self._lines.put(b"")
-
-
-def _next_line(readline: Callable[[], bytes]) -> bytes:
-    try:
-        return readline()
-    except (OSError, ValueError):  # closed while reading
-        return b""
-
 
 def serve(task: str, timeout: float, memory_mb: int | None) -> None:
-    """The main loop of a worker: answer calls of ``task`` from standard input until EOF."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    """The main loop of a worker: answer one call of ``task`` per line of standard input."""
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries must not mix with answers
-    try:
-        module, _, name = task.partition(":")
-        function = getattr(importlib.import_module(module), name)
-        prepare = getattr(function, "prepare", None)
-        if prepare is not None:
-            prepare()
-    except Exception as error:
-        _write(answers, {"failed": f"{type(error).__name__}: {error}"})
-        return
-    _limit_memory(memory_mb)
-    _write(answers, {"ready": True})
-    for line in requests:
-        _alarm(2 * timeout + 10)  # ends a worker whose parent is gone
-        _write(answers, _answer(function, json.loads(line)))
+    function: Callable[..., Any] | None = None
+    for line in sys.stdin:
+        _alarm(2 * timeout + 10 if function else 0)  # ends a worker whose parent is gone
+        try:
+            if function is None:  # the first line only asks whether the worker is ready
+                function, answer = _load(task, memory_mb), {}
+            else:
+                answer = {"result": function(*json.loads(line))}
+        except Exception as error:
+            answer = {"raised": f"{type(error).__name__}: {str(error)[:500]}"}
+        print(json.dumps(answer), file=answers, flush=True)
         _alarm(0)
 
 
-def _answer(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
-    try:
-        return {"result": function(*arguments)}
-    except Exception as error:
-        return {"raised": [type(error).__name__, str(error)[:500]]}
-
-
-def _write(stream: Any, value: dict[str, Any]) -> None:
-    stream.write(json.dumps(value).encode() + b"\n")
-    stream.flush()
-
-
-def _limit_memory(memory_mb: int | None) -> None:
+def _load(task: str, memory_mb: int | None) -> Callable[..., Any]:
+    module, _, name = task.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    getattr(function, "prepare", object)()
     if memory_mb is not None and sys.platform == "linux":
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    return function
 
 
 def _alarm(seconds: float) -> None:

@@ -35,22 +35,13 @@ DONE = "done.json"  # written last
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = Flags(
-        prog="kedge pipeline",
-        description="Run commands in order.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    flags = Flags("kedge pipeline", "Run commands in order.", EPILOG)
     flags.add_argument("file", metavar="FILE.yaml")
     flags.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of variables"
     )
-    flags.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        help="run the pipeline once for each value of the variable seed",
-    )
+    seeds = "run the pipeline once for each value of the variable seed"
+    flags.add_argument("--seeds", nargs="+", type=int, help=seeds)
     flags.add_argument(
         "--only", nargs="+", metavar="NAME", help="run only these stages and the stages they use"
     )
@@ -76,29 +67,27 @@ def main(argv: Sequence[str]) -> None:
 
 
 def load_pipelines(flags: argparse.Namespace) -> tuple[Path, list[Pipeline]]:
-    """The output folder, and one checked pipeline per seed.
-
-    Raises:
-        ConfigError: something in the file or in the flags is wrong.
-    """
+    """The output folder, and one checked pipeline per seed."""
     variables = _parse_variables(flags.set)
     if flags.seeds is not None and "seed" in variables:
         raise ConfigError("--seeds and --set seed=... are both given; set only one")
-    base = read(flags.file, {**variables, **({"seed": flags.seeds[0]} if flags.seeds else {})})
-    pipelines = [base]
     if flags.seeds:
+        seeds = dict.fromkeys(flags.seeds)
+        pipelines = [read(flags.file, {**variables, "seed": seed}) for seed in seeds]
+        base = pipelines[0].folder
         pipelines = [
-            replace(
-                read(flags.file, {**variables, "seed": seed}), folder=base.folder / f"seed-{seed}"
-            )
-            for seed in dict.fromkeys(flags.seeds)
+            replace(pipeline, folder=base / f"seed-{seed}")
+            for pipeline, seed in zip(pipelines, seeds, strict=True)
         ]
+    else:
+        pipelines = [read(flags.file, variables)]
+        base = pipelines[0].folder
     if flags.only:
         pipelines = [plan.only(flags.only) for plan in pipelines]
     names = [stage.name for stage in pipelines[0].stages]
     if flags.redo is not None and flags.redo not in names:
         raise ConfigError(f"--redo {flags.redo} must be one of the stages {', '.join(names)}")
-    return base.folder, pipelines
+    return base, pipelines
 
 
 def _parse_variables(pairs: Sequence[str]) -> dict[str, Any]:
@@ -115,12 +104,7 @@ def _parse_variables(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def run(pipeline: Pipeline, *, redo: str | None = None, dry: bool = False) -> None:
-    """Run the unfinished stages; a marker is written when a stage ends.
-
-    Raises:
-        ConfigError: a stage was finished with other options.
-        KedgeError: a stage failed.
-    """
+    """Run the unfinished stages; a marker is written when a stage ends."""
     marks: dict[str, str] = {}
     for stage in pipeline.stages:
         place = pipeline.folder / stage.name
@@ -132,11 +116,8 @@ def run(pipeline: Pipeline, *, redo: str | None = None, dry: bool = False) -> No
             print(f"kedge: stage {stage.name}: {program} {words}", flush=True)
         else:
             print(f"kedge: stage {stage.name} is done", flush=True)
-        if dry:
-            marks[stage.name] = mark or ""
-            continue
         if mark is None:
-            mark = _run_stage(stage, pipeline.folder, inputs)
+            mark = "" if dry else _run_stage(stage, pipeline.folder, inputs)
         marks[stage.name] = mark
 
 

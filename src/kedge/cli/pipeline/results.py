@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kedge.cli.pipeline.stages import Stage
@@ -12,16 +13,10 @@ from kedge.judges.match import interval, worth
 
 
 def results(runs: Sequence[tuple[Path, Iterable[Stage]]]) -> list[dict[str, Any]]:
-    """One row for each judge stage.
+    """One row for each judge stage: means, intervals and sums over the seeds.
 
     Args:
         runs: for each seed its folder and its stages, which are the same for all.
-
-    Returns:
-        ``stage``, ``judge``, ``win_rate`` (mean over the seeds), ``win_rate_low`` and
-        ``win_rate_high`` (95%, see ``kedge.judges.match.interval``), ``each`` (a seed each),
-        ``length_controlled_win_rate`` (mean, None where a seed has none), ``prompts`` and
-        ``invalid`` (sums).
     """
     rows = []
     for stage in runs[0][1]:
@@ -30,18 +25,17 @@ def results(runs: Sequence[tuple[Path, Iterable[Stage]]]) -> list[dict[str, Any]
         places = [folder / stage.name for folder, _ in runs]
         summaries = [json.loads((place / "summary.json").read_text()) for place in places]
         low, high = interval([_worths(place) for place in places])
+        rates = [one["win_rate"] for one in summaries]
         controlled = [one["length_controlled_win_rate"] for one in summaries]
         rows.append(
             {
                 "stage": stage.name,
                 "judge": summaries[0]["judge"],
-                "win_rate": sum(one["win_rate"] for one in summaries) / len(summaries),
+                "win_rate": fmean(rates),
                 "win_rate_low": low,
                 "win_rate_high": high,
-                "each": [one["win_rate"] for one in summaries],
-                "length_controlled_win_rate": (
-                    None if None in controlled else sum(controlled) / len(controlled)
-                ),
+                "each": rates,
+                "length_controlled_win_rate": None if None in controlled else fmean(controlled),
                 "prompts": sum(one["prompts"] for one in summaries),
                 "invalid": sum(one["invalid"] for one in summaries),
             }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kedge.suggestions import hint
 RL = ("ppo", "rloo", "grpo", "async-ppo")
 PLACES = {"generate": ("model", "prompts"), "judge": ("ours", "theirs")}  # positional arguments
 SCRIPT = "script"  # a custom program
+COMMANDS = ("sft", "reward", *RL, *PLACES, SCRIPT)
 HERE = "here"  # variable: the folder of the pipeline's file
 _KEYS = {"output_dir", "variables", "stages"}
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
@@ -31,7 +33,7 @@ class Stage:
     options: Mapping[str, Any]
     here: str = "."  # folder of the pipeline's file
     launch: tuple[str, ...] = ()  # command that starts it in separate processes
-    uses: tuple[str, ...] = field(default=())  # stages whose folders its options name
+    uses: tuple[str, ...] = ()  # stages whose folders its options name
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -56,31 +58,31 @@ class Stage:
         def filled(value: Any) -> str:
             text = value if isinstance(value, str) else json.dumps(value)
             return _REFERENCE.sub(
-                lambda found: self.here if found[1] == HERE else str(folder / found[1]), text
+                lambda match: self.here if match[1] == HERE else str(folder / match[1]), text
             )
 
         places = ("path",) if self.command == SCRIPT else PLACES.get(self.command, ())
         switches = self.command in PLACES or self.command == SCRIPT
-        found = [filled(self.options[name]) for name in places]
+        words = [filled(self.options[name]) for name in places]
         for name, value in self.options.items():
             if name in places:
                 continue
             if value is None:
-                found += [f"--{name}=none"] if name in self._nullable() else []
+                words += [f"--{name}=none"] if name in self._nullable() else []
             elif isinstance(value, list):
-                found += [f"--{name}", *map(filled, value)]
+                words += [f"--{name}", *map(filled, value)]
             elif isinstance(value, bool) and switches:
-                found += [f"--{name}"] if value else []
+                words += [f"--{name}"] if value else []
             else:
-                found.append(f"--{name}={filled(value)}")
-        return found
+                words.append(f"--{name}={filled(value)}")
+        return words
 
     def _nullable(self) -> frozenset[str]:
         """Options for which null differs from the default."""
         from kedge.cli.arguments import nullable
         from kedge.cli.planning.plan import CONFIGS
 
-        return nullable([CONFIGS[self.command]]) if self.command in CONFIGS else frozenset()
+        return nullable([CONFIGS[self.command]]) if self.command in RL else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +93,15 @@ class Pipeline:
     stages: tuple[Stage, ...]
 
     def only(self, names: Sequence[str]) -> Pipeline:
-        """The named stages, and the stages that these use.
-
-        Raises:
-            ConfigError: a stage does not exist.
-        """
-        known = {stage.name: stage for stage in self.stages}
-        wanted: set[str] = set()
-
-        def want(name: str) -> None:
+        """The named stages, and the stages that these use."""
+        known = [stage.name for stage in self.stages]
+        for name in names:
             if name not in known:
                 raise ConfigError(f"unknown stage {name!r}; the stages are {', '.join(known)}")
-            wanted.add(name)
-            for used in known[name].uses:
-                want(used)
-
-        for name in names:
-            want(name)
+        wanted = set(names)
+        for stage in reversed(self.stages):  # a stage uses earlier ones
+            if stage.name in wanted:
+                wanted.update(stage.uses)
         return Pipeline(self.folder, tuple(stage for stage in self.stages if stage.name in wanted))
 
 
@@ -122,11 +116,11 @@ def read(file: str, given: Mapping[str, Any] | None = None) -> Pipeline:
         ConfigError: an unknown file, variable, command, option or stage.
     """
     path = Path(file).expanduser()
-    found = _loaded(path, file)
-    variables, here = _variables(found, file, given or {}), str(path.resolve().parent)
-    output = str(_filled(found["output_dir"], {**variables, HERE: here}))
+    content = _load(path, file)
+    variables, here = _variables(content, file, given or {}), str(path.resolve().parent)
+    output = str(_filled(content["output_dir"], {**variables, HERE: here}))
     stages: list[Stage] = []
-    for number, entry in enumerate(found["stages"], 1):
+    for number, entry in enumerate(content["stages"], 1):
         stage = _stage(_filled(entry, variables), f"{file}, stage {number}", stages, here)
         if stage.name in (*variables, HERE):
             raise ConfigError(f"{file}: {stage.name!r} is both a variable and a stage; rename one")
@@ -134,7 +128,7 @@ def read(file: str, given: Mapping[str, Any] | None = None) -> Pipeline:
     return Pipeline(Path(output).expanduser(), tuple(stages))
 
 
-def _loaded(path: Path, file: str) -> dict[str, Any]:
+def _load(path: Path, file: str) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
@@ -154,13 +148,13 @@ def _loaded(path: Path, file: str) -> dict[str, Any]:
     return content
 
 
-def _variables(found: dict[str, Any], file: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    named = found.get("variables") or {}
+def _variables(content: dict[str, Any], file: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    named = content.get("variables") or {}
     if not isinstance(named, dict):
         raise ConfigError(f"{file}: variables must be name: value, got {named!r}")
     for name in given:
         if name not in named:
-            raise ConfigError(f"{file}: {nearest(name, named, 'variable')}")
+            raise ConfigError(f"{file}: {_unknown('variable', name, named)}")
     values = {**named, **given}
     for name, value in values.items():
         if value is None:
@@ -180,7 +174,7 @@ def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
     if alone and alone[1] in variables:
         return variables[alone[1]]
     return _REFERENCE.sub(
-        lambda found: str(variables[found[1]]) if found[1] in variables else found[0], value
+        lambda match: str(variables[match[1]]) if match[1] in variables else match[0], value
     )
 
 
@@ -220,21 +214,20 @@ def _stage(entry: Any, where: str, earlier: Sequence[Stage], here: str) -> Stage
 
 def _checked(command: str, options: Any, where: str, here: str) -> dict[str, Any]:
     """Check that the options of a command exist."""
-    known = _commands()
-    if command not in (*known, SCRIPT):
-        raise ConfigError(f"{where}: {nearest(command, (*known, SCRIPT), 'command')}")
+    if command not in COMMANDS:
+        raise ConfigError(f"{where}: {_unknown('command', command, COMMANDS)}")
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: the options of {command} must be name: value")
     needed = ("path",) if command == SCRIPT else PLACES.get(command, ())
     missing = [place for place in needed if place not in options]
     if missing:
         raise ConfigError(f"{where}: {command} needs {' and '.join(missing)}")
-    accepted = {*options} if command == SCRIPT else known[command]()
+    accepted = {*options} if command == SCRIPT else _options(command)
     for key in options:
         if key in ("output_dir", "output"):
             raise ConfigError(f"{where}: {key} is set by the pipeline; leave it out")
         if key not in accepted:
-            raise ConfigError(f"{where}: {nearest(str(key), accepted, 'option')}")
+            raise ConfigError(f"{where}: {_unknown('option', key, accepted)}")
     program = str(options.get("path", "")).replace("${here}", here)
     if command == SCRIPT and not Path(program).is_file():
         raise ConfigError(
@@ -243,41 +236,28 @@ def _checked(command: str, options: Any, where: str, here: str) -> dict[str, Any
     return options
 
 
-def _commands() -> dict[str, Callable[[], set[str]]]:
-    """The commands that can be a stage, and their options."""
-
-    def flags_of(made: Any) -> set[str]:
-        return {action.dest for action in made._actions if action.dest != "help"}
-
-    def rl(name: str) -> set[str]:
+def _options(command: str) -> set[str]:
+    """The names of a command's options."""
+    flags: Any
+    if command in RL:
         from kedge.cli.arguments import parser
         from kedge.cli.planning.plan import CONFIGS
 
-        return flags_of(parser(name, CONFIGS[name]))
-
-    def before(name: Any) -> set[str]:
+        flags = parser(command, CONFIGS[command])
+    elif command in PLACES:
+        flags = importlib.import_module(f"kedge.cli.tools.{command}").parser()
+    else:
         from kedge.cli.train.reward import RewardArguments
         from kedge.cli.train.sft import BeforeArguments, build_parser
 
-        return flags_of(
-            build_parser(name, RewardArguments if name == "reward" else BeforeArguments)
+        reward = command == "reward"
+        flags = (
+            build_parser("reward", RewardArguments)
+            if reward
+            else build_parser("sft", BeforeArguments)
         )
-
-    def small(name: str) -> set[str]:
-        from kedge.cli.tools import generate, judge
-
-        return flags_of((generate if name == "generate" else judge).parser())
-
-    commands: dict[str, Callable[[], set[str]]] = {}
-    for name in ("sft", "reward"):
-        commands[name] = lambda name=name: before(name)  # type: ignore[misc]
-    for name in RL:
-        commands[name] = lambda name=name: rl(name)  # type: ignore[misc]
-    for name in PLACES:
-        commands[name] = lambda name=name: small(name)  # type: ignore[misc]
-    return commands
+    return {action.dest for action in flags._actions} - {"help"}
 
 
-def nearest(word: str, known: Any, kind: str) -> str:
-    """Message for an unknown name, with the nearest known one."""
-    return f"unknown {kind} {word!r}{hint(word, {*known})}"
+def _unknown(kind: str, word: Any, known: Iterable[str]) -> str:
+    return f"unknown {kind} {word!r}{hint(str(word), {*known})}"

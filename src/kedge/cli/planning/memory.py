@@ -16,23 +16,12 @@ from kedge.errors import ConfigError
 
 # Bytes of optimizer state per trained parameter, by the start of the optimizer's name.
 OPTIMIZER_BYTES = {
-    "adamw_bnb_8bit": 2.0,
-    "adamw_8bit": 2.0,
-    "adamw_torch_8bit": 2.0,
-    "adamw_torch_4bit": 1.0,
-    "paged_adamw_8bit": 2.0,
-    "lion_8bit": 1.0,
-    "paged_lion_8bit": 1.0,
-    "ademamix_8bit": 3.0,
-    "ademamix": 12.0,
-    "lion": 4.0,
-    "paged_lion": 4.0,
-    "rmsprop_bnb_8bit": 1.0,
-    "rmsprop": 4.0,
-    "adagrad": 4.0,
-    "adafactor": 0.1,  # one row and one column per matrix
+    "adamw_bnb_8bit": 2.0, "adamw_8bit": 2.0, "adamw_torch_8bit": 2.0, "adamw_torch_4bit": 1.0,
+    "paged_adamw_8bit": 2.0, "lion_8bit": 1.0, "paged_lion_8bit": 1.0, "ademamix_8bit": 3.0,
+    "ademamix": 12.0, "lion": 4.0, "paged_lion": 4.0, "rmsprop_bnb_8bit": 1.0, "rmsprop": 4.0,
+    "adagrad": 4.0, "adafactor": 0.1,  # one row and one column per matrix
     "sgd": 0.0,
-}
+}  # fmt: skip
 ADAM_BYTES = 8.0  # two moments in float32
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of logits that exist at a time
 
@@ -74,11 +63,7 @@ def optimizer_bytes(optim: str) -> float:
 
 
 def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """A model's configuration, without its weights.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """A model's configuration, without its weights."""
     from transformers import AutoConfig
 
     try:

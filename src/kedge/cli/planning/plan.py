@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from kedge.cli.arguments import Options, parse, parser
+from kedge.cli.arguments import Flags, Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.planning import memory
-from kedge.cli.planning.plan_split import build_job, show_split, take_flags
 from kedge.cli.train.async_ppo import parse_options
 from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, lora, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
@@ -36,10 +37,7 @@ PROMPT_GUESS = 512  # tokens, where there is no dataset to look at
 def main(argv: Sequence[str]) -> None:
     """``kedge plan ppo [flags]``, or of another command that trains."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(
-            f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [flags of that command]\n"
-            "async-ppo also takes: [--hardware a100|h100|h200|cpu] [--devices N]"
-        )
+        print(f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [flags of that command]")
         return
     name, *rest = argv
     if name not in CONFIGS:
@@ -47,25 +45,21 @@ def main(argv: Sequence[str]) -> None:
     prog, config = f"kedge plan {name}", CONFIGS[name]
     if parser(prog, config).show_help(rest):
         return
-    processes, rest = _processes(rest)
-    if config is AsyncPPOConfig:
-        _plan_async(rest, processes)
-    else:
-        show(*plan(parse(rest, prog=prog, config=config), processes))
-
-
-def _plan_async(argv: list[str], processes: int | None) -> None:
-    from rich.console import Console
-
-    asked, argv = take_flags(argv)
-    with elsewhere():
-        options = parse_options(argv, prog="kedge plan async-ppo")
-        assert isinstance(options.config, AsyncPPOConfig)
-        learners = sum(options.config.actor_num_gpus_per_node or [1])
-        options, batches, facts, needs = plan(options, processes or learners)
-    show(options, batches, facts, needs)
-    job = build_job(options, batches, model_names(options), longest(facts))
-    show_split(job, options, asked, Console())
+    own = Flags(prog, add_help=False, allow_abbrev=False)
+    own.add_argument("--num_processes", "--num-processes", type=int)
+    asked, rest = own.parse_known_args(rest)
+    processes = asked.num_processes
+    if processes is not None and processes < 1:
+        raise ConfigError(f"--num_processes {processes} must be at least 1")
+    with elsewhere() if config is AsyncPPOConfig else nullcontext():
+        if config is AsyncPPOConfig:
+            options = parse_options(rest, prog=prog)
+            assert isinstance(options.config, AsyncPPOConfig)
+            processes = processes or sum(options.config.actor_num_gpus_per_node or [1])
+        else:
+            options = parse(rest, prog=prog, config=config)
+        planned = plan(options, processes)
+    show(*planned)
 
 
 def plan(
@@ -82,9 +76,8 @@ def plan(
     """
     from kedge.backends.hf.end_tokens import eos_token_ids
 
-    names = model_names(options)
-    tokenizer = load_tokenizer(names.tokenizer, options.model)
-    flags = options.model
+    names, flags = model_names(options), options.model
+    tokenizer = load_tokenizer(names.tokenizer, flags)
     ends = eos_token_ids(
         names.policy,
         tokenizer,
@@ -92,9 +85,9 @@ def plan(
         trust_remote_code=flags.trust_remote_code,
     )
     settings = _settings(options.config, processes, ends)
-    rule = load_algorithm(options.script.algorithm, options.script.algorithm_kwargs)
-    usual = 1 if isinstance(settings, PPOSettings) else 2
-    min_group = usual if rule is None else rule.min_group
+    algorithm = load_algorithm(options.script.algorithm, options.script.algorithm_kwargs)
+    default = 1 if isinstance(settings, PPOSettings) else 2
+    min_group = default if algorithm is None else algorithm.min_group
     batches, facts, columns = _batches(options, settings, tokenizer, min_group)
     _check(options, names, longest(facts), columns)
     needs = estimate_needs(options, settings, batches, names, longest(facts))
@@ -102,19 +95,15 @@ def plan(
 
 
 def _check(options: Options, names: Names, prompt: int, columns: list[str] | None) -> None:
-    """Run the checks of training: folders, reward functions, columns, context length.
-
-    Raises:
-        ConfigError: as training would.
-    """
+    """Run the checks of training: folders, reward functions, columns, context length."""
     from kedge.backends.hf.compatibility import check_length
     from kedge.backends.rewards.call import Signature, function_name
     from kedge.backends.rewards.load import load_function
     from kedge.trainers.run.output_lock import check_targets
 
-    config, script = options.config, options.script
+    config = options.config
     check_targets(config)
-    for spec in script.reward_funcs or []:
+    for spec in options.script.reward_funcs or []:
         function = load_function(spec)
         signature = Signature(function, function_name(function))
         if columns is not None:
@@ -143,21 +132,6 @@ def longest(facts: dict[str, int]) -> int:
     return next(value for name, value in facts.items() if name.startswith("longest prompt"))
 
 
-def _processes(argv: list[str]) -> tuple[int | None, list[str]]:
-    rest, found = [], None
-    tokens = iter(argv)
-    for token in tokens:
-        name, equals, value = token.partition("=")
-        if name not in ("--num_processes", "--num-processes"):
-            rest.append(token)
-            continue
-        value = value if equals else next(tokens, "")
-        if not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"--num_processes {value} must be a whole number of at least 1")
-        found = int(value)
-    return found, rest
-
-
 def _batches(
     options: Options, settings: RunSettings, tokenizer: Any, min_group: int
 ) -> tuple[BatchSizes, dict[str, int], list[str] | None]:
@@ -169,8 +143,8 @@ def _batches(
                 "--max_steps"
             )
         guess = settings.data.max_prompt_length or PROMPT_GUESS
-        made = compute_batch_sizes(**asdict(settings.batch), min_group=min_group)
-        return made, {"longest prompt, assumed": guess}, None
+        batches = compute_batch_sizes(**asdict(settings.batch), min_group=min_group)
+        return batches, {"longest prompt, assumed": guess}, None
     from kedge.trainers.build.data import build_prompt_data
 
     train, _ = load_prompts(options)
@@ -187,102 +161,64 @@ def _batches(
 
 
 def estimate_needs(
-    options: Options,
-    settings: RunSettings,
-    batches: BatchSizes,
-    names: Names,
-    prompt: int,
+    options: Options, settings: RunSettings, batches: BatchSizes, names: Names, prompt: int
 ) -> list[memory.Need]:
     """The memory of every model of the run."""
-    trust = options.model.trust_remote_code
-    policy = memory.read_config(names.policy, trust_remote_code=trust)
+    learner, flags = settings.learner, options.model
+    read = partial(memory.read_config, trust_remote_code=flags.trust_remote_code)
+    policy = read(names.policy)
     shape = memory.read_shape(policy)
-    device = options.config.device.type
-    width = 4 if settings.learner.precision == "no" else 2
-    length = prompt + settings.sampling.max_new_tokens
+    width = 4 if learner.precision == "no" else 2
+    response = settings.sampling.max_new_tokens
+    length = prompt + response
     tile = min(
-        memory.TILE_BYTES.get(device, memory.TILE_BYTES["cuda"]),
-        batches.micro_rows * settings.sampling.max_new_tokens * shape.vocab * 4,
+        memory.TILE_BYTES.get(options.config.device.type, memory.TILE_BYTES["cuda"]),
+        batches.micro_rows * response * shape.vocab * 4,
     )
-    rows = min(batches.local_rows, settings.learner.chunk)
-    state = memory.optimizer_bytes(settings_optimizer(options))
-
-    def training(of: memory.Shape) -> float:
-        return memory.activation_bytes(
-            of,
-            batches.micro_rows * length,
-            width=width,
-            checkpointing=settings.learner.gradient_checkpointing,
-        )
-
-    adapter = lora(options.model) if options.model.use_peft else None
+    rows = min(batches.local_rows, learner.chunk)
+    optim = options.config.optim
+    state = memory.optimizer_bytes(str(getattr(optim, "value", optim)))
+    activations = partial(
+        memory.activation_bytes,
+        tokens=batches.micro_rows * length,
+        width=width,
+        checkpointing=learner.gradient_checkpointing,
+    )
+    adapter = lora(flags) if flags.use_peft else None
     counts = memory.count_parameters(policy, head="causal", adapter=adapter)
-    base = weight_bytes(options)
+    base = 0.56 if flags.load_in_4bit else 1.0 if flags.load_in_8bit else 4.0  # 4 bits and scales
+    if base == 4.0 and flags.dtype in ("bfloat16", "float16"):
+        base = 2.0
     needs = [
         memory.trained(
             "policy",
             counts,
             weight_bytes=base,
             state_bytes=state,
-            training=training(shape) + 2 * tile,
+            training=activations(shape) + 2 * tile,
             generation=rows * (length * shape.layers * shape.cache * width + shape.vocab * 8.0),
         )
     ]
-    in_loss = settings.grpo.beta if isinstance(settings, GRPOSettings) else 0.0
-    if settings.kl.coef + in_loss > 0 and adapter is None:
+    kl_in_loss = settings.grpo.beta if isinstance(settings, GRPOSettings) else 0.0
+    if settings.kl.coef + kl_in_loss > 0 and adapter is None:
         needs.append(memory.frozen("reference", counts[0], base))
-    needs += _value_and_reward(options, settings, names, training, state)
-    if isinstance(settings, PPOSettings) and "value" not in {need.role for need in needs}:
-        size = memory.count_head(shape.hidden)
-        needs.insert(
-            len(needs) - (needs[-1].role == "reward"),
-            memory.trained(
-                "value head", (size, size), weight_bytes=4.0, state_bytes=state, training=0.0
-            ),
-        )
+    if isinstance(settings, PPOSettings):
+        value = options.script.value_model_path
+        if value is None and settings.value.source != "policy":
+            value = names.reward
+        trained = partial(memory.trained, weight_bytes=4.0, state_bytes=state)
+        if value is None:
+            size = memory.count_head(shape.hidden)
+            needs.append(trained("value head", (size, size), training=0.0))
+        else:
+            config = read(value)
+            counts = memory.count_parameters(config, head="score")
+            training = activations(memory.read_shape(config))
+            needs.append(trained("value", counts, training=training))
+    if names.reward is not None:
+        count, _ = memory.count_parameters(read(names.reward), head="score")
+        needs.append(memory.frozen("reward", count))
     return needs
-
-
-def _value_and_reward(
-    options: Options, settings: RunSettings, names: Names, training: Any, state: Any
-) -> list[memory.Need]:
-    trust = options.model.trust_remote_code
-    reward, value = names.reward, options.script.value_model_path
-    if value is None and settings.value.source != "policy":
-        value = reward
-    needs = []
-    if value is not None and isinstance(settings, PPOSettings):
-        config = memory.read_config(value, trust_remote_code=trust)
-        counts = memory.count_parameters(config, head="score")
-        needs.append(
-            memory.trained(
-                "value",
-                counts,
-                weight_bytes=4.0,
-                state_bytes=state,
-                training=training(memory.read_shape(config)),
-            )
-        )
-    if reward is not None:
-        config = memory.read_config(reward, trust_remote_code=trust)
-        needs.append(memory.frozen("reward", memory.count_parameters(config, head="score")[0]))
-    return needs
-
-
-def settings_optimizer(options: Options) -> str:
-    """The optimizer's name."""
-    optim = options.config.optim
-    return str(getattr(optim, "value", optim))
-
-
-def weight_bytes(options: Options) -> float:
-    """Bytes per weight that does not train."""
-    model = options.model
-    if model.load_in_4bit:
-        return 0.56  # 4 bits, and the constants of blocks of 64
-    if model.load_in_8bit:
-        return 1.0
-    return 2.0 if model.dtype in ("bfloat16", "float16") else 4.0
 
 
 def show(
@@ -295,8 +231,8 @@ def show(
 
     console = Console()
     sizes = Table(title="sizes", show_header=False, title_justify="left")
-    for name, value, how in size_rows(options, batches, facts):
-        sizes.add_row(name, value, how)
+    for row in size_rows(options, batches, facts):
+        sizes.add_row(*row)
     console.print(sizes)
     # Eight columns have to fit into the 80 characters of a plain terminal.
     table = Table(
@@ -306,8 +242,7 @@ def show(
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    columns = ("model", "params", "trained", "weights", "grads", "optim")
-    for name in (*columns, "activ.", "cache"):
+    for name in ("model", "params", "trained", "weights", "grads", "optim", "activ.", "cache"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for n in needs:
         parts = (n.weights, n.gradients, n.optimizer, n.training, n.generation)

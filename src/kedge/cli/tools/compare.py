@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +21,11 @@ example: kedge compare ppo=runs/ppo-0,runs/ppo-1 rloo=runs/rloo-0,runs/rloo-1 --
 
 def main(argv: Sequence[str]) -> None:
     """Plot and print."""
-    flags = Flags(
-        prog="kedge compare",
-        description="Plot several runs in one figure.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    flags = Flags("kedge compare", "Plot several runs in one figure.", EPILOG)
     flags.add_argument("runs", nargs="+", metavar="RUN")
     flags.add_argument("--metrics", nargs="+", default=list(METRICS), help="metrics to plot")
-    flags.add_argument("--axis", choices=AXES, default="episode", help="default: %(default)s")
-    flags.add_argument("--output", default="compare.png", help="default: %(default)s")
+    flags.add_argument("--axis", choices=AXES, default="episode", help="x axis")
+    flags.add_argument("--output", default="compare.png", help="file of the figure")
     chosen = flags.parse_args(list(argv))
     kinds = dict(kind(word) for word in chosen.runs)
     drawn = draw(kinds, chosen.metrics, chosen.axis, Path(chosen.output))
@@ -40,11 +34,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def kind(word: str) -> tuple[str, list[RunLog]]:
-    """Parse ``NAME=RUN,RUN``, or a single run named after its folder.
-
-    Raises:
-        ConfigError: a name without runs.
-    """
+    """Parse ``NAME=RUN,RUN``, or a single run named after its folder."""
     name, equals, places = word.partition("=")
     if not equals:
         return Path(word).name or word, [read_log(word)]
@@ -64,9 +54,9 @@ def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file
         raise ConfigError("kedge compare needs matplotlib: pip install 'kedge[plots]'")
     panels: dict[str, dict[str, Band]] = {}
     for metric in metrics:
-        bands_by_name = {name: b for name, runs in kinds.items() if (b := band(runs, metric, axis))}
-        if bands_by_name:
-            panels[metric] = bands_by_name
+        for name, runs in kinds.items():
+            if curve := band(runs, metric, axis):
+                panels.setdefault(metric, {})[name] = curve
     if not panels:
         raise ConfigError(f"no run has any of {', '.join(metrics)}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

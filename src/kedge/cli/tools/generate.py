@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import sys
 from collections.abc import Sequence
@@ -23,20 +24,15 @@ BATCH = 64
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = Flags(
-        prog="kedge generate",
-        description="Sample completions of prompts.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    flags = Flags("kedge generate", "Sample completions of prompts.", EPILOG)
     flags.add_argument("model", help="folder or hub name")
     flags.add_argument("prompts", help="dataset with a column prompt")
     flags.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
-    flags.add_argument("--split", default="test", help="default: %(default)s")
+    flags.add_argument("--split", default="test", help="split of the dataset")
     flags.add_argument("--limit", type=int, help="the first so many prompts")
     flags.add_argument("--num_generations", type=int, default=1, help="completions per prompt")
-    flags.add_argument("--batch_size", type=int, default=BATCH, help="default: %(default)s")
-    flags.add_argument("--max_new_tokens", type=int, default=53)
+    flags.add_argument("--batch_size", type=int, default=BATCH, help="completions at a time")
+    flags.add_argument("--max_new_tokens", type=int, default=53, help="tokens of a completion")
     flags.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
     flags.add_argument("--max_prompt_length", type=int, help="tokens; longer prompts are dropped")
     flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
@@ -53,17 +49,8 @@ def main(argv: Sequence[str]) -> None:
     rows = Splits(flags.prompts).load(flags.split)
     if flags.limit is not None:
         rows = rows.select(range(min(flags.limit, len(rows))))
-    completions = answered(
-        flags.model,
-        rows,
-        num_generations=flags.num_generations,
-        batch_size=flags.batch_size,
-        max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
-        max_prompt_length=flags.max_prompt_length,
-        engine=flags.engine,
-        seed=flags.seed,
-    )
+    names = inspect.signature(answered).parameters.keys() & vars(flags)
+    completions = answered(flags.model, rows, **{name: getattr(flags, name) for name in names})
     write(Path(flags.output), completions)
     sys.stdout.write(f"kedge: {len(completions)} completions are in {flags.output}\n")
 
@@ -132,23 +119,17 @@ def answered(
         max_prompt_length=max_prompt_length,
     )
     rollout_engine = _engine(engine, model, tokenizer)
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        stop_ids=ends,
-    )
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=ends)
     completions: list[dict[str, Any]] = []
     for step in range(-(-len(prompts) // size)):
         batch = prompts.batch(step)
         rollout = rollout_engine.generate(batch, sampling=sampling, seed=seed + step)
         answers = Texts(rollout, tokenizer, skip_special_tokens=True).completion_texts
-        for i, (text, finished) in enumerate(
-            zip(answers, rollout.terminated.tolist(), strict=True)
-        ):
+        for i, (text, ended) in enumerate(zip(answers, rollout.terminated.tolist(), strict=True)):
             columns = {n: values[i] for n, values in batch.columns.items()}
             if "completion" in columns:
                 columns["reference"] = columns.pop("completion")
-            completions.append({**columns, "completion": text, "finished": finished})
+            completions.append({**columns, "completion": text, "finished": ended})
     return completions[: len(prompts)]  # the last batch is padded with rows from the start
 
 
@@ -175,11 +156,7 @@ def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows as jsonl, or as CSV if the file name ends in .csv.
-
-    Raises:
-        DataError: there are no rows.
-    """
+    """Write the rows as jsonl, or as CSV if the file name ends in .csv."""
     if not rows:
         raise DataError(f"{file}: the dataset has no prompts")
     (write_csv if file.suffix == ".csv" else write_jsonl)(file, rows)

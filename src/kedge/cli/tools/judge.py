@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,23 +31,18 @@ example: kedge judge ppo.jsonl @reference --endpoint http://127.0.0.1:8000/v1 --
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = Flags(
-        prog="kedge judge",
-        description="Compare two sets of answers.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    flags = Flags("kedge judge", "Compare two sets of answers.", EPILOG)
     flags.add_argument("ours", help="answers whose win rate is computed")
     flags.add_argument("theirs", help="answers to compare with, or @COLUMN of the first file")
-    flags.add_argument("--prompt_column", default="prompt", help="default: %(default)s")
-    flags.add_argument("--answer_column", default="completion", help="default: %(default)s")
+    flags.add_argument("--prompt_column", default="prompt", help="column of the prompts")
+    flags.add_argument("--answer_column", default="completion", help="column of the answers")
     which = flags.add_mutually_exclusive_group(required=True)
     which.add_argument("--endpoint", metavar="URL")
     which.add_argument("--reward_model", metavar="PATH")
     which.add_argument("--function", metavar="FILE:NAME")
     which.add_argument("--score", metavar="FILE:NAME")
     flags.add_argument("--model", help="model name at the endpoint")
-    flags.add_argument("--key_env", default="OPENAI_API_KEY", help="default: %(default)s")
+    flags.add_argument("--key_env", default="OPENAI_API_KEY", help="variable with the API key")
     flags.add_argument("--template", help="file with {prompt}, {first} and {second}")
     flags.add_argument("--temperature", type=float, default=0.0)
     flags.add_argument("--max_tokens", type=int, default=256)
@@ -60,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--margin", type=float, default=0.0, help="scores this close are a tie")
     flags.add_argument("--seed", type=int, default=0, help="seed of the order within pairs")
     flags.add_argument("--limit", type=int, help="use only the first N prompts")
-    flags.add_argument("--output_dir", default="judged", help="default: %(default)s")
+    flags.add_argument("--output_dir", default="judged", help="folder of the results")
     return flags
 
 
@@ -79,11 +74,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def build_judge(flags: argparse.Namespace) -> Judge:
-    """The judge that the flags name.
-
-    Raises:
-        ConfigError: an endpoint without model, or an unknown function.
-    """
+    """The judge that the flags name."""
     from kedge.backends.rewards.load import load_function
 
     if flags.endpoint is not None:
@@ -99,7 +90,7 @@ def build_judge(flags: argparse.Namespace) -> Judge:
             timeout=flags.timeout,
             retries=flags.retries,
             cache=flags.cache or Path(flags.output_dir) / "replies.sqlite",
-            template=TEMPLATE if flags.template is None else _text(flags.template),
+            template=_existing(flags.template).read_text("utf-8") if flags.template else TEMPLATE,
         )
     if flags.reward_model is not None:
         return ScoreJudge(load_scores(flags.reward_model), flags.reward_model, margin=flags.margin)
@@ -109,11 +100,7 @@ def build_judge(flags: argparse.Namespace) -> Judge:
 
 
 def load_scores(name: str) -> Any:
-    """A function that scores complete answers with a reward model.
-
-    Raises:
-        ConfigError: the model has no tokenizer.
-    """
+    """A function that scores complete answers with a reward model."""
     from kedge.backends.rewards.load import load_model, load_tokenizer
     from kedge.backends.rewards.model import RewardModel
 
@@ -129,33 +116,23 @@ def load_scores(name: str) -> Any:
 
 
 def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
-    """Prompts and both answers, in the order of the first file.
-
-    Raises:
-        DataError: a file, a column or a prompt is missing.
-    """
+    """Prompts and both answers, in the order of the first file."""
     rows = _rows(flags.ours)[: flags.limit]
     prompts = _column(rows, flags.prompt_column, flags.ours)
     ours = _column(rows, flags.answer_column, flags.ours)
     if flags.theirs.startswith("@"):
         return prompts, ours, _column(rows, flags.theirs[1:], flags.ours)
     other = _rows(flags.theirs)
-    answers: dict[str, list[str]] = {}
-    for prompt, answer in zip(
-        _column(other, flags.prompt_column, flags.theirs),
-        _column(other, flags.answer_column, flags.theirs),
-        strict=True,
-    ):
-        answers.setdefault(prompt, []).append(answer)
-    seen: Counter[str] = Counter()
+    columns = (_column(other, n, flags.theirs) for n in (flags.prompt_column, flags.answer_column))
+    answers: dict[str, deque[str]] = defaultdict(deque)
+    for prompt, answer in zip(*columns, strict=True):
+        answers[prompt].append(answer)
     theirs, missing = [], []
     for prompt in prompts:
-        there = answers.get(prompt, [])
-        if seen[prompt] < len(there):
-            theirs.append(there[seen[prompt]])
+        if answers[prompt]:
+            theirs.append(answers[prompt].popleft())
         else:
             missing.append(prompt)
-        seen[prompt] += 1
     if missing:
         raise DataError(
             f"{flags.theirs} has no answer to {len(missing)} of {len(prompts)} rows of"
@@ -165,20 +142,17 @@ def read(flags: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise DataError(f"the file {file} does not exist")
-    rows = read_objects(path)
+    rows = read_objects(_existing(file))
     if not rows:
         raise DataError(f"{file} has no rows")
     return rows
 
 
-def _text(file: str) -> str:
+def _existing(file: str) -> Path:
     path = Path(file).expanduser()
     if not path.is_file():
         raise DataError(f"the file {file} does not exist")
-    return path.read_text(encoding="utf-8")
+    return path
 
 
 def _column(rows: list[dict[str, Any]], name: str, file: str) -> list[str]:

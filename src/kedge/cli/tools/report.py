@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,19 +20,12 @@ example: kedge report runs/one --output one.html"""
 
 def main(argv: Sequence[str]) -> None:
     """Write the report."""
-    flags = Flags(
-        prog="kedge report",
-        description="One HTML page of a run: overview, curves, completions, tokens.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "One HTML page of a run: overview, curves, completions, tokens."
+    flags = Flags("kedge report", description, EPILOG)
     flags.add_argument("run", metavar="RUN")
     flags.add_argument("--output", help="default: report.html in the run's folder")
     flags.add_argument(
-        "--responses",
-        type=int,
-        default=5000,
-        help="maximum responses of each kind on the page; default: %(default)s",
+        "--responses", type=int, default=5000, help="maximum responses of each kind on the page"
     )
     chosen = flags.parse_args(list(argv))
     if chosen.responses < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -21,31 +20,8 @@ The token is read from the environment variable {TOKEN_ENV}; without one, the se
 localhost only.  Verifiers that execute code do so on this machine."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = Flags(
-        prog="kedge serve-reward",
-        description="Serve reward functions over HTTP.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    flags.add_argument("rewards", nargs="+", metavar="REWARD", help="reward functions to serve")
-    flags.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    flags.add_argument("--port", type=int, default=8421, help="port to listen on; 0: a free one")
-    flags.add_argument(
-        "--workers", type=int, default=1, help="calls at the same time (default: %(default)s)"
-    )
-    flags.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
-    flags.add_argument("--token_env", default=TOKEN_ENV, help="variable that holds the token")
-    return flags
-
-
 def load(name: str) -> tuple[str, Callable[..., Any]]:
-    """A reward function and the name it is served under.
-
-    Raises:
-        ConfigError: the function does not exist.
-    """
+    """A reward function and the name it is served under."""
     if name in VERIFIERS:
         return name, VERIFIERS[name]
     if name == "by_column":
@@ -62,7 +38,14 @@ def load(name: str) -> tuple[str, Callable[..., Any]]:
 
 def main(argv: Sequence[str]) -> None:
     """``kedge serve-reward REWARD ... [flags]``."""
-    options = parser().parse_args(list(argv))
+    flags = Flags("kedge serve-reward", "Serve reward functions over HTTP.", EPILOG)
+    flags.add_argument("rewards", nargs="+", metavar="REWARD", help="reward functions to serve")
+    flags.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    flags.add_argument("--port", type=int, default=8421, help="port to listen on; 0: a free one")
+    flags.add_argument("--workers", type=int, default=1, help="calls at the same time")
+    flags.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
+    flags.add_argument("--token_env", default=TOKEN_ENV, help="variable that holds the token")
+    options = flags.parse_args(list(argv))
     functions = dict(load(name) for name in options.rewards)
     if len(functions) < len(options.rewards):
         raise ConfigError(f"reward names must be unique, got {', '.join(options.rewards)}")
@@ -85,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         server.serve_forever()
     finally:
-        server.close()
+        server.server_close()
 
 
 def _interrupt(*_: object) -> None:

@@ -48,11 +48,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Kept:
-    """The solution's names, and the instances of its classes that the tests created.
-
-    Args:
-        module: the solution.
-    """
+    """The solution's names, and the instances of its classes that the tests created."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._names = module.__dict__
@@ -119,13 +115,7 @@ class Died(BaseException):
 
 
 class Away:
-    """Client for the solution in the tests' process.
-
-    Args:
-        requests: file descriptor to write calls to.
-        answers: file descriptor to read results from.
-        first: the solution's description, see ``Kept.described``.
-    """
+    """Client for the solution in the tests' process; ``first`` is ``Kept.described()``."""
 
     def __init__(self, requests: int, answers: int, first: dict[str, Any]) -> None:
         self._requests, self._answers, self._first = requests, answers, first
@@ -134,11 +124,9 @@ class Away:
         self._created: set[int] = set()
 
     def names(self, wanted: list[str] | None, functions: set[str]) -> dict[str, Any]:
-        """Proxies and constants for the names of the solution.
+        """Proxies and constants for the names of the solution, or only those ``wanted``.
 
-        Args:
-            wanted: the names that tests see, in addition to exceptions; None: all.
-            functions: names to treat as functions even if the solution defines classes.
+        ``functions`` are treated as functions even if the solution defines classes.
         """
         self._classes = set(self._first["classes"]) - functions
         values = self._first["values"]
@@ -149,12 +137,7 @@ class Away:
         return names | self._errors
 
     def ask(self, where: str | int, what: str, *arguments: Any, **named: Any) -> Any:
-        """Perform an operation on a name or object of the solution.
-
-        Raises:
-            Died: the solution's process does not answer.
-            Exception: the exception that the solution raised.
-        """
+        """Perform an operation on a name or object of the solution; raises what it raised."""
         packed = [wire.pack(x, reference_index) for x in (list(arguments), named)]
         new = len(self._created) if what == "call" and where in self._classes else None
         request = {"on": where, "do": what, "args": packed[0], "kwargs": packed[1], "new": new}
@@ -202,24 +185,24 @@ def _make_error(name: str, base: str) -> type[Exception]:
     return type(name, (kind,), {})
 
 
+def _forward(operation: str) -> Callable[..., Any]:
+    def forward(self: Reference, *arguments: Any, **named: Any) -> Any:
+        return self._away.ask(self._index, operation, *arguments, **named)
+
+    return forward
+
+
 class Reference:
     """Proxy for an instance of a solution's class; operations run in the solution's process.
 
     It compares by identity; the solution's ``__eq__`` is ignored.
     """
 
+    _away: Away
+    _index: int
+
     def __init__(self, away: Away, index: int) -> None:
         self.__dict__.update(_away=away, _index=index)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._away.ask(self._index, "get", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._away.ask(self._index, "set", name, value)
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call it."""
-        return self._away.ask(self._index, "call", *args, **named)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Reference) and other._index == self._index
@@ -227,32 +210,19 @@ class Reference:
     def __hash__(self) -> int:
         return hash(self._index)
 
-    def __len__(self) -> Any:
-        return self._away.ask(self._index, "len")
-
-    def __bool__(self) -> Any:
-        return self._away.ask(self._index, "true")
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self._away.ask(self._index, "list"))
-
-    def __contains__(self, value: Any) -> Any:
-        return self._away.ask(self._index, "has", value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._away.ask(self._index, "item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._away.ask(self._index, "put", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._away.ask(self._index, "drop", key)
 
     def __str__(self) -> str:
         return str(self._away.ask(self._index, "str"))
 
     def __repr__(self) -> str:
         return str(self._away.ask(self._index, "repr"))
+
+    __getattr__, __setattr__ = _forward("get"), _forward("set")
+    __call__, __len__, __bool__ = _forward("call"), _forward("len"), _forward("true")
+    __contains__, __getitem__ = _forward("has"), _forward("item")
+    __setitem__, __delitem__ = _forward("put"), _forward("drop")
 
 
 def reference_index(value: Any) -> int | None:

@@ -53,11 +53,7 @@ class Plan:
 
 
 def make_plan(*, packages: bool) -> Plan:
-    """The plan for this interpreter.
-
-    Args:
-        packages: whether installed packages are visible.
-    """
+    """The plan for this interpreter, with or without installed packages."""
     python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     runtime = [python, *(f"{sys.base_prefix}/{name}" for name in ("lib", "lib64"))]
     names = ("site-packages", "dist-packages")
@@ -86,14 +82,8 @@ def command(level: str, plan: Plan) -> list[str]:
     """The command line of the sandbox's first process."""
     if level != "bubblewrap":
         return [plan.python, *FLAGS, str(FOLDER / CHILD)]
-    line = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
-        "--new-session",
-    ]
-    line += ["--as-pid-1", "--uid", "65534", "--gid", "65534"]
+    line = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user"]
+    line += ["--die-with-parent", "--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534"]
     line += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount the working folder; dropped afterwards
     for path in plan.shown:
         line += ["--ro-bind", path, path]

@@ -35,15 +35,9 @@ _library = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library.
-
-    Raises:
-        OSError: the function returned -1.
-    """
-    converted = [
-        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
-    ]
-    result: int = getattr(_library, name)(*converted)
+    """Call a function of the C library; raises OSError if it returns -1."""
+    words = [ctypes.c_long(word) if isinstance(word, int) else word for word in arguments]
+    result: int = getattr(_library, name)(*words)
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -76,9 +70,6 @@ def enter(shown: Sequence[str], devices: Sequence[str], hidden: Sequence[str], f
         devices: its device files.
         hidden: folders below ``shown`` that appear empty.
         folder: the empty working directory.
-
-    Raises:
-        OSError: the kernel does not allow it.
     """
     user, group = os.geteuid(), os.getegid()
     spaces = NEW_USER | NEW_MOUNTS | NEW_PROCESSES | NEW_NETWORK | NEW_IPC | NEW_NAMES
@@ -165,13 +156,8 @@ def _restrict(path: str, flags: int, how: int) -> None:
 def confine(folder: str) -> None:
     """Permanently drop everything that this process does not need.
 
-    Afterwards it has no privileges and can start no process and open no socket.
-
-    Args:
-        folder: the only writable folder.
-
-    Raises:
-        OSError: the kernel does not allow it.
+    Afterwards it has no privileges, can start no process and open no socket, and can write only to
+    ``folder``.
     """
     header = struct.pack("=Ii", CAPABILITIES_VERSION, 0)
     call("capset", header, bytes(24))  # effective, permitted and inheritable, two words each

@@ -63,14 +63,9 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 
 def program(machine: str, pid: int) -> bytes:
-    """The filter for one process, as an array of ``struct sock_filter``.
+    """The filter for the process ``pid``, as an array of ``struct sock_filter``.
 
-    Args:
-        machine: ``x86_64`` or ``aarch64``.
-        pid: of the process, which may only signal its own threads.
-
-    Raises:
-        OSError: the architecture is not supported.
+    The process may only signal its own threads.
     """
     if machine not in ARCHITECTURES:
         known = " and ".join(ARCHITECTURES)
@@ -102,12 +97,7 @@ class _Program(ctypes.Structure):
 
 
 def install(prctl: Callable[..., None], pid: int) -> None:
-    """Permanently filter the system calls of this thread and its children.
-
-    Args:
-        prctl: the C library function; raises OSError on failure.
-        pid: of this process.
-    """
+    """Permanently filter the system calls of this thread and its children."""
     code = program(platform.machine(), pid)
     loaded = _Program(len(code) // 8, code)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(loaded), 0, 0)

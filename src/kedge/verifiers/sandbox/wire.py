@@ -24,12 +24,7 @@ SIMPLE: dict[type, Callable[[Any], Any]] = {
 def pack(value: Any, reference: Callable[[Any], int | None] = lambda _: None) -> Any:
     """Encode a value of built-in types as JSON that preserves the types.
 
-    Args:
-        value: the value to send.
-        reference: returns the number of an object that is sent by reference, or None.
-
-    Raises:
-        TypeError: the value has another type.
+    ``reference`` returns the number of an object that is sent by reference, or None.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -51,12 +46,7 @@ def pack(value: Any, reference: Callable[[Any], int | None] = lambda _: None) ->
 
 
 def unpack(value: Any, referred: Callable[[int], Any] | None = None) -> Any:
-    """Decode the result of ``pack``.
-
-    Args:
-        value: the received value.
-        referred: returns the object for a reference number.
-    """
+    """Decode the result of ``pack``; ``referred`` returns the object for a reference number."""
     if not isinstance(value, dict):
         return value
     ((key, items),) = value.items()
