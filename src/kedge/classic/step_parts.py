@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kedge.backends.hf.model import set_training
 from kedge.classic.accumulation import GradientAccumulator
 from kedge.classic.assembly import ESTIMATORS, make_step_limits
 from kedge.classic.core import entropy_from_logits, logprobs_from_logits
-from kedge.classic.inputs import collated, model_inputs, pad_id, response_mask
+from kedge.classic.inputs import collate, model_inputs, pad_id, pad_right, response_mask
 from kedge.classic.models.wrapper import PreTrainedModelWrapper
 from kedge.classic.properties import Views
 from kedge.classic.samples import check_samples
@@ -68,21 +69,13 @@ class PPOSteps(Views):
         ``decoder_attention_mask`` of the responses, each starting with the start token.  Rows
         are padded on the right, or by ``training_data_collator`` if given.
         """
-        if self.data_collator is not self._usual_collator:
-            return collated(
-                self.data_collator,
-                queries,
-                responses,
-                start=self._start_token,
-                device=self.current_device,
-            )
-        return model_inputs(
-            queries,
-            responses,
-            pad=pad_id(self.tokenizer),
-            start=self._start_token,
-            device=self.current_device,
+        pad_rows = (
+            partial(pad_right, pad_id(self.tokenizer))
+            if self.data_collator is self._usual_collator
+            else partial(collate, self.data_collator)
         )
+        inputs = model_inputs(pad_rows, queries, responses, self._start_token)
+        return {name: x.to(self.current_device) for name, x in inputs.items()}
 
     @property
     def _start_token(self) -> int | None:
