@@ -360,14 +360,14 @@ MUTANTS = [
         "classic/scores.py",
         "        running.update(scores.sums)\n",
         "",
-        CLASSIC,
+        "tests/unit/test_classic_scores.py",
     ),
     Mutant(
         "classic moments of batches are averaged",
         "classic/scores.py",
         "self.squares += squares + gap**2 * self.count * count / both",
         "self.squares += squares",
-        CLASSIC,
+        "tests/unit/test_classic_scores.py",
     ),
     Mutant(
         "a mask of classic responses is forgotten",
