@@ -131,3 +131,28 @@ def trainer(
             lr_scheduler=scheduler,
             training_data_collator=collator,
         )
+
+
+def watching(name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> type:
+    """A subclass of the trainer whose method ``name`` records its arguments."""
+    from kedge.classic import PPOTrainer
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return getattr(PPOTrainer, name)(self, *args, **kwargs)
+
+    return type("Watching", (PPOTrainer,), {name: method})
+
+
+def moved(kind: type | None, make: Any = gpt2, **options: Any) -> tuple[Any, Any, Any]:
+    """The change of the weights by the second of two iterations, the trainer, its statistics."""
+    import torch
+
+    def weights() -> Any:
+        return torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+
+    learner = trainer(make(), kind=kind, **{"sgd": 0.1, "ppo_epochs": 2} | options)
+    learner.step(*samples(seed=9))
+    before = weights()
+    stats = learner.step(*samples(seed=1))
+    return weights() - before, learner, stats

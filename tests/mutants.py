@@ -360,20 +360,20 @@ MUTANTS = [
         "classic/scores.py",
         "        running.update(scores.sums)\n",
         "",
-        CLASSIC,
+        "tests/unit/test_classic_scores.py",
     ),
     Mutant(
         "classic moments of batches are averaged",
         "classic/scores.py",
         "self.squares += squares + gap**2 * self.count * count / both",
         "self.squares += squares",
-        CLASSIC,
+        "tests/unit/test_classic_scores.py",
     ),
     Mutant(
         "a mask of classic responses is forgotten",
         "classic/samples.py",
-        "        mask[i, : len(r)] = m\n",
-        "        mask[i, : len(r)] = True\n",
+        "loss_mask=padded(samples.masks)",
+        "loss_mask=padded([torch.ones_like(r, dtype=torch.bool) for r in responses])",
         CLASSIC,
     ),
     Mutant(
@@ -407,8 +407,8 @@ MUTANTS = [
     Mutant(
         "an end token inside a query ends the response",
         "classic/generation.py",
-        "ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist() if cut else []",
-        "ended = torch.isin(row, ends.to(row)).nonzero()[:1, 0].tolist() if cut else []",
+        "ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist()",
+        "ended = torch.isin(row, ends.to(row)).nonzero()[:1, 0].tolist()",
         "tests/unit/test_classic_loop.py",
     ),
     Mutant(

@@ -20,9 +20,6 @@ class GradientAccumulator:
 
     The gradient is the mean over mini-batches and ranks; with ``weighted`` losses, each is
     weighted by its trained tokens, so that it is the mean over the tokens of the optimizer step.
-
-    Args:
-        learner: owns weights, optimizer and gradient scaler.
     """
 
     learner: HFLearner
@@ -48,13 +45,7 @@ class GradientAccumulator:
     def backward(
         self, loss: Tensor, mask: Tensor, log_ratio: Tensor, *, weighted: bool = True
     ) -> None:
-        """Add the gradient of one mini-batch.
-
-        Args:
-            loss: float [], a mean over the mini-batch.
-            mask: [b, T].
-            log_ratio: float [b, T], of new to old policy.
-            weighted: whether to weight the loss by its number of tokens.
+        """Add the gradient of a mini-batch's mean loss; ``log_ratio`` [b, T]: new to old policy.
 
         Raises:
             ConfigError: the loss does not require grad.

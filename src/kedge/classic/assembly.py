@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,79 +27,79 @@ from kedge.engine.early_stopping import StepLimits
 from kedge.errors import ConfigError
 
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}
-_TOO_FAR = 1.5  # times target_kl
 
 
-@dataclass(slots=True, kw_only=True)
-class StepTrainerInputs:
-    """The trainer's arguments."""
-
-    config: PPOConfig
-    model: Any
-    ref_model: Any
-    tokenizer: Any
-    optimizer: Optimizer | None
-    lr_scheduler: LRScheduler | None
-    num_shared_layers: int | None
-
-
-def check(inputs: StepTrainerInputs) -> None:
-    """Validate the arguments before anything is built.
+def check_arguments(
+    config: PPOConfig,
+    model: Any,
+    ref_model: Any,
+    tokenizer: Any,
+    optimizer: Optimizer | None,
+    lr_scheduler: LRScheduler | None,
+    num_shared_layers: int | None,
+) -> None:
+    """Validate the trainer's arguments before anything is built; fill in the model flags.
 
     Raises:
         ConfigError: an invalid argument; says what it must be.
     """
-    if not isinstance(inputs.tokenizer, PreTrainedTokenizerBase):
+    if not isinstance(config, PPOConfig):
+        raise ConfigError(f"config must be a kedge.classic.PPOConfig, got {type(config).__name__}")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
-            f"tokenizer must be a transformers tokenizer, got {type(inputs.tokenizer).__name__}"
+            f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}"
         )
-    if not isinstance(inputs.model, PreTrainedModelWrapper):
+    if not isinstance(model, PreTrainedModelWrapper):
         raise ConfigError(
             "model must be an AutoModelForCausalLMWithValueHead or "
-            f"AutoModelForSeq2SeqLMWithValueHead, got {type(inputs.model).__name__}"
+            f"AutoModelForSeq2SeqLMWithValueHead, got {type(model).__name__}"
         )
-    if inputs.ref_model is not None and not hasattr(
-        _inner(inputs.ref_model), "get_output_embeddings"
-    ):
-        raise ConfigError(
-            "ref_model must be a language model, with or without a value head, or None, got "
-            f"{type(inputs.ref_model).__name__}"
-        )
-    if inputs.lr_scheduler is not None and not isinstance(inputs.lr_scheduler, LRScheduler):
-        raise ConfigError(
-            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler of your optimizer, got "
-            f"{type(inputs.lr_scheduler).__name__}"
-        )
-    if inputs.lr_scheduler is not None and inputs.optimizer is None:
+    check_reference(ref_model)
+    check_scheduler(lr_scheduler)
+    if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler needs the optimizer that it schedules; pass optimizer too")
-    if inputs.model.is_sequential_parallel:
+    if model.is_sequential_parallel:
         raise ConfigError(
             "device_map places the model on several devices, but the learner needs it on one: "
             'load it with device_map={"": 0}, in 8 or 4 bits if it does not fit'
         )
-    _check_kind(inputs)
-    if inputs.ref_model is not None and inputs.num_shared_layers is not None:
+    encodes = bool(getattr(model.config, "is_encoder_decoder", False))
+    for name, truth in {
+        "is_encoder_decoder": encodes,
+        "is_peft_model": model.is_peft_model,
+    }.items():
+        if getattr(config, name) not in (None, truth):
+            raise ConfigError(
+                f"{name}={getattr(config, name)} must be {truth} for this model; remove it"
+            )
+        setattr(config, name, truth)
+    if ref_model is not None and num_shared_layers is not None:
         warnings.warn(
             "num_shared_layers is ignored because ref_model was given; pass only one of them",
             stacklevel=4,
         )
 
 
-def _check_kind(inputs: StepTrainerInputs) -> None:
-    """Check the model flags of the config against the model, and fill them in."""
-    encodes = bool(getattr(inputs.model.config, "is_encoder_decoder", False))
-    for name, truth in (
-        ("is_encoder_decoder", encodes),
-        ("is_peft_model", inputs.model.is_peft_model),
-    ):
-        if getattr(inputs.config, name) not in (None, truth):
-            raise ConfigError(
-                f"{name}={getattr(inputs.config, name)} must be {truth} for this model; remove it"
-            )
-        setattr(inputs.config, name, truth)
+def check_reference(model: Any) -> None:
+    """Reject what cannot be a reference; None is the policy without its adapter."""
+    if model is not None and not hasattr(inner_model(model), "get_output_embeddings"):
+        raise ConfigError(
+            "ref_model must be a language model, with or without a value head, or None, got "
+            f"{type(model).__name__}"
+        )
 
 
-def _inner(model: Any) -> Any:
+def check_scheduler(scheduler: Any) -> None:
+    """Reject what is not a learning-rate schedule; None is a constant rate."""
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise ConfigError(
+            "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler, got "
+            f"{type(scheduler).__name__}"
+        )
+
+
+def inner_model(model: Any) -> Any:
+    """The transformers model of a model with a value head."""
     return model.pretrained_model if isinstance(model, PreTrainedModelWrapper) else model
 
 
@@ -131,30 +130,37 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     return accelerator
 
 
-def make_reference(inputs: StepTrainerInputs) -> tuple[Any, Reference]:
-    """The reference model for users (None: the policy without adapter) and for the learner."""
-    model, reference = inputs.model, inputs.ref_model
-    if reference is None and model.is_peft_model:
-        return None, AdapterReference(model.pretrained_model)
-    if reference is None:
-        reference = create_reference_model(model, inputs.num_shared_layers)
-    return reference, FrozenModel(_inner(reference))
+def make_reference(model: Any, ref_model: Any, num_shared_layers: int | None) -> Any:
+    """The reference model; None for an adapter, whose base is the reference."""
+    if ref_model is not None or model.is_peft_model:
+        return ref_model
+    return create_reference_model(model, num_shared_layers)
+
+
+def frozen_reference(model: Any, ref_model: Any, device: torch.device) -> Reference:
+    """The learner's form of a reference, on its device."""
+    if ref_model is None:
+        return AdapterReference(model.pretrained_model)
+    ref_model.to(device)
+    return FrozenModel(inner_model(ref_model))
 
 
 def make_learner(
-    inputs: StepTrainerInputs, reference_model: Any, reference: Reference, accelerator: Accelerator
+    config: PPOConfig,
+    model: Any,
+    ref_model: Any,
+    accelerator: Accelerator,
+    optimizer: Optimizer | None,
+    lr_scheduler: LRScheduler | None,
 ) -> HFLearner:
     """The learner for the model; moves both models to the accelerator's device."""
-    config, model = inputs.config, inputs.model
-    for part in (model, reference_model):
-        if part is not None:
-            part.to(accelerator.device)
+    model.to(accelerator.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigError(
             "the model has no trainable weight; load an adapter with is_trainable=True"
         )
-    optimizer = inputs.optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
+    optimizer = optimizer or torch.optim.Adam(trained, lr=config.learning_rate)
     return HFLearner(
         model.pretrained_model,
         cast(TrainingArguments, BareArguments()),  # optimizer and schedule are given
@@ -165,9 +171,9 @@ def make_learner(
             gradient_checkpointing=config.gradient_checkpointing,
         ),
         value=model.v_head,
-        reference=reference,
+        reference=frozen_reference(model, ref_model, accelerator.device),
         accelerator=accelerator,
-        optimizers=(optimizer, inputs.lr_scheduler or ConstantLR(optimizer, 1.0, 0)),
+        optimizers=(optimizer, lr_scheduler or ConstantLR(optimizer, 1.0, 0)),
         parts=build_parts(model.pretrained_model),
     )
 
@@ -202,6 +208,6 @@ def make_step_limits(config: PPOConfig) -> StepLimits:
     """Limits that skip optimizer steps."""
     return StepLimits(
         max_ratio=config.ratio_threshold,
-        max_kl=_TOO_FAR * config.target_kl if config.early_stopping else None,
+        max_kl=1.5 * config.target_kl if config.early_stopping else None,
         keep_last=config.early_stopping_keeps_step,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,17 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import TopKLogitsWarper, TopPLogitsWarper, set_seed
 
 from kedge.math.masked import whiten as _whiten
 
+__all__ = ["set_seed"]  # of transformers; the other names are defined here
 WANDB_PADDING = -1
-
-
-def set_seed(seed: int) -> None:
-    """Seed Python, numpy and torch, on every device."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 class LengthSampler:
@@ -168,16 +162,15 @@ def top_k_top_p_filtering(
         filter_value: for the others.
         min_tokens_to_keep: keep at least this many.
     """
+    limits: dict[str, Any] = {
+        "filter_value": filter_value,
+        "min_tokens_to_keep": min_tokens_to_keep,
+    }
+    unused = torch.empty(0, dtype=torch.long)  # the warpers do not read the tokens so far
     if top_k > 0:
-        kept = min(max(int(top_k), min_tokens_to_keep), logits.shape[-1])
-        smallest = logits.topk(kept).values[..., -1:]
-        logits = logits.masked_fill(logits < smallest, filter_value)
+        logits = TopKLogitsWarper(int(top_k), **limits)(unused, logits)
     if 0 <= top_p < 1:
-        ordered, place = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        drop = before > top_p
-        drop[..., :min_tokens_to_keep] = False
-        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, place, drop), filter_value)
+        logits = TopPLogitsWarper(float(top_p), **limits)(unused, logits)
     return logits
 
 
@@ -204,20 +197,17 @@ def randn_tensor(
 
     Numbers of CPU generators are drawn on the CPU and then moved.
     """
-    device = device or torch.device("cpu")
-    layout = layout or torch.strided
     generators = generator if isinstance(generator, list) else [generator]
-    if isinstance(generator, list) and len(generator) > 1 and len(generator) != shape[0]:
+    if 1 < len(generators) != shape[0]:
         raise ValueError(
-            f"generator must have one entry per row ({shape[0]}), got {len(generator)}"
+            f"generator must have one entry per row ({shape[0]}), got {len(generators)}"
         )
-    draw_device = device if generators[0] is None else generators[0].device
     rows = [tuple(shape)] if len(generators) == 1 else [(1, *shape[1:])] * len(generators)
     drawn = [
-        torch.randn(row, generator=g, device=draw_device, dtype=dtype, layout=layout)
+        torch.randn(row, generator=g, device=g.device if g else device, dtype=dtype, layout=layout)
         for row, g in zip(rows, generators, strict=True)
     ]
-    return torch.cat(drawn).to(device)
+    return torch.cat(drawn).to(device or "cpu")
 
 
 class PPODecorators:

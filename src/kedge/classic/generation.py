@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kedge.backends.hf.end_tokens import listed
-from kedge.classic.inputs import pad_id
+from kedge.classic.inputs import pad_id, padded
 from kedge.classic.properties import Views
 from kedge.errors import DataError
 
@@ -45,25 +46,27 @@ class Generation(Views):
             Int64 [1, n] for one query; for a list, a list of int64 [n_i], each up to its first end
             token.  With ``generate_ref_response`` a pair, the reference's second.
         """
+        if isinstance(query_tensor, Tensor) and query_tensor.dim() != 1:
+            raise DataError(
+                "query_tensor must be one query of shape (length,) or a list of them, got shape "
+                f"{tuple(query_tensor.shape)}"
+            )
 
         def sample(model: Any) -> Any:
             if isinstance(query_tensor, list):
                 return self._generate_batched(
                     model,
                     query_tensor,
-                    length_sampler=length_sampler,
-                    batch_size=batch_size,
-                    return_prompt=return_prompt,
+                    length_sampler,
+                    batch_size,
+                    return_prompt,
                     **generation_kwargs,
                 )
             model.eval()
-            return generate_one(
-                model,
-                query_tensor,
-                length=length_sampler,
-                prompt=return_prompt,
-                options=generation_kwargs,
-            )
+            ids, mask = query_tensor[None], torch.ones_like(query_tensor)[None]
+            output = _run(model, ids, mask, length_sampler, generation_kwargs)
+            skip = 0 if return_prompt or self.is_encoder_decoder else len(query_tensor)
+            return output[:, skip:]
 
         response = sample(self.model)
         if not generate_ref_response:
@@ -84,143 +87,62 @@ class Generation(Views):
         remove_padding: bool = True,
         **generation_kwargs: Any,
     ) -> list[Tensor]:
-        """``generate`` for a list of queries, from one model.
+        """``generate`` for a list of queries int64 [P_i], from one model.
 
-        Args:
-            model: policy or reference.
-            query_tensors: int64 [P_i] each.
-            length_sampler: as in ``generate``.
-            batch_size: as in ``generate``.
-            return_prompt: as in ``generate``.
-            pad_to_multiple_of: queries are padded on the left to a multiple of it.
-            remove_padding: whether a response is cut after its first end token.
-            **generation_kwargs: of transformers' ``generate``.
+        Queries are padded on the left to a multiple of ``pad_to_multiple_of``; with
+        ``remove_padding`` a response is cut after its first end token.
         """
         model.eval()
-        return generate_many(
-            model,
-            query_tensors,
-            length=length_sampler,
-            rows=batch_size,
-            prompt=return_prompt,
-            eos=self.tokenizer.eos_token_id,
-            options={"pad_token_id": pad_id(self.tokenizer), **generation_kwargs},
-            multiple=pad_to_multiple_of or 1,
-            cut=remove_padding,
-        )
+        options = {"pad_token_id": pad_id(self.tokenizer), **generation_kwargs}
+        model_config = getattr(getattr(model, "pretrained_model", model), "generation_config", None)
+        stops = options.get("eos_token_id", getattr(model_config, "eos_token_id", None))
+        ends = torch.tensor([*listed(self.tokenizer.eos_token_id), *listed(stops)]).long()
+        multiple, responses = pad_to_multiple_of or 1, []
+        for i in range(0, len(query_tensors), batch_size):
+            queries = query_tensors[i : i + batch_size]
+            ids, mask = _left_padded(queries, pad=options["pad_token_id"] or 0, multiple=multiple)
+            rows = _run(model, ids, mask, length_sampler, options)
+            begin = 1 if self.is_encoder_decoder else ids.shape[1]  # a start token may be the EOS
+            for query, row in zip(queries, rows, strict=True):
+                new = row[begin:]
+                ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist()
+                if ended and remove_padding:
+                    new = new[: ended[0] + 1]
+                if self.is_encoder_decoder:
+                    new = torch.cat([row[:begin], new])
+                elif return_prompt:
+                    new = torch.cat([query.to(new), new])
+                responses.append(new)
+        return responses
 
 
 @torch.no_grad()
-def generate_one(
-    model: Any, query: Tensor, *, length: LengthFn | None, prompt: bool, options: dict[str, Any]
+def _run(
+    model: Any, ids: Tensor, mask: Tensor, length: LengthFn | None, options: dict[str, Any]
 ) -> Tensor:
-    """One response int64 [1, n] to a query int64 [P]; with ``prompt`` the query comes first."""
-    if query.dim() != 1:
-        raise DataError(
-            "query_tensor must be one query of shape (length,) or a list of them, got shape "
-            f"{tuple(query.shape)}"
-        )
-    ids = query[None].to(_device(model))
-    output: Tensor = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), **_normalize_options(options, length)
+    """``generate`` with options normalized for transformers 5: int top_k, min_length >= 0."""
+    options = dict(options)
+    if isinstance(options.get("top_k"), float):
+        options["top_k"] = int(options["top_k"])
+    if (options.get("min_length") or 0) < 0:
+        options["min_length"] = 0
+    if length is not None:
+        options["max_new_tokens"] = int(length())
+    device = next(model.parameters()).device
+    rows: Tensor = model.generate(
+        input_ids=ids.to(device), attention_mask=mask.to(device), **options
     )
-    return output if prompt or _is_encoder_decoder(model) else output[:, len(query) :]
+    return rows
 
 
-@torch.no_grad()
-def generate_many(
-    model: Any,
-    queries: Sequence[Tensor],
-    *,
-    length: LengthFn | None,
-    rows: int,
-    prompt: bool,
-    eos: int | None,
-    options: dict[str, Any],
-    multiple: int = 1,
-    cut: bool = True,
-) -> list[Tensor]:
-    """One response int64 [n] per query int64 [P_i], without padding, up to its first end token.
-
-    End tokens are ``eos`` and the stop tokens of ``generate``: its ``eos_token_id``, else those
-    of the model's generation_config.
-
-    Args:
-        model: the model to sample from.
-        queries: any lengths.
-        length: draws max_new_tokens, once per ``rows`` queries.
-        rows: queries to sample together.
-        prompt: whether to return each query before its response (not for an encoder-decoder).
-        eos: the tokenizer's EOS token. End tokens are kept; those inside a query are ignored.
-        options: of transformers' ``generate``.
-        multiple: pad queries to a multiple of this length.
-        cut: whether to truncate a response after its first end token.
-    """
-    encodes = _is_encoder_decoder(model)
-    pad = options.get("pad_token_id")
-    generation_config = getattr(
-        getattr(model, "pretrained_model", model), "generation_config", None
-    )
-    stops = options.get("eos_token_id", getattr(generation_config, "eos_token_id", None))
-    ends = torch.tensor([*listed(eos), *listed(stops)], dtype=torch.long)
-    responses: list[Tensor] = []
-    for batch in _chunks(list(queries), rows):
-        ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad, multiple=multiple)
-        device = _device(model)
-        out = model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            **_normalize_options(options, length),
-        )
-        begin = 1 if encodes else ids.shape[1]  # a decoder's start token may be the end token
-        for query, row in zip(batch, out, strict=True):
-            new = row[begin:]
-            ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist() if cut else []
-            new = new[: ended[0] + 1] if ended else new
-            if encodes:
-                responses.append(torch.cat([row[:begin], new]))
-            else:
-                responses.append(torch.cat([query.to(new), new]) if prompt else new)
-    return responses
-
-
-def _chunks(queries: list[Tensor], rows: int) -> Iterator[list[Tensor]]:
-    return (queries[i : i + rows] for i in range(0, len(queries), rows))
-
-
-def _left_padded(rows: Sequence[Tensor], *, pad: int, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Ids and mask int64 [b, P]."""
+def _left_padded(rows: Sequence[Tensor], *, pad: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask int64 [b, P]; P is a multiple of ``multiple``."""
     wrong = next((i for i, x in enumerate(rows) if x.dim() != 1 or not len(x)), None)
     if wrong is not None:
         raise DataError(
             f"query_tensor[{wrong}] must have shape (length,) with at least one token, got shape "
             f"{tuple(rows[wrong].shape)}"
         )
-    width = -(-max(map(len, rows)) // multiple) * multiple
-    ids = torch.full((len(rows), width), pad)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = row
-        mask[i, width - len(row) :] = 1
-    return ids, mask
-
-
-def _normalize_options(options: dict[str, Any], length: LengthFn | None) -> dict[str, Any]:
-    """Options normalized for transformers 5: int top_k, min_length of at least 0."""
-    normalized = dict(options)
-    if isinstance(normalized.get("top_k"), float):
-        normalized["top_k"] = int(normalized["top_k"])
-    if (normalized.get("min_length") or 0) < 0:
-        normalized["min_length"] = 0
-    if length is not None:
-        normalized["max_new_tokens"] = int(length())
-    return normalized
-
-
-def _is_encoder_decoder(model: Any) -> bool:
-    return bool(getattr(model.config, "is_encoder_decoder", False))
-
-
-def _device(model: Any) -> torch.device:
-    device: torch.device = next(model.parameters()).device
-    return device
+    ids, mask = padded(rows, pad, left=True), padded([torch.ones_like(x) for x in rows], left=True)
+    extra = -ids.shape[1] % multiple
+    return F.pad(ids, (extra, 0), value=pad), F.pad(mask, (extra, 0))

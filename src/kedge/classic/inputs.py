@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,55 +23,38 @@ def pad_id(tokenizer: Any) -> int:
     return int(pad if pad is not None else tokenizer.eos_token_id or 0)
 
 
+def padded(rows: Sequence[Tensor], fill: int = 0, *, left: bool = False) -> Tensor:
+    """Rows [n_i] as one tensor [B, max n], filled up on the right or left."""
+    side = "left" if left else "right"
+    return pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
+
+
+def pad_right(pad: int, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Right-padded ids int64 [B, n] and their mask."""
+    mask = padded([torch.ones_like(x, dtype=torch.long) for x in rows])
+    return {"input_ids": padded([x.long() for x in rows], pad), "attention_mask": mask}
+
+
+def collate(collator: Any, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Ids and mask padded by a transformers collator (list of dictionaries -> batch)."""
+    batch = collator([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in rows])
+    return {name: x for name, x in batch.items() if name != "labels"}
+
+
 def model_inputs(
+    pad_rows: Callable[[Sequence[Tensor]], dict[str, Tensor]],
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
-    *,
-    pad: int,
     start: int | None,
-    device: torch.device,
 ) -> dict[str, Tensor]:
-    """Right-padded ids and masks int64, as a model's forward takes them.
+    """The inputs of a model's forward for queries int64 [P_i] and responses int64 [R_i].
 
-    Args:
-        queries: int64 [P_i] each.
-        responses: int64 [R_i] each.
-        pad: padding token id.
-        start: an encoder-decoder's start token; None: decoder only.
-        device: of the result.
+    ``start`` is an encoder-decoder's start token; None: decoder only.
     """
     if start is None:
-        rows = [torch.cat([q, r.to(q)]) for q, r in zip(queries, responses, strict=True)]
-        ids, mask = _padded(rows, pad, device)
-        return {"input_ids": ids, "attention_mask": mask}
-    ids, mask = _padded(queries, pad, device)
-    decoder, decoder_mask = _padded([begun(r, start) for r in responses], pad, device)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "decoder_input_ids": decoder,
-        "decoder_attention_mask": decoder_mask,
-    }
-
-
-def collated(
-    collator: Any,
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    *,
-    start: int | None,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """``model_inputs``, padded by a transformers collator (list of dictionaries -> batch)."""
-
-    def batch(rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        features = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in rows]
-        return {k: v.to(device) for k, v in collator(features).items() if k != "labels"}
-
-    if start is None:
-        return batch([torch.cat([q, r.to(q)]) for q, r in zip(queries, responses, strict=True)])
-    decoder = batch([begun(r, start) for r in responses])
-    return batch(queries) | {
+        return pad_rows([torch.cat([q, r.to(q)]) for q, r in zip(queries, responses, strict=True)])
+    decoder = pad_rows([begun(r, start) for r in responses])
+    return pad_rows(queries) | {
         "decoder_input_ids": decoder["input_ids"],
         "decoder_attention_mask": decoder["attention_mask"],
     }
@@ -84,13 +67,6 @@ def begun(response: Tensor, start: int | None) -> Tensor:
     return torch.cat([response.new_tensor([start]), response])
 
 
-def _padded(rows: Sequence[Tensor], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids = pad_sequence([r.long() for r in rows], batch_first=True, padding_value=pad)
-    lengths = torch.tensor([len(r) for r in rows])
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    return ids.to(device), mask.to(device)
-
-
 def response_mask(
     inputs: Mapping[str, Tensor],
     queries: Sequence[Tensor],
@@ -101,12 +77,7 @@ def response_mask(
 ) -> Tensor:
     """Int64 [B, T]: 1 where the token at t + 1 of the (decoder's) inputs is in the response.
 
-    Args:
-        inputs: with an ``attention_mask``, padded on either side.
-        queries: int64 [P_i] each.
-        responses: int64 [R_i] each.
-        masks: [R_i] each, of the trained tokens; None: all.
-        start: see ``model_inputs``.
+    ``inputs`` may be padded on either side; ``masks`` [R_i] select trained tokens, None: all.
     """
     whole = inputs["attention_mask" if start is None else "decoder_attention_mask"]
     out = torch.zeros_like(whole[:, 1:])
@@ -118,9 +89,6 @@ def response_mask(
         kept = torch.ones(count) if masks is None else masks[i][skip:]
         out[i, begin : begin + count] = kept.to(out)
     return out
-
-
-_KEPT = ("label", "query", "response")
 
 
 def as_lists(rows: Sequence[Any]) -> Any:
@@ -193,7 +161,7 @@ class Batches:
         """Fill ``_signature_columns`` with the columns that the model or the loop reads."""
         if self._signature_columns is None:
             read = inspect.signature(self.model.pretrained_model.forward).parameters
-            self._signature_columns = list(dict.fromkeys([*read, "input_ids", *_KEPT]))
+            self._signature_columns = [*read, "input_ids", "label", "query", "response"]
 
     def _remove_unused_columns(self, dataset: Dataset) -> Dataset:
         """The dataset without unused columns, if ``remove_unused_columns``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,10 +14,27 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.optim import check_holds
-from kedge.backends.hf.reference import AdapterReference, FrozenModel
+from kedge.classic.assembly import (
+    check_reference,
+    check_scheduler,
+    frozen_reference,
+    inner_model,
+)
 from kedge.classic.config import PPOConfig
 from kedge.engine.updater import Updater
 from kedge.errors import ConfigError
+
+
+def _fixed(name: str, doc: str, read: Callable[[Any], bool]) -> Any:
+    """A property that programs may assign, as TRL's trainer does, but not change."""
+
+    def assign(self: Any, value: Any) -> None:
+        if value is not read(self):
+            raise ConfigError(
+                f"{name} is {read(self)} for this trainer and cannot be changed to {value!r}"
+            )
+
+    return property(read, assign, doc=doc)
 
 
 class Views:
@@ -76,13 +94,8 @@ class Views:
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: LRScheduler | None) -> None:
-        scheduler = scheduler or ConstantLR(self.learner.optimizer, 1.0, 0)
-        if not isinstance(scheduler, LRScheduler):
-            raise ConfigError(
-                "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler, got "
-                f"{type(scheduler).__name__}"
-            )
-        self.learner.scheduler = scheduler
+        check_scheduler(scheduler)
+        self.learner.scheduler = scheduler or ConstantLR(self.learner.optimizer, 1.0, 0)
 
     @property
     def current_device(self) -> torch.device:
@@ -107,26 +120,16 @@ class Views:
 
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
-        inner = getattr(model, "pretrained_model", model)
+        check_reference(model)
         if model is None and not self.is_peft_model:
             raise ConfigError("ref_model=None needs a PEFT policy; assign a model")
-        if model is not None and not hasattr(inner, "get_output_embeddings"):
-            raise ConfigError(
-                f"ref_model must be a language model, with or without a value head, got "
-                f"{type(model).__name__}"
-            )
-        if inner is self.model.pretrained_model:
+        if model is not None and inner_model(model) is self.model.pretrained_model:
             raise ConfigError(
                 "ref_model must not be the policy itself, which changes during training; assign "
                 "create_reference_model(trainer.model)"
             )
         device = self.learner.device
-        if model is None:
-            reference: Any = AdapterReference(self.model.pretrained_model)
-        else:
-            reference = FrozenModel(inner)
-            model.to(device)
-        self.learner.reference = reference.to(device)
+        self.learner.reference = frozen_reference(self.model, model, device).to(device)
         self._ref_model = model
 
     @property
@@ -134,32 +137,21 @@ class Views:
         """The trainable weights."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether the policy is an encoder-decoder."""
-        return bool(self.config.is_encoder_decoder)
-
-    @is_encoder_decoder.setter
-    def is_encoder_decoder(self, value: bool) -> None:
-        _check_unchanged("is_encoder_decoder", value, self.is_encoder_decoder)
-
-    @property
-    def is_peft_model(self) -> bool:
-        """Whether the policy is an adapter on a frozen base."""
-        return bool(self.config.is_peft_model)
-
-    @is_peft_model.setter
-    def is_peft_model(self, value: bool) -> None:
-        _check_unchanged("is_peft_model", value, self.is_peft_model)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the world size is larger than 1."""
-        return self.learner.world_size > 1
-
-    @is_distributed.setter
-    def is_distributed(self, value: bool) -> None:
-        _check_unchanged("is_distributed", value, self.is_distributed)
+    is_encoder_decoder = _fixed(
+        "is_encoder_decoder",
+        "Whether the policy is an encoder-decoder.",
+        lambda self: bool(self.config.is_encoder_decoder),
+    )
+    is_peft_model = _fixed(
+        "is_peft_model",
+        "Whether the policy is an adapter on a frozen base.",
+        lambda self: bool(self.config.is_peft_model),
+    )
+    is_distributed = _fixed(
+        "is_distributed",
+        "Whether the world size is larger than 1.",
+        lambda self: self.learner.world_size > 1,
+    )
 
     def optional_peft_ctx(self) -> AbstractContextManager[Any]:
         """A context in which the adapter is disabled, so that the policy is its reference."""
@@ -167,8 +159,3 @@ class Views:
             return nullcontext()
         block: AbstractContextManager[Any] = self.model.pretrained_model.disable_adapter()
         return block
-
-
-def _check_unchanged(name: str, value: Any, truth: bool) -> None:
-    if value is not truth:
-        raise ConfigError(f"{name} is {truth} for this trainer and cannot be changed to {value!r}")

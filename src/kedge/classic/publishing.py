@@ -52,10 +52,8 @@ def push(
     repo_id: str,
     *,
     commit_message: str = "Upload model",
-    private: bool | None = None,
-    token: str | None = None,
     branch: str | None = None,
-    api: Any = None,
+    **hub_options: Any,
 ) -> Any:
     """Upload the files that ``save`` writes to a repository, created if missing.
 
@@ -63,15 +61,13 @@ def push(
         save: writes into the given folder.
         repo_id: "name" or "organization/name".
         commit_message: message of the commit.
-        private: for a new repository.
-        token: None: that of ``hf auth login`` or ``HF_TOKEN``.
         branch: None: "main".
-        api: a ``huggingface_hub.HfApi``.
+        **hub_options: of ``kedge.backends.hub.Hub``: private, token, api.
 
     Raises:
         HubError: the upload failed; says what to do.
     """
-    hub = Hub(repo_id, token=token, private=private, revision=branch, api=api)
+    hub = Hub(repo_id, revision=branch, **hub_options)
     hub.create()
     with tempfile.TemporaryDirectory() as folder:
         save(folder)

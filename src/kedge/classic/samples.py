@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kedge.classic.inputs import padded
 from kedge.classic.scores import Scores
 from kedge.errors import DataError
 from kedge.types import PromptBatch, RewardOutput, Rollout
@@ -28,13 +29,6 @@ def check_samples(
     batch_size: int, queries: Any, responses: Any, scores: Any, masks: Any = None
 ) -> None:
     """Validate the arguments of ``step``.
-
-    Args:
-        batch_size: expected number of samples.
-        queries: list of int64 [P_i].
-        responses: list of int64 [R_i].
-        scores: list of tensors: one number each, or one per response token.
-        masks: list of [R_i]; None: all response tokens are trained.
 
     Raises:
         DataError: an invalid argument; names the row and the expected shape.
@@ -71,31 +65,27 @@ def samples_of(
 ) -> Samples:
     """Checked arguments of ``step`` as a record on the CPU.
 
-    Args:
-        queries: int64 [P_i] each.
-        responses: int64 [R_i] each; of an encoder-decoder with or without its start token.
-        scores: one number each, or one per response token.
-        masks: [R_i] each; None: all response tokens are trained.
-        start: the decoder's start token, removed from responses that begin with it.
+    ``start`` is a decoder's start token, removed from responses that begin with it.
     """
-    given_masks = (
-        [torch.ones_like(r, dtype=torch.bool) for r in responses] if masks is None else masks
-    )
-    whole, tokens = [], []
-    rows, kept_masks = [], []
-    for response, mask, score in zip(responses, given_masks, scores, strict=True):
+    if masks is None:
+        masks = [torch.ones_like(r) for r in responses]
+    whole, tokens, rows, kept_masks = [], [], [], []
+    for response, mask, score in zip(responses, masks, scores, strict=True):
         cut = int(start is not None and len(response) > 0 and int(response[0]) == start)
         rows.append(response[cut:].long().cpu())
         kept_masks.append(mask[cut:].bool().cpu())
         numbers = score.detach().float().cpu().reshape(-1)
         dense = len(numbers) > 1
         whole.append(numbers.new_zeros(()) if dense else numbers[0])
-        tokens.append(numbers[cut:] if dense else None)
+        tokens.append(numbers[cut:] if dense else numbers.new_zeros(len(rows[-1])))
     return Samples(
         queries=[q.long().cpu() for q in queries],
         responses=rows,
         masks=kept_masks,
-        scores=Scores(whole=torch.stack(whole), tokens=_pad_token_scores(tokens, rows)),
+        scores=Scores(
+            whole=torch.stack(whole),
+            tokens=padded(tokens) if any(x.numel() > 1 for x in scores) else None,
+        ),
     )
 
 
@@ -122,61 +112,34 @@ def _check_rows(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
         raise DataError(f"queries must have at least one token each; empty: {empty}")
 
 
-def _pad_token_scores(
-    tokens: Sequence[Tensor | None], responses: Sequence[Tensor]
-) -> Tensor | None:
-    if all(x is None for x in tokens):
-        return None
-    out = torch.zeros(len(tokens), max(map(len, responses)))
-    for row, x in zip(out, tokens, strict=True):
-        if x is not None:
-            row[: len(x)] = x
-    return out
-
-
 def build_rollout(
     samples: Samples, *, pad: int, eos: int | None, first_row: int, version: int
 ) -> Rollout:
-    """The samples as a ``Rollout``.
+    """The samples as a ``Rollout``; a response that ends with ``eos`` is terminated.
 
-    Args:
-        samples: B rows.
-        pad: padding token id; masks never depend on it.
-        eos: a response that ends with it is terminated.
-        first_row: index of the first row in the batch of all ranks.
-        version: policy version that sampled; -1: unknown.
+    ``first_row`` is the index of the first row in the batch of all ranks.
 
     Raises:
         DataError: all responses are empty.
     """
     queries, responses = samples.queries, samples.responses
-    width, length = max(map(len, queries)), max(map(len, responses))
-    if not length:
+    if not any(map(len, responses)):
         raise DataError("all responses of this batch are empty; at least one must have a token")
-    size = len(queries)
-    prompt_ids, ids = torch.full((size, width), pad), torch.full((size, length), pad)
-    mask, response_mask = torch.zeros(2, size, length, dtype=torch.bool)
-    for i, (q, r, m) in enumerate(zip(queries, responses, samples.masks, strict=True)):
-        prompt_ids[i, width - len(q) :] = q
-        ids[i, : len(r)] = r
-        mask[i, : len(r)] = m
-        response_mask[i, : len(r)] = True
-    sizes = torch.tensor([len(q) for q in queries])
-    row = torch.arange(first_row, first_row + size)
+    row = torch.arange(first_row, first_row + len(queries))
     prompts = PromptBatch(
-        ids=prompt_ids,
-        mask=torch.arange(width) >= width - sizes[:, None],
+        ids=padded(queries, pad, left=True),
+        mask=padded([torch.ones_like(q, dtype=torch.bool) for q in queries], left=True),
         group=row,
         row=row,
     )
     terminated = [len(r) > 0 and eos is not None and int(r[-1]) == eos for r in responses]
     return Rollout(
         prompts=prompts,
-        ids=ids,
-        loss_mask=mask,
-        response_mask=response_mask,
+        ids=padded(responses, pad),
+        loss_mask=padded(samples.masks),
+        response_mask=padded([torch.ones_like(r, dtype=torch.bool) for r in responses]),
         terminated=torch.tensor(terminated),
-        version=torch.full((size,), version),
+        version=torch.full_like(row, version),
     )
 
 

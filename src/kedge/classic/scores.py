@@ -64,9 +64,9 @@ class RunningMoments:
         return {"mean": self.mean, "squares": self.squares, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``."""
-        self.mean, self.squares = float(state["mean"]), float(state["squares"])
-        self.count = float(state["count"])
+        """Restore the numbers of ``state_dict``."""
+        for name in ("mean", "squares", "count"):
+            setattr(self, name, float(state[name]))
 
     def save_to_json(self, json_path: str | Path) -> None:
         """Write the numbers to a file."""
@@ -82,15 +82,10 @@ class RunningMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Scores of responses: one per response, one per token, or both.
+    """Scores of responses: one per response, one per token, or both."""
 
-    Args:
-        whole: float32 [B].
-        tokens: float32 [B, R], 0 for responses without token scores; None: none has them.
-    """
-
-    whole: Tensor
-    tokens: Tensor | None = None
+    whole: Tensor  # float32 [B]
+    tokens: Tensor | None = None  # float32 [B, R], 0 for responses without token scores
 
     @property
     def sums(self) -> Tensor:
@@ -107,13 +102,6 @@ def shaped(
 
     The moments are updated with this batch first.  For a response scored per token, the mean is
     subtracted at its end; the clip applies to each score separately.
-
-    Args:
-        scores: of this batch.
-        running: moments of all batches.
-        scale: whether to divide.
-        norm: whether to subtract the mean too; only with ``scale``.
-        clip: maximum absolute value; None: off.
     """
     whole, tokens = scores.whole, scores.tokens
     if scale:

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from kedge.classic.trainer import PPOTrainer
 
 
+_UPDATER = ("step", "learner", "kl")
+
+
 def save(trainer: PPOTrainer, output_dir: str | Path) -> Path:
     """Write ``output_dir/checkpoint-N``; see ``PPOTrainer.save_state``."""
     updater, learner = trainer._updater, trainer.learner
     state = updater.state_dict()
     parts = {
-        "step": state["step"],
-        "learner": state["learner"],
-        "kl": state["kl"],
+        **{name: state[name] for name in _UPDATER},
         "running": trainer.running.state_dict(),
         "reference": {"fingerprint": _reference_fingerprint(trainer)},
         "best": {"score": trainer.highest_reward, "calls": trainer._since_best},
@@ -63,8 +64,12 @@ def _restore(trainer: PPOTrainer, folder: Path) -> None:
         folder, rank=learner.rank, world_size=learner.world_size, verified=True
     )
     parts = saved_state.parts
-    _check(trainer, str(parts["reference"]["fingerprint"]), folder)
-    trainer._updater.load_state_dict({k: parts[k] for k in ("step", "learner", "kl")})
+    if _reference_fingerprint(trainer) != str(parts["reference"]["fingerprint"]):
+        raise CheckpointError(
+            f"the reference differs from that of the checkpoint {folder}; create the trainer with "
+            "the model that the run started from, or pass that as ref_model, then load the state"
+        )
+    trainer._updater.load_state_dict({name: parts[name] for name in _UPDATER})
     trainer.running.load_state_dict(parts["running"])
     trainer.highest_reward = parts["best"]["score"]
     trainer._since_best = int(parts["best"]["calls"])
@@ -80,26 +85,13 @@ def _reference_fingerprint(trainer: PPOTrainer) -> str:
     return fingerprint(frozen)
 
 
-def _check(trainer: PPOTrainer, saved: str, folder: Path) -> None:
-    if _reference_fingerprint(trainer) != saved:
-        raise CheckpointError(
-            f"the reference differs from that of the checkpoint {folder}; create the trainer with "
-            "the model that the run started from, or pass that as ref_model, then load the state"
-        )
-
-
 def random_state() -> dict[str, Any]:
     """The random states of this process."""
     name, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    words = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state = {
         "python": random.getstate(),
-        "numpy": [
-            name,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            place,
-            has_gauss,
-            gauss,
-        ],
+        "numpy": [name, words, place, has_gauss, gauss],
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():

@@ -36,16 +36,15 @@ class OptimizerStep:
         x, w, v = mb.rows, mb.token_weight.double(), mb.value_weight.double()
         values, old = require(new.values, "values"), require(x.old_values, "values")
         returns = require(x.returns, "returns")
-        sums = {name: loss.metrics[key] for name, key in _FROM_LOSS.items()}
-        sums |= {
-            "total": loss.total,
-            "advantages_mean": (w * x.advantages).sum(),
-            "return": (v * returns).sum(),
-            "return_squared": (v * returns.double() ** 2).sum(),
-            "vpred": (v * values).sum(),
-            "error": (v * (values - returns) ** 2).sum(),
-            "value": (v * old).sum(),
-            "value_squared": (v * old.double() ** 2).sum(),
+        sums = {name: loss.metrics[f"{name}_avg"] for name in _FROM_LOSS} | {
+            "loss/total": loss.total,
+            "policy/advantages_mean": (w * x.advantages).sum(),
+            "returns/mean": (v * returns).sum(),
+            "returns/var": (v * returns.double() ** 2).sum(),  # the square, up to statistics()
+            "val/vpred": (v * values).sum(),
+            "val/error": (v * (values - returns) ** 2).sum(),
+            "val/mean": (v * old).sum(),
+            "val/var": (v * old.double() ** 2).sum(),  # likewise
             "tokens": (v > 0).sum(),
         }
         for name, number in sums.items():
@@ -56,41 +55,21 @@ class OptimizerStep:
 
     def statistics(self, total: Total) -> dict[str, Tensor]:
         """The statistics of the step: scalars over all ranks, two float32 [n] of this rank."""
-        names = list(self.sums)
-        sums = dict(zip(names, total(torch.stack([self.sums[n] for n in names])), strict=True))
+        sums = dict(zip(self.sums, total(torch.stack([*self.sums.values()])), strict=True))
         fix = sums["tokens"] / (sums["tokens"] - 1).clamp(min=1)  # unbiased variances
-        stats = {
-            "loss/policy": sums["policy"],
-            "loss/value": sums["value_loss"],
-            "loss/total": sums["total"],
-            "policy/entropy": sums["entropy"],
-            "policy/approxkl": sums["approxkl"],
-            "policy/policykl": sums["policykl"],
-            "policy/clipfrac": sums["clipfrac"],
-            "policy/advantages_mean": sums["advantages_mean"],
-            "returns/mean": sums["return"],
-            "returns/var": fix * (sums["return_squared"] - sums["return"] ** 2).clamp(min=0),
-            "val/vpred": sums["vpred"],
-            "val/error": sums["error"],
-            "val/clipfrac": sums["value_clipfrac"],
-            "val/mean": sums["value"],
-            "val/var": fix * (sums["value_squared"] - sums["value"] ** 2).clamp(min=0),
-        }
-        return {name: x.float() for name, x in stats.items()} | {
+        for mean, var in (("returns/mean", "returns/var"), ("val/mean", "val/var")):
+            sums[var] = fix * (sums[var] - sums[mean] ** 2).clamp(min=0)
+        stats = {name: x.float() for name, x in sums.items() if name != "tokens"}
+        return stats | {
             "policy/advantages": torch.cat(self.advantages),
             "policy/ratio": torch.cat(self.ratios),
         }
 
 
-_FROM_LOSS = {
-    "policy": "loss/policy_avg",
-    "value_loss": "loss/value_avg",
-    "entropy": "policy/entropy_avg",
-    "approxkl": "policy/approxkl_avg",
-    "policykl": "policy/policykl_avg",
-    "clipfrac": "policy/clipfrac_avg",
-    "value_clipfrac": "val/clipfrac_avg",
-}
+_FROM_LOSS = (
+    *("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/policykl"),
+    *("policy/clipfrac", "val/clipfrac"),
+)
 
 
 class StatsRecorder(NoHooks):
@@ -113,10 +92,8 @@ class StatsRecorder(NoHooks):
 
         def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
             self.annotated = self._clock()
-            self.advantage_inputs, self.advantage_output = (
-                e,
-                algorithm.compute_advantages(e, kl_coef),
-            )
+            self.advantage_inputs = e
+            self.advantage_output = algorithm.compute_advantages(e, kl_coef)
             self.credited = self._clock()
             return self.advantage_output
 
@@ -133,27 +110,21 @@ class StatsRecorder(NoHooks):
         self._open = OptimizerStep()
 
 
-OBJECTIVE = ("kl", "kl_dist", "logprobs", "ref_logprobs", "kl_coef", "entropy")
-TRAIN = (
-    *("loss/policy", "loss/value", "loss/total", "policy/entropy", "policy/approxkl"),
-    *("policy/policykl", "policy/clipfrac", "policy/advantages", "policy/advantages_mean"),
-    *("policy/ratio", "returns/mean", "returns/var", "val/vpred", "val/error"),
-    *("val/clipfrac", "val/mean", "val/var"),
-)
-TOKENS = tuple(
-    f"{x}_{y}" for x in ("queries", "responses") for y in ("len_mean", "len_std", "dist")
-)
-TIMES = (
-    *("forward_pass", "compute_rewards", "compute_advantages"),
-    *("optimize_step", "calc_stats", "total"),
+STAGES = (
+    *("forward_pass", "compute_rewards", "compute_advantages", "optimize_step", "calc_stats"),
+    "total",
 )
 KEYS = (
-    *(f"objective/{x}" for x in OBJECTIVE),
-    *("ppo/mean_non_score_reward", "ppo/mean_scores", "ppo/std_scores", "ppo/learning_rate"),
-    *(f"ppo/{x}" for x in TRAIN),
-    "ppo/val/var_explained",
-    *(f"tokens/{x}" for x in TOKENS),
-    *(f"time/ppo/{x}" for x in TIMES),
+    *("objective/kl", "objective/kl_dist", "objective/logprobs", "objective/ref_logprobs"),
+    *("objective/kl_coef", "objective/entropy", "ppo/mean_non_score_reward"),
+    *("ppo/mean_scores", "ppo/std_scores", "ppo/learning_rate", "ppo/loss/policy"),
+    *("ppo/loss/value", "ppo/loss/total", "ppo/policy/entropy", "ppo/policy/approxkl"),
+    *("ppo/policy/policykl", "ppo/policy/clipfrac", "ppo/policy/advantages"),
+    *("ppo/policy/advantages_mean", "ppo/policy/ratio", "ppo/returns/mean", "ppo/returns/var"),
+    *("ppo/val/vpred", "ppo/val/error", "ppo/val/clipfrac", "ppo/val/mean", "ppo/val/var"),
+    *("ppo/val/var_explained", "tokens/queries_len_mean", "tokens/queries_len_std"),
+    *("tokens/queries_dist", "tokens/responses_len_mean", "tokens/responses_len_std"),
+    *("tokens/responses_dist", *(f"time/ppo/{x}" for x in STAGES)),
 )
 LISTS = ("policy/advantages", "policy/ratio")
 
@@ -184,23 +155,8 @@ def update_statistics(
 ) -> dict[str, Any]:
     """The statistics of one iteration, without learning rate and times.
 
-    Means and deviations are over the ranks that ``total`` sums over; arrays are of this rank.
-
-    Args:
-        kl_coef: KL coefficient used.
-        scores: float32 [B].
-        logprobs: float32 [B, T] of the sampling policy; ignored outside the mask.
-        ref_logprobs: float32 [B, T].
-        non_score_reward: float32 [B, T].
-        train_stats: of the optimizer steps.
-        masks: bool [B, T], trained tokens.
-        queries: int64 [P_i] each.
-        responses: int64 [R_i] each.
-        kls: float32 [B, T].
-        total: sums a tensor over ranks; the default stays on this rank.
-
-    Returns:
-        Tensors, and floats for ``objective/kl_coef`` and the lengths.
+    Scores are float32 [B]; other inputs [B, T], ignored outside ``masks``.  Means and deviations
+    are over the ranks that ``total`` sums over; arrays are of this rank.
     """
     mask, rows = masks.bool(), torch.ones(len(scores), dtype=torch.bool)
     per_response = torch.where(mask, kls, 0.0).sum(-1).cpu()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kedge.backends.hf.model import set_training
 from kedge.classic.accumulation import GradientAccumulator
 from kedge.classic.assembly import ESTIMATORS, make_step_limits
 from kedge.classic.core import entropy_from_logits, logprobs_from_logits
-from kedge.classic.inputs import collated, model_inputs, pad_id, response_mask
+from kedge.classic.inputs import collate, model_inputs, pad_id, pad_right, response_mask
 from kedge.classic.models.wrapper import PreTrainedModelWrapper
 from kedge.classic.properties import Views
 from kedge.classic.samples import check_samples
@@ -68,21 +69,13 @@ class PPOSteps(Views):
         ``decoder_attention_mask`` of the responses, each starting with the start token.  Rows
         are padded on the right, or by ``training_data_collator`` if given.
         """
-        if self.data_collator is not self._usual_collator:
-            return collated(
-                self.data_collator,
-                queries,
-                responses,
-                start=self._start_token,
-                device=self.current_device,
-            )
-        return model_inputs(
-            queries,
-            responses,
-            pad=pad_id(self.tokenizer),
-            start=self._start_token,
-            device=self.current_device,
+        pad_rows = (
+            partial(pad_right, pad_id(self.tokenizer))
+            if self.data_collator is self._usual_collator
+            else partial(collate, self.data_collator)
         )
+        inputs = model_inputs(pad_rows, queries, responses, self._start_token)
+        return {name: x.to(self.current_device) for name, x in inputs.items()}
 
     @property
     def _start_token(self) -> int | None:
@@ -114,27 +107,22 @@ class PPOSteps(Views):
             tokens; and the mask int64 [B, T] of response tokens.
         """
         set_training(model, self.config.gradient_checkpointing and torch.is_grad_enabled())
-        size = len(queries)
         start = self._start_token
         ids = model_inputs["decoder_input_ids" if start is not None else "input_ids"]
-        outputs: list[tuple[Tensor, Tensor | None, Tensor]] = []
-        for begin in range(0, size, self.config.mini_batch_size):
-            rows = slice(begin, begin + self.config.mini_batch_size)
-            out = model(**{k: v[rows] for k, v in model_inputs.items()})
+        outputs: list[tuple[Tensor, ...]] = []
+        for rows in torch.arange(len(queries)).split(self.config.mini_batch_size):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            out = model(**{k: v[part] for k, v in model_inputs.items()})
             if isinstance(_unwrapped(model), PreTrainedModelWrapper):
                 logits, _, values = out
             else:  # a reference without a value head
                 logits, values = out.logits.float(), out.logits.new_zeros(out.logits.shape[:2])
-            logprobs = logprobs_from_logits(logits[:, :-1], ids[rows, 1:])
-            outputs.append((logprobs, logits[:, :-1] if return_logits else None, values[:, :-1]))
-        kept_logits = [x for _, x, _ in outputs if x is not None]
+            logits = logits[:, :-1]
+            logprobs = logprobs_from_logits(logits, ids[part, 1:])
+            outputs.append((logprobs, values[:, :-1], *([logits] if return_logits else [])))
+        logprobs, values, *kept_logits = map(torch.cat, zip(*outputs, strict=True))
         mask = response_mask(model_inputs, queries, responses, response_masks, start=start)
-        return (
-            torch.cat([x for x, _, _ in outputs]),
-            torch.cat(kept_logits) if kept_logits else None,
-            torch.cat([x for _, _, x in outputs]),
-            mask,
-        )
+        return logprobs, kept_logits[0] if return_logits else None, values, mask
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor

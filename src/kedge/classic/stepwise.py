@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from kedge.classic.inputs import begun, response_mask
 from kedge.classic.models.wrapper import PreTrainedModelWrapper
 from kedge.classic.samples import Samples
 from kedge.classic.scores import Scores
-from kedge.classic.stats_recorder import LISTS
+from kedge.classic.stats_recorder import LISTS, STAGES
 from kedge.engine.seeds import seed_for
 from kedge.errors import DataError
 
@@ -43,25 +44,17 @@ class Batch:
     queries: list[Tensor]  # int64 [P_i] each
     responses: list[Tensor]  # int64 [R_i] each; of an encoder-decoder with its start token
     inputs: Mapping[str, Tensor]  # of prepare_model_inputs
-    logprobs: Tensor  # float32 [B, T], as are the others
-    values: Tensor
+    before: tuple[Tensor, Tensor]  # log-probabilities and values float32 [B, T]
     masks: Tensor  # int64 [B, T]
-    advantages: Tensor
-    returns: Tensor
+    targets: tuple[Tensor, Tensor]  # advantages and returns float32 [B, T]
 
 
 def step_by_step(trainer: PPOTrainer, samples: Samples, scores: Scores, *, masked: bool) -> Stats:
-    """One PPO iteration; see ``PPOTrainer.step``.
-
-    Args:
-        trainer: its methods are called.
-        samples: checked rows.
-        scores: shaped scores.
-        masked: whether ``response_masks`` were given.
-    """
+    """One PPO iteration; ``masked``: whether ``response_masks`` were given."""
     clock = [time.perf_counter()]
     kl_coef = float(trainer.kl_ctl.value)
-    batch, record = _experience(trainer, samples, scores, masked, clock)
+    with torch.no_grad():
+        batch, record = _experience(trainer, samples, scores, masked, clock)
     step_stats = _optimize(trainer, batch)
     clock.append(time.perf_counter())
     stats = trainer.record_step_stats(kl_coef=kl_coef, train_stats=_stacked(step_stats), **record)
@@ -75,17 +68,14 @@ def step_by_step(trainer: PPOTrainer, samples: Samples, scores: Scores, *, maske
         )
     learner = trainer.learner
     stats["ppo/learning_rate"] = float(learner.optimizer.param_groups[0]["lr"])
-    kl = learner.total(torch.tensor(float(stats["objective/kl"]), dtype=torch.float64))
-    trainer.kl_ctl.update(
-        float(kl) / learner.world_size, trainer.config.batch_size * learner.world_size
-    )
+    kl = float(learner.total(torch.tensor(float(stats["objective/kl"]), dtype=torch.float64)))
+    world = learner.world_size
+    trainer.kl_ctl.update(kl / world, trainer.config.batch_size * world)
     learner.advance_version()
     trainer.current_step += 1
     clock.append(time.perf_counter())
-    names = ("forward_pass", "compute_rewards", "compute_advantages", "optimize_step", "calc_stats")
-    spans = zip(names, clock, clock[1:], strict=False)
-    times = {f"time/ppo/{name}": end - begin for name, begin, end in spans}
-    return stats | times | {"time/ppo/total": clock[-1] - clock[0]}
+    seconds = [end - begin for begin, end in pairwise(clock)] + [clock[-1] - clock[0]]
+    return stats | {f"time/ppo/{name}": x for name, x in zip(STAGES, seconds, strict=True)}
 
 
 def _experience(
@@ -93,38 +83,57 @@ def _experience(
 ) -> tuple[Batch, dict[str, Any]]:
     """Forward passes, rewards and advantages; also what ``record_step_stats`` is given."""
     device, start = trainer.current_device, trainer._start_token
+    full, adapter = trainer.config.kl_penalty == "full", trainer.ref_model is None
     queries = [q.to(device) for q in samples.queries]
     responses = [begun(r, start).to(device) for r in samples.responses]
-    masks_given = [
+    response_masks = [
         torch.cat([m.new_ones(len(r) - len(m)), m]).long().to(device)
         for m, r in zip(samples.masks, responses, strict=True)
     ]
     inputs = trainer.prepare_model_inputs(queries, responses)
-    with torch.no_grad():
-        logprobs, values, masks, ref_logprobs, pair = _forward(
-            trainer, queries, responses, inputs, masks_given if masked else None
+
+    def forward(model: Any, masks: list[Tensor] | None = None) -> Any:
+        return trainer.batched_forward_pass(
+            model, queries, responses, inputs, return_logits=full, response_masks=masks
         )
-        clock.append(time.perf_counter())
-        rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, masks)
-        _check_shapes("compute_rewards", masks, rewards=rewards, non_score_reward=penalty, kls=kls)
-        if scores.tokens is not None:
-            places = response_mask(inputs, queries, responses, None, start=start)
-            rewards = rewards + _on_tokens(scores.tokens, samples, places) * masks
-        clock.append(time.perf_counter())
-        values, advantages, returns = trainer.compute_advantages(values, rewards, masks)
-        _check_shapes(
-            "compute_advantages", masks, values=values, advantages=advantages, returns=returns
+
+    with trainer.accelerator.autocast():
+        logprobs, logits, values, masks = forward(trainer.model, response_masks if masked else None)
+        with trainer.optional_peft_ctx() if adapter else nullcontext():
+            ref_logprobs, ref_logits, *_ = forward(
+                trainer.model if adapter else _with_head(trainer)
+            )
+    _check_shapes("batched_forward_pass", masks, logprobs=logprobs, values=values)
+    pair = (logprobs, ref_logprobs)
+    if full:
+        if logits is None or ref_logits is None:
+            raise DataError(
+                'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
+                "returned None"
+            )
+        pair = (
+            logprobs_from_logits(logits.float(), logits, gather=False),
+            logprobs_from_logits(ref_logits.float(), ref_logits, gather=False),
         )
-        clock.append(time.perf_counter())
+    clock.append(time.perf_counter())
+    rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, masks)
+    _check_shapes("compute_rewards", masks, rewards=rewards, non_score_reward=penalty, kls=kls)
+    if scores.tokens is not None:
+        places = response_mask(inputs, queries, responses, None, start=start)
+        rewards = rewards + _on_tokens(scores.tokens, samples, places) * masks
+    clock.append(time.perf_counter())
+    values, advantages, returns = trainer.compute_advantages(values, rewards, masks)
+    _check_shapes(
+        "compute_advantages", masks, values=values, advantages=advantages, returns=returns
+    )
+    clock.append(time.perf_counter())
     batch = Batch(
         queries=queries,
         responses=responses,
         inputs=inputs,
-        logprobs=logprobs.float(),
-        values=values.float(),
+        before=(logprobs.float(), values.float()),
         masks=masks,
-        advantages=advantages.float(),
-        returns=returns.float(),
+        targets=(advantages.float(), returns.float()),
     )
     record = {
         "scores": scores.sums.to(device),
@@ -137,40 +146,6 @@ def _experience(
         "kls": kls,
     }
     return batch, record
-
-
-def _forward(
-    trainer: PPOTrainer,
-    queries: list[Tensor],
-    responses: list[Tensor],
-    inputs: Mapping[str, Tensor],
-    masks: list[Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Policy and reference: log-probabilities, values, mask, the reference's, and both for KL."""
-    full = trainer.config.kl_penalty == "full"
-    adapter = trainer.ref_model is None
-    with trainer.accelerator.autocast():
-        logprobs, logits, values, mask = trainer.batched_forward_pass(
-            trainer.model, queries, responses, inputs, response_masks=masks, return_logits=full
-        )
-        with trainer.optional_peft_ctx() if adapter else nullcontext():
-            ref_logprobs, ref_logits, _, _ = trainer.batched_forward_pass(
-                trainer.model if adapter else _with_head(trainer),
-                queries,
-                responses,
-                inputs,
-                return_logits=full,
-            )
-    _check_shapes("batched_forward_pass", mask, logprobs=logprobs, values=values)
-    if not full:
-        return logprobs, values, mask, ref_logprobs, (logprobs, ref_logprobs)
-    if logits is None or ref_logits is None:
-        raise DataError(
-            'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
-            "returned None"
-        )
-    full_logprobs = [logprobs_from_logits(x.float(), x, gather=False) for x in (logits, ref_logits)]
-    return logprobs, values, mask, ref_logprobs, (full_logprobs[0], full_logprobs[1])
 
 
 def _with_head(trainer: PPOTrainer) -> Any:
@@ -240,15 +215,10 @@ def _minibatch(trainer: PPOTrainer, batch: Batch, rows: Tensor) -> Stats:
             {name: x[index] for name, x in batch.inputs.items()},
             return_logits=True,
         )
+    old_logprobs, values = (x[index] for x in batch.before)
+    advantages, returns = (x[index] for x in batch.targets)
     return trainer.train_minibatch(
-        batch.logprobs[index],
-        batch.values[index],
-        logprobs,
-        logits,
-        vpreds,
-        batch.masks[index],
-        batch.advantages[index],
-        batch.returns[index],
+        old_logprobs, values, logprobs, logits, vpreds, batch.masks[index], advantages, returns
     )
 
 
@@ -260,9 +230,7 @@ def _policy_kl(step_stats: list[Stats], counts: list[float]) -> Tensor:
             f"early_stopping needs {name!r} in the statistics of train_minibatch; "
             "return it from loss, or set early_stopping=False"
         )
-    kls = torch.stack(
-        [torch.as_tensor(stats[name]).detach().float().mean() for stats in step_stats]
-    )
+    kls = torch.stack([torch.as_tensor(x[name]).detach().float().mean() for x in step_stats])
     weights = torch.tensor(counts, device=kls.device)
     return (kls * weights).sum() / weights.sum().clamp(min=1)
 
@@ -272,13 +240,12 @@ def _stacked(collected: list[Stats]) -> dict[str, Tensor]:
     tensors = [
         {n: torch.as_tensor(x).detach().cpu() for n, x in stats.items()} for stats in collected
     ]
-    names = [n for n in tensors[0] if n not in LISTS]
     lists = {
-        n: torch.cat([stats[n].flatten() for stats in tensors])[None]
-        for n in LISTS
-        if n in tensors[0]
+        name: torch.cat([stats.pop(name).flatten() for stats in tensors])[None]
+        for name in LISTS
+        if name in tensors[0]
     }
-    return stack_dicts([{n: stats[n] for n in names} for stats in tensors]) | lists
+    return stack_dicts(tensors) | lists
 
 
 def _without_arrays(stats: Mapping[str, Any]) -> Stats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -23,14 +24,13 @@ def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
     """Start the trackers of ``log_with`` and log the options as the run's config."""
     if config.log_with is None:
         return
-    flat = {name: _plain(x) for name, x in config.to_dict().items()}
+    flat = {
+        name: x if isinstance(x, bool | int | float | str) else str(x)
+        for name, x in config.to_dict().items()
+    }
     accelerator.init_trackers(
         config.tracker_project_name, config=flat, init_kwargs=config.options("tracker_kwargs")
     )
-
-
-def _plain(x: Any) -> Any:
-    return x if isinstance(x, bool | int | float | str) else str(x)
 
 
 def log_batch(
@@ -73,7 +73,7 @@ def log_batch(
         "env/reward_dist": reward_sums.numpy(),
     }
     for tracker in accelerator.trackers:
-        _SENDERS.get(tracker.name, _to_any)(tracker, logs, rows, step)
+        _send(tracker, logs, rows, step)
 
 
 def _table_rows(
@@ -86,64 +86,36 @@ def _table_rows(
             f"columns and rewards must have equal lengths, got {len(rewards)} rewards and {sizes}"
         )
     return [
-        dict(zip([*columns, "reward"], [*map(_cell, row), reward], strict=True))
+        dict(
+            zip(
+                [*columns, "reward"],
+                [*(x.tolist() if isinstance(x, Tensor) else x for x in row), reward],
+                strict=True,
+            )
+        )
         for *row, reward in zip(*values, rewards.tolist(), strict=True)
     ]
 
 
-def _cell(x: Any) -> Any:
-    return x.tolist() if isinstance(x, Tensor) else x
+def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int) -> None:
+    """Numbers to every tracker; arrays and the table to those that show them."""
+    arrays = {name: np.asarray(x) for name, x in logs.items() if np.ndim(x) > 0}
+    sent: dict[str, Any] = {k: float(x) for k, x in logs.items() if k not in arrays}
+    if tracker.name == "tensorboard":
+        for name, x in arrays.items():
+            tracker.tracker.add_histogram(name, x, step)
+        if rows:
+            tracker.tracker.add_text(TABLE, markdown(rows), step)
+    elif tracker.name == "wandb":
+        import wandb
 
+        sent |= {name: wandb.Histogram(x) for name, x in arrays.items()}
+        if rows:
+            data = [list(row.values()) for row in rows]
+            sent[TABLE] = wandb.Table(columns=list(rows[0]), data=data)
+    elif tracker.name == "trackio" and rows:
+        import trackio
 
-def _split(logs: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    numbers = {k: float(x) for k, x in logs.items() if np.ndim(x) == 0}
-    return numbers, {k: np.asarray(x) for k, x in logs.items() if np.ndim(x) > 0}
-
-
-def _to_any(
-    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
-) -> None:
-    """Log only numbers, which every tracker supports."""
-    tracker.log(_split(logs)[0], step=step)
-
-
-def _to_tensorboard(
-    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
-) -> None:
-    numbers, arrays = _split(logs)
-    tracker.log(numbers, step=step)
-    writer = tracker.tracker
-    for name, x in arrays.items():
-        writer.add_histogram(name, x, step)
-    if rows:
-        writer.add_text(TABLE, markdown(rows), step)
-    writer.flush()
-
-
-def _to_wandb(
-    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
-) -> None:
-    import wandb
-
-    numbers, arrays = _split(logs)
-    sent: dict[str, Any] = numbers | {k: wandb.Histogram(x) for k, x in arrays.items()}
-    if rows:
-        sent[TABLE] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-    tracker.log(sent, step=step)
-
-
-def _to_trackio(
-    tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], step: int
-) -> None:
-    import importlib
-
-    import trackio
-
-    sent: dict[str, Any] = dict(_split(logs)[0])
-    if rows:
         frame = importlib.import_module("pandas").DataFrame(rows)
         sent[TABLE] = trackio.Table(dataframe=frame)
     tracker.log(sent, step=step)
-
-
-_SENDERS = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}

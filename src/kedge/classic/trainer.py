@@ -17,8 +17,7 @@ from transformers import DataCollatorForLanguageModeling
 from kedge.classic import state
 from kedge.classic.accumulation import GradientAccumulator
 from kedge.classic.assembly import (
-    StepTrainerInputs,
-    check,
+    check_arguments,
     make_accelerator,
     make_algorithm,
     make_batch_sizes,
@@ -46,7 +45,7 @@ from kedge.classic.samples import (
     samples_of,
 )
 from kedge.classic.scores import RunningMoments, Scores, shaped
-from kedge.classic.stats_recorder import KEYS, StatsRecorder, over_steps, update_statistics
+from kedge.classic.stats_recorder import KEYS, STAGES, StatsRecorder, over_steps, update_statistics
 from kedge.classic.step_parts import PPOSteps, overridden
 from kedge.classic.stepwise import step_by_step
 from kedge.classic.tracking import log_batch, start_trackers
@@ -93,7 +92,7 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
 
     def __init__(
         self,
-        config: PPOConfig | None = None,
+        config: PPOConfig = None,  # type: ignore[assignment]
         model: Any = None,
         ref_model: Any = None,
         tokenizer: Any = None,
@@ -104,20 +103,9 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         lr_scheduler: LRScheduler | None = None,
         training_data_collator: Any = None,
     ) -> None:
-        if not isinstance(config, PPOConfig):
-            raise ConfigError(
-                f"config must be a kedge.classic.PPOConfig, got {type(config).__name__}"
-            )
-        inputs = StepTrainerInputs(
-            config=config,
-            model=model,
-            ref_model=ref_model,
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            num_shared_layers=num_shared_layers,
+        check_arguments(
+            config, model, ref_model, tokenizer, optimizer, lr_scheduler, num_shared_layers
         )
-        check(inputs)
         set_seed(config.seed)
         self.config, self.model = config, model
         self.tokenizer = self.processing_class = tokenizer
@@ -125,8 +113,10 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         self.data_collator = training_data_collator or self._usual_collator
         self.accelerator = make_accelerator(config)
         start_trackers(self.accelerator, config)
-        self._ref_model, reference = make_reference(inputs)
-        self.learner = make_learner(inputs, self._ref_model, reference, self.accelerator)
+        self._ref_model = make_reference(model, ref_model, num_shared_layers)
+        self.learner = make_learner(
+            config, model, self._ref_model, self.accelerator, optimizer, lr_scheduler
+        )
         self._gradients = GradientAccumulator(self.learner)
         self._check_overrides()
         self.algorithm = make_algorithm(config)
@@ -181,10 +171,8 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
         config.check()
         self.algorithm = make_algorithm(config)
         updater.algorithm = self._recorder.over(self.algorithm)
-        updater.batch_sizes, updater.step_limits = (
-            make_batch_sizes(config),
-            make_step_limits(config),
-        )
+        updater.batch_sizes = make_batch_sizes(config)
+        updater.step_limits = make_step_limits(config)
         self.learner.settings = replace(
             self.learner.settings,
             forward_rows=config.mini_batch_size,
@@ -253,28 +241,32 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
             first_row=self.learner.rank * self.config.batch_size,
             version=self.learner.version,
         )
-        prepared, kl_coef = time.perf_counter(), float(self.kl_ctl.value)
+        recorder, times = self._recorder, [time.perf_counter()]
+        kl_coef = float(self.kl_ctl.value)
         metrics = self._updater.train_on(rollout, build_reward_output(scores), {})
-        trained = time.perf_counter()
+        times.append(time.perf_counter())
         stats = self._statistics(samples, scores, kl_coef)
-        stats["ppo/learning_rate"] = float(metrics["lr"])
-        return stats | self._times(prepared, trained)
+        times.append(time.perf_counter())
+        seconds = (  # rewards include building the batch; advantages the KL penalty
+            recorder.annotated - times[0],
+            times[0] - recorder.started,
+            recorder.credited - recorder.annotated,
+            times[1] - recorder.credited,
+            times[2] - times[1],
+            times[2] - recorder.started,
+        )
+        stats |= {f"time/ppo/{name}": x for name, x in zip(STAGES, seconds, strict=True)}
+        return stats | {"ppo/learning_rate": float(metrics["lr"])}
 
     def _statistics(self, samples: Samples, scores: Scores, kl_coef: float) -> dict[str, Any]:
-        advantage_inputs = require(self._recorder.advantage_inputs, "advantage_inputs")
-        advantage_output, outputs = (
-            require(self._recorder.advantage_output, "advantage_output"),
-            advantage_inputs.model_outputs,
-        )
-        mask, response_mask = (
-            advantage_inputs.rollout.loss_mask,
-            advantage_inputs.rollout.response_mask,
-        )
+        recorder = self._recorder
+        inputs = require(recorder.advantage_inputs, "advantage_inputs")
+        kl = require(require(recorder.advantage_output, "advantage_output").kl, "kl")
+        rollout, outputs = inputs.rollout, inputs.model_outputs
         queries = None if self.is_encoder_decoder else samples.queries
-        kl = require(advantage_output.kl, "kl")
 
         def grid(x: Tensor) -> Tensor:
-            return on_grid(x.cpu(), response_mask.cpu(), queries)
+            return on_grid(x.cpu(), rollout.response_mask.cpu(), queries)
 
         stats = update_statistics(
             kl_coef,
@@ -282,28 +274,14 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
             logprobs=grid(outputs.logprobs),
             ref_logprobs=grid(require(outputs.ref_logprobs, "ref_logprobs")),
             non_score_reward=grid(-kl_coef * kl),
-            masks=grid(mask.float()) > 0,
+            masks=grid(rollout.loss_mask.float()) > 0,
             kls=grid(kl),
             queries=samples.queries,
             responses=samples.responses,
-            train_stats=over_steps(
-                [s.statistics(self.learner.total) for s in self._recorder.steps]
-            ),
+            train_stats=over_steps([s.statistics(self.learner.total) for s in recorder.steps]),
             total=self.learner.total,
         )
         return convert_to_scalar(stats_to_np(stats))
-
-    def _times(self, prepared: float, trained: float) -> dict[str, float]:
-        """Seconds per stage.  Rewards include building the batch; advantages the KL penalty."""
-        recorder, now = self._recorder, time.perf_counter()
-        return {
-            "time/ppo/forward_pass": recorder.annotated - prepared,
-            "time/ppo/compute_rewards": prepared - recorder.started,
-            "time/ppo/compute_advantages": recorder.credited - recorder.annotated,
-            "time/ppo/optimize_step": trained - recorder.credited,
-            "time/ppo/calc_stats": now - trained,
-            "time/ppo/total": now - recorder.started,
-        }
 
     def _push_if_best(self, scores: Scores) -> None:
         push_options = self.config.options("push_to_hub_if_best_kwargs")
@@ -332,14 +310,8 @@ class PPOTrainer(PPOSteps, Generation, Batches, Publishing):
             rewards: one number per row; rewards per token are summed.
             columns_to_log: columns of the table ``game_log``.
         """
-        log_batch(
-            self.accelerator,
-            stats,
-            batch,
-            rewards,
-            list(columns_to_log),
-            step=self.current_step,
-        )
+        columns = list(columns_to_log)
+        log_batch(self.accelerator, stats, batch, rewards, columns, step=self.current_step)
 
     def save_state(self, output_dir: str | Path | None = None) -> Path | None:
         """Write everything needed to resume exactly to ``output_dir/checkpoint-N``.

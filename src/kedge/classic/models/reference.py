@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+import itertools
 from typing import Any
 
 from torch import nn
@@ -55,18 +55,15 @@ def create_reference_model(
 def _weights_below(model: nn.Module, layer: int, pattern: str | None) -> list[str]:
     """Names of the weights before a layer, in model order."""
     names = [name for name, _ in model.named_parameters()]
-    chosen = pattern or next((p for p in LAYERS if any(_at(p, 0) in f".{n}" for n in names)), None)
+    chosen = pattern or next((p for p in LAYERS if _first(names, p, 0) is not None), None)
     if chosen is None:
         raise ConfigError(
             "num_shared_layers needs a known layer name pattern, but this model matches none of "
             f"{', '.join(LAYERS)}; pass pattern"
         )
-    matches = [
-        re.search(re.escape(chosen).replace(r"\{layer\}", r"(\d+)") + r"\.", n) for n in names
-    ]
-    count = 1 + max((int(m[1]) for m in matches if m), default=-1)
-    first = next((i for i, n in enumerate(names) if _at(chosen, layer) in f".{n}"), None)
+    first = _first(names, chosen, layer)
     if first is None:
+        count = next(n for n in itertools.count() if _first(names, chosen, n) is None)
         raise ConfigError(
             f"num_shared_layers must be 0 to {max(count - 1, 0)} for the {count} layers that match "
             f"{chosen!r}, got {layer}"
@@ -74,5 +71,7 @@ def _weights_below(model: nn.Module, layer: int, pattern: str | None) -> list[st
     return names[:first]
 
 
-def _at(pattern: str, layer: int) -> str:
-    return f".{pattern.format(layer=layer)}."
+def _first(names: list[str], pattern: str, layer: int) -> int | None:
+    """Index of the first weight of a layer."""
+    part = f".{pattern.format(layer=layer)}."
+    return next((i for i, name in enumerate(names) if part in f".{name}"), None)

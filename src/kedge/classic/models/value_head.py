@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.utils.hub import cached_file
 
 from kedge.backends.hf.value_head import HEAD_FILE, ScalarHead
+from kedge.classic.models.loading import find_file
 from kedge.errors import ConfigError
 
 PREFIX = "v_head."
@@ -76,44 +75,23 @@ def read_value_head(source: str | Path, **hub: Any) -> dict[str, Tensor]:
     TRL in model.safetensors or pytorch_model.bin, whole or sharded.  Only tensors are read from a
     .bin file, never objects.
 
-    Args:
-        source: folder or hub name.
-        **hub: revision, token, cache_dir, ... of a download.
-
     Raises:
         ConfigError: a file is damaged, or contains other objects than tensors.
     """
-    head_file = _file(source, HEAD_FILE, hub)
+    head_file = find_file(source, HEAD_FILE, hub)
     if head_file is not None:
         return {name.removeprefix(PREFIX): x for name, x in _tensors(head_file, "").items()}
     for name in _WHOLE:
-        index = _file(source, f"{name}.index.json", hub)
+        index, files = find_file(source, f"{name}.index.json", hub), {name}
         if index is not None:
-            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted({file for key, file in where.items() if key.startswith(PREFIX)})
-            files = [_file(source, shard, hub) for shard in shards]
-        else:
-            files = [_file(source, name, hub)]
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {file for key, file in shards.items() if key.startswith(PREFIX)}
         tensors: dict[str, Tensor] = {}
-        for file in files:
-            tensors |= {} if file is None else _tensors(file, PREFIX)
+        for path in (find_file(source, file, hub) for file in sorted(files)):
+            tensors |= {} if path is None else _tensors(path, PREFIX)
         if tensors:
             return tensors
     return {}
-
-
-def _file(source: str | Path, name: str, hub: Mapping[str, Any]) -> Path | None:
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    file = cached_file(
-        str(source),
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub,
-    )
-    return None if file is None else Path(file)
 
 
 def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from kedge.backends.hf.peft import with_adapter
 from kedge.backends.hf.value_head import save_value
-from kedge.classic.models.loading import HEAD_OPTIONS, LoadingOptions, load_base, split_options
+from kedge.classic.models.loading import HUB, load_base
 from kedge.classic.models.reward_adapter import RewardAdapter
 from kedge.classic.models.value_head import PREFIX, ValueHead, read_value_head
 from kedge.errors import ConfigError
 
-WRAPPED = "pretrained_model."
+HEAD_OPTIONS = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
 
 
 @contextmanager
@@ -78,7 +77,12 @@ class PreTrainedModelWrapper(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path | nn.Module, *model_args: Any, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | Path | nn.Module,
+        *model_args: Any,
+        reward_adapter: str | Path | None = None,
+        reward_adapter_name: str = "reward_adapter",
+        **kwargs: Any,
     ) -> Any:
         """A model with a value head, from a name, a folder or a model.
 
@@ -88,27 +92,30 @@ class PreTrainedModelWrapper(nn.Module):
         Args:
             pretrained_model_name_or_path: hub name, folder (of an adapter too), or a model.
             *model_args: of the transformers class.
-            **kwargs: options of ``ValueHead``; peft_config: create an adapter; reward_adapter: an
-                adapter with a score head for ``compute_reward_score``, loaded under
-                reward_adapter_name ("reward_adapter"); is_trainable: whether a loaded adapter is
-                trained; load_in_8bit, load_in_4bit; all others go to the transformers class.
+            reward_adapter: folder or hub name of an adapter with a score head, for
+                ``compute_reward_score``.
+            reward_adapter_name: name under which it is loaded.
+            **kwargs: options of ``ValueHead``; peft_config: create an adapter; is_trainable:
+                whether a loaded adapter is trained; load_in_8bit, load_in_4bit; all others go to
+                the transformers class.
 
         Raises:
             ConfigError: conflicting options, or invalid files.
         """
-        options: LoadingOptions = split_options(kwargs)
-        source = pretrained_model_name_or_path
-        base = load_base(cls.transformers_parent_class, source, model_args, options)
-        if options.peft_config is not None and not hasattr(base, "peft_config"):
-            base = with_adapter(base, options.peft_config)
-        model = cls(base, **options.head)
+        if reward_adapter is not None and not isinstance(reward_adapter, str | Path):
+            raise ConfigError(
+                f"reward_adapter must be the name or folder of an adapter, got {reward_adapter!r}"
+            )
+        head = {k: kwargs.pop(k) for k in HEAD_OPTIONS if k in kwargs}
+        source, hub = pretrained_model_name_or_path, {k: kwargs[k] for k in HUB if k in kwargs}
+        base = load_base(cls.transformers_parent_class, source, model_args, **kwargs)
+        model = cls(base, **head)
         if not isinstance(source, nn.Module):
-            head_weights = read_value_head(source, **options.hub)
+            head_weights = read_value_head(source, **hub)
             if head_weights:
                 model.v_head.load_state_dict(head_weights)
-        if options.reward_adapter is not None:
-            name = options.reward_adapter_name
-            model.reward_adapter = RewardAdapter.load(base, options.reward_adapter, name)
+        if reward_adapter is not None:
+            model.reward_adapter = RewardAdapter.load(base, reward_adapter, reward_adapter_name)
         return model
 
     def forward(
@@ -193,14 +200,14 @@ class PreTrainedModelWrapper(nn.Module):
         return push(self.save_pretrained, repo_id, **kwargs)
 
     def _output_device(self) -> torch.device:
-        placed = getattr(self.pretrained_model, "hf_device_map", {})
-        offloaded = sorted({str(d) for d in placed.values() if str(d) in {"cpu", "disk"}})
-        if offloaded and set(map(str, placed.values())) != {"cpu"}:
+        places = set(map(str, getattr(self.pretrained_model, "hf_device_map", {}).values()))
+        offloaded = sorted(places & {"cpu", "disk"})
+        if offloaded and places != {"cpu"}:
             raise ConfigError(
                 f"device_map places parts of the model on {' and '.join(offloaded)}, but a trained "
                 "model must fit on its accelerators"
             )
-        self.is_sequential_parallel = len(set(map(str, placed.values()))) > 1
+        self.is_sequential_parallel = len(places) > 1
         device: torch.device = self.pretrained_model.get_output_embeddings().weight.device
         return device
 
