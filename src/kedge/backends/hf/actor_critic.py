@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.packing import Packed
-from kedge.backends.hf.sharding import inside
+from kedge.backends.hf.sharding import call_within
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
 from kedge.errors import ConfigError
 from kedge.ops.linear_logprob import TokenConstraints, linear_logprob
@@ -99,11 +99,11 @@ class ActorCritic(nn.Module):
             states = torch.cat([states, request.packed.ends]) if request.ends else states
         value, output = self.value, ForwardOutput(None, None, None, None, None)
         if request.policy or (self.shared and states is not None):
-            output = inside(self.policy, lambda: self._forward_policy(request, states))
+            output = call_within(self.policy, lambda: self._forward_policy(request, states))
         if isinstance(value, ScalarModel) and states is not None:
             at = states
             output = output._replace(
-                values=inside(value.model, lambda: value(request.packed.ids, at))
+                values=call_within(value.model, lambda: value(request.packed.ids, at))
             )
         if output.values is not None and request.ends:
             rows = len(request.packed.ids)

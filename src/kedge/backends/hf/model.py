@@ -130,14 +130,14 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
         raise ConfigError(
             f"{name} is not a causal language model: it lacks a trunk or an output layer"
         )
-    expect_no_mask(backbone)
+    silence_mask_warning(backbone)
     parts = CausalParts(backbone, output, _logit_scale(config), _softcap(config))
     if verify:
         _verify(model, parts, name)
     return parts
 
 
-def expect_no_mask(backbone: Any) -> None:
+def silence_mask_warning(backbone: Any) -> None:
     """Keep transformers from asking for an attention mask: rows are padded at the end alone."""
     backbone.warn_if_padding_and_no_attention_mask = _say_nothing
 

@@ -153,7 +153,9 @@ def _style(args: TrainingArguments) -> str:
     return style
 
 
-def check_holds(optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]) -> None:
+def check_optimizer_covers(
+    optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]
+) -> None:
     """Reject an optimizer without any weight of one of the trained models.
 
     Args:
@@ -195,7 +197,7 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
         ) from error
 
 
-def advance(scheduler: LRScheduler) -> None:
+def step_schedule(scheduler: LRScheduler) -> None:
     """Advance a schedule by one iteration."""
     with warnings.catch_warnings():
         # Torch warns if the first optimizer steps were all skipped.
@@ -203,7 +205,7 @@ def advance(scheduler: LRScheduler) -> None:
         scheduler.step()
 
 
-def go_on(
+def load_optimizer_state(
     optimizer: Optimizer,
     scheduler: LRScheduler,
     state: dict[str, Any],

@@ -115,7 +115,7 @@ def split_by_length(
             )
 
 
-def worth_padding(model: nn.Module, head: nn.Module) -> int:
+def padding_budget(model: nn.Module, head: nn.Module) -> int:
     """Tokens of padding that cost as much as one more forward and backward pass of a model.
 
         seconds of a pass = launch + 12 bytes * weights that train / bandwidth

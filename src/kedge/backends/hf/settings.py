@@ -34,7 +34,7 @@ class LearnerSettings:
         value_learning_rate: None: the policy's.
         max_grad_norm: gradients are scaled down to it; 0 is off.
         forward_rows: rows of one forward pass without gradient.
-        spare_tokens: padding tokens cheaper than one more pass; None: from the model's size.
+        padding_budget: padding tokens cheaper than one more pass; None: from the model's size.
         gradient_checkpointing: recompute activations in the backward.
         checkpointing_options: passed to torch.utils.checkpoint.
         reuse_behavior_logprobs: use the rollout engine's if it had the same weights.
@@ -48,7 +48,7 @@ class LearnerSettings:
     value_learning_rate: float | None = None
     max_grad_norm: float = 1.0
     forward_rows: int = 64
-    spare_tokens: int | None = None
+    padding_budget: int | None = None
     gradient_checkpointing: bool = False
     checkpointing_options: Mapping[str, Any] | None = None
     reuse_behavior_logprobs: bool = False

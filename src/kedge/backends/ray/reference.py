@@ -20,7 +20,7 @@ from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
 from kedge.backends.ray.placement import PlacementPlan, plan_seats
 from kedge.backends.ray.resources import ActorResources, allocate, from_launch
 from kedge.backends.rollout import start_all
-from kedge.backends.rollout.rows import bare
+from kedge.backends.rollout.rows import without_columns
 from kedge.config.rollout import RolloutOptions
 from kedge.ops.cpu.patch import Kernels
 from kedge.types import Rollout
@@ -116,7 +116,7 @@ class RayReference:
         """
         import ray
 
-        inputs = replace(rollout, prompts=bare(rollout.prompts), behavior_logprobs=None)
+        inputs = replace(rollout, prompts=without_columns(rollout.prompts), behavior_logprobs=None)
         rollout_ref = ray.put(inputs.to("cpu"))
         count = len(self.workers)
         shares = [list(groups[k::count]) for k in range(count)]
