@@ -5,16 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.rewards import RewardModel
 from kedge.engine.stages import cut
-from kedge.ops.cpu import attention, grad_accumulation, matmul, patch
-from kedge.ops.cpu.attention import short_attention
+from kedge.ops.cpu import grad_accumulation, matmul, patch
 from kedge.ops.cpu.patch import Kernels
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Sampling
@@ -50,9 +47,7 @@ def counted(monkeypatch, *functions):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
 def test_the_learner_uses_them_and_the_numbers_stay(family, checkpointing, monkeypatch):
-    seen = counted(
-        monkeypatch, attention._ShortAttention, matmul._Linear, grad_accumulation._Embedding
-    )
+    seen = counted(monkeypatch, matmul._Linear, grad_accumulation._Embedding)
     results = []
     for quick in (True, False):
         how = {"gradient_checkpointing": checkpointing, "max_grad_norm": 1.0}
@@ -171,10 +166,3 @@ def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were(monkeypa
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
-
-
-def test_torchs_registry_is_left_alone_for_models_with_large_heads():
-    small, large = tiny_policy(), tiny_policy(hidden_size=128, heads=4)
-    for model, kernel in ((small, short_attention), (large, sdpa_attention_forward)):
-        with Kernels([model]).active():
-            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is kernel

@@ -9,7 +9,6 @@ from functools import partial
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kedge.ops.cpu.attention import attending, may_gain
 from kedge.ops.cpu.grad_accumulation import GradBuffers, embedding
 from kedge.ops.cpu.matmul import by_onednn, linear
 
@@ -24,8 +23,6 @@ class Kernels:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        models = list(models)
-        self._attention = any(may_gain(m) for m in models)
         self._layers = [pair for m in models for pair in _layers(m)]
         self._grad_buffers = GradBuffers()
 
@@ -34,12 +31,11 @@ class Kernels:
         """Context that uses the faster kernels, backward passes included."""
         # An instance attribute `forward` was set by the user or by an outer context.
         patched = [(x, forward) for x, forward in self._layers if "forward" not in vars(x)]
-        attention = attending() if self._attention else nullcontext()
         buffers = self._grad_buffers.active() if self._layers else nullcontext()
         try:
             for layer, forward in patched:
                 layer.__dict__["forward"] = forward
-            with attention, buffers:
+            with buffers:
                 yield
         finally:
             for layer, forward in patched:
