@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.ops.cpu.grad_accumulation import gathered
 from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
 
 _NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf - inf
@@ -176,11 +175,9 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         head, draw, tile, entropy_grad = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        buffer = gathered(weight) if need_weight else None
-        fresh = need_weight and buffer is None
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            torch.zeros_like(weight) if fresh else buffer,
+            torch.zeros_like(weight) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
         with torch.autocast(hidden.device.type, enabled=False):
@@ -193,16 +190,7 @@ class _LinearLogprob(torch.autograd.Function):
                     tiles, targets[part], lse[part], entropy[part], of, grads.rows(part)
                 )
         grad_hidden = None if grads.hidden is None else grads.hidden.to(hidden.dtype)
-        return (
-            grad_hidden,
-            grads.weight if fresh else None,
-            grads.bias,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return (grad_hidden, grads.weight, grads.bias, None, None, None, None, None)
 
 
 class _Grads(NamedTuple):
