@@ -510,11 +510,11 @@ def test_padding_is_worth_less_the_larger_the_model():
 
 
 def test_rows_are_grouped_by_length():
-    groups = by_length([5, 90, 7, 88, 6], tokens=1000, spare=4)
+    groups = by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=4)
     assert groups == [[1, 3], [2, 4, 0]]
-    assert by_length([5, 90, 7, 88, 6], tokens=1000, spare=0) == [[1], [3], [2], [4], [0]]
-    assert by_length([5, 5, 5], tokens=10, spare=99) == [[0, 1], [2]]
-    assert by_length([], tokens=10, spare=9) == []
+    assert by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=0) == [[1], [3], [2], [4], [0]]
+    assert by_length([5, 5, 5], tokens=10, max_padding=99) == [[0, 1], [2]]
+    assert by_length([], tokens=10, max_padding=9) == []
 
 
 def test_rows_padded_at_the_end_are_no_reason_to_ask_for_a_mask(

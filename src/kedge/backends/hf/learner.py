@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
-from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, ForwardRequest
+from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, build_request
 from kedge.backends.hf.compatibility import check_rows
 from kedge.backends.hf.distributed import (
     accelerator_for,
@@ -44,7 +44,7 @@ from kedge.backends.hf.optim import (
     step_schedule,
     sum_gradients,
 )
-from kedge.backends.hf.packing import by_length, padding_budget, place, split_by_length, to_device
+from kedge.backends.hf.packing import by_length, padding_budget, split_by_length, to_device
 from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
@@ -123,8 +123,10 @@ class HFLearner:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
         plain = not (args.torch_compile or self.sharded)
         self._kernels = Kernels(self._all_models() if plain else [])
-        spare = settings.padding_budget
-        self._spare = padding_budget(policy, self.module.parts.output) if spare is None else spare
+        padding = settings.padding_budget
+        if padding is None:
+            padding = padding_budget(policy, self.module.parts.output)
+        self._padding_budget = padding
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
         self._stepped = False  # the weights have changed since the last version
@@ -191,17 +193,16 @@ class HFLearner:
     def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:
-        """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
+        """Log-probabilities, reference and values of a rollout on the host, without gradient."""
         self._check_models(values=values, reference=reference, full_kl=full_kl)
         check_rows(rollout, self._all_models())
-        home, sampled = rollout.ids.device, rollout.behavior_logprobs
-        rollout = to_device(rollout, self.device)
+        sampled = rollout.behavior_logprobs
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
         lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
         most = self.settings.forward_rows * int(lengths.max())
-        groups = by_length(lengths.tolist(), tokens=most, spare=self._spare)
+        groups = by_length(lengths.tolist(), tokens=most, max_padding=self._padding_budget)
         remote = self.remote_reference if reference else None
         pending = remote.begin(rollout, groups) if remote else None
         names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
@@ -209,12 +210,10 @@ class HFLearner:
         wanted = {name for name, asked in names.items() if asked}
         gathered = unsharded(self._all_models() if self.sharded else [])
         with gathered, self._kernels.active(), self.accelerator.autocast():
-            out = compute_logprobs(
-                self.module, self.reference, rollout, groups, wanted, self.settings
-            )
+            models = (self.module, self.reference, self.device)
+            out = compute_logprobs(models, rollout, groups, wanted, self.settings)
         if pending is not None:
             out["ref_logprobs"] = pending()
-        out = {name: x.to(home) for name, x in out.items()}
         if reuse and sampled is not None:
             out["logprobs"] = sampled
         return ModelOutputs(**out)
@@ -244,11 +243,12 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
-        spare = 2**62 if self.sharded else self._spare  # sharded ranks run equally many passes
+        # Sharded ranks must run equally many passes.
+        max_padding = 2**62 if self.sharded else self._padding_budget
         with self._kernels.active():
-            for micro_batch in split_by_length(step, self.device, spare=spare):
+            for micro_batch in split_by_length(step, max_padding=max_padding):
                 output = self._output(micro_batch.rows, only_value)
-                losses = loss(output, micro_batch)
+                losses = loss(output, to_device(micro_batch, self.device))
                 self.scaler.scale(losses.total).backward()
                 for name, x in {"loss": losses.total, **losses.metrics}.items():
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
@@ -262,24 +262,24 @@ class HFLearner:
         return learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
-        slots = None if self.value is None else rows.value_mask
-        request = ForwardRequest(
-            packed=self.module.parts.pack(
-                rows.prompt_ids, rows.prompt_mask, rows.ids, rows.response_mask
-            ),
-            tokens=rows.loss_mask,
-            targets=rows.ids[rows.loss_mask],
-            draw=self.settings.draw(rows.loss_mask, rows.allowed_tokens),
-            slots=slots,
+        """The forward pass over rows on the host; its output is on the device of the models."""
+        request = build_request(
+            self.module.parts,
+            (rows.prompt_ids, rows.prompt_mask),
+            (rows.ids, rows.response_mask),
+            rows.loss_mask,
+            self.settings.constraints(rows.loss_mask, rows.allowed_tokens),
+            device=self.device,
+            value_slots=None if self.value is None else rows.value_mask,
             only_value=only_value,
         )
         with self.accelerator.autocast():
             output: ForwardOutput = self.module(request)
         assert output.logprobs is not None and output.entropy is not None  # requested  # noqa: PT018
         return PolicyOutput(
-            logprobs=place(output.logprobs, rows.loss_mask),
-            entropy=place(output.entropy, rows.loss_mask),
-            values=None if slots is None or output.values is None else place(output.values, slots),
+            logprobs=request.tokens(output.logprobs),
+            entropy=request.tokens(output.entropy),
+            values=None if output.values is None else request.values(output.values),
         )
 
     @torch.no_grad()
@@ -287,9 +287,9 @@ class HFLearner:
         """The forward pass of ``optimizer_step`` without gradient, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._kernels.active():
-            output = self._output(to_device(rows, self.device), only_value=False)
+            output = self._output(rows, only_value=False)
         reshard(self._all_models() if self.sharded else [])  # no backward pass will do it
-        home = rows.ids.device  # not by to_device, whose copies to the CPU could be read too early
+        home = rows.ids.device
         return PolicyOutput(
             logprobs=output.logprobs.to(home),
             entropy=output.entropy.to(home),
@@ -303,7 +303,7 @@ class HFLearner:
         sum_gradients(trained, self.world_size, self._bucket_mb)
         self.scaler.unscale_(self.optimizer)
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
-        sizes = {n: float(x) for n, x in norms(grads).items()}
+        sizes = norms(grads)
         names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in sizes}
         finite = math.isfinite(sizes[""])
         if finite:

@@ -34,7 +34,9 @@ class LanguageModelParts(Protocol):
         """The output head with the weights it has now."""
         ...
 
-    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+    def pack(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+    ) -> Packed:
         """Rows as the trunk reads them: prompts [b, P] left-padded, responses [b, R] right."""
         ...
 
@@ -61,9 +63,11 @@ class CausalParts:
         weight, bias = head_weight(self.output)
         return Head(weight, bias, self.scale, self.softcap)
 
-    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+    def pack(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+    ) -> Packed:
         """Prompt and response joined."""
-        return pack(prompt_ids, prompt_mask, ids, present)
+        return pack(prompt_ids, prompt_mask, ids, response_mask)
 
     def read(self, packed: Packed) -> Tensor:
         """Last hidden states of the trunk."""

@@ -296,14 +296,13 @@ def _reduce(grads: list[Tensor]) -> None:
         g.copy_(part.view_as(g))
 
 
-def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:
+def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
     """The L2 norm of each named set of gradients, and of all of them under ``""``."""
-    result = {
-        name: full(torch.nn.utils.get_total_norm(list(tensors))).float()
-        for name, tensors in grads.items()
-    }
-    total = torch.stack(list(result.values())).square().sum().sqrt()
-    return {"": total, **result}
+    each = torch.stack(
+        [full(torch.nn.utils.get_total_norm(list(g))).float() for g in grads.values()]
+    )
+    total = each.square().sum().sqrt()
+    return dict(zip(["", *grads], torch.cat([total[None], each]).tolist(), strict=True))
 
 
 def scale_(grads: Iterable[Tensor], norm: float, largest: float) -> None:

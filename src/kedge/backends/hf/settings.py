@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kedge.ops.linear_logprob import TokenConstraints
@@ -54,11 +53,13 @@ class LearnerSettings:
     reuse_behavior_logprobs: bool = False
     allow_low_precision_weights: bool = False
 
-    def draw(self, tokens: Tensor, support: Tensor | None) -> TokenConstraints:
-        """Sampling constraints at the marked tokens bool [b, R]; support int64 [b, R, K]."""
+    def constraints(self, tokens: Tensor, allowed_tokens: Tensor | None) -> TokenConstraints:
+        """Constraints at the marked tokens bool [b, R]; ``allowed_tokens`` int64 [b, R, K]."""
         banned = None
         if self.min_new_tokens and self.stop_ids:
-            early = tokens.nonzero()[:, 1] < self.min_new_tokens
-            banned = (early, torch.tensor(self.stop_ids, device=tokens.device))
-        chosen = None if support is None else support[tokens]
-        return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=chosen)
+            banned = (tokens.nonzero()[:, 1] < self.min_new_tokens, self.stop_ids)
+        return TokenConstraints(
+            temperature=self.temperature,
+            banned=banned,
+            allowed_tokens=None if allowed_tokens is None else allowed_tokens[tokens],
+        )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.logprobs import reference_logprobs
-from kedge.backends.hf.packing import to_device
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
@@ -55,16 +54,15 @@ class ReferenceActor:
     @torch.no_grad()
     def logprobs(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probabilities (nats) of each group of rows: float32 [rows, R], on the CPU."""
-        rollout = to_device(rollout, self._device)
         device_type, dtype = self._device.type, self._autocast
         enabled = dtype is not None
         with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):
             logprobs = [
                 reference_logprobs(
                     self._reference,
-                    rollout,
-                    torch.tensor(rows, device=self._device),
+                    rollout.rows(torch.tensor(rows)),
                     self._settings,
+                    self._device,
                 )
                 for rows in groups
             ]
