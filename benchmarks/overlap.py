@@ -58,20 +58,20 @@ class Engines:
     shares_weights, logprobs = False, "none"
 
     def __init__(self, seed: int) -> None:
-        self.lanes = [Uneven(random.Random(seed + n), 0.0) for n in range(4)]
+        self.engines = [Uneven(random.Random(seed + n), 0.0) for n in range(4)]
 
     def load_weights(self, weights: Any, version: int) -> Any:
-        receipts = [lane.load_weights(weights, version) for lane in self.lanes]
+        receipts = [engine.load_weights(weights, version) for engine in self.engines]
         return receipts[-1]
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        shares = split_groups(prompts, len(self.lanes))
-        with ThreadPoolExecutor(len(self.lanes)) as pool:
+        shares = split_groups(prompts, len(self.engines))
+        with ThreadPoolExecutor(len(self.engines)) as pool:
             parts = pool.map(
                 lambda lane, rows: lane.generate(
                     rows_of(prompts, rows), sampling=sampling, seed=seed
                 ),
-                self.lanes,
+                self.engines,
                 shares,
             )
             found = [(part, Judge().score(part), {}) for part in parts]
@@ -103,7 +103,7 @@ class Prompts24(Batches):
 def uneven_seconds(pieces: int, seed: int) -> float:
     """Twenty updates of 0.2 s with four uneven engines; ``pieces`` 0: whole batches in order."""
     engines: Any = Engines(seed)
-    run = writing(1, engines.lanes, pieces or 1)
+    run = writing(1, engines.engines, pieces or 1)
     made = Training(
         source=Prompts24(),
         rollout_engine=engines,

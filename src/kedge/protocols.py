@@ -143,7 +143,7 @@ class Learner(Stateful, Protocol):
         """Sum of ``x`` over all ranks."""
         ...
 
-    def pool(self, mine: Experience) -> Experience:
+    def all_gather(self, local: Experience) -> Experience:
         """The rows of all ranks, in rank order; every rank passes the same number."""
         ...
 

@@ -307,7 +307,7 @@ class TestTruncation:
         cut, plain = Sampling(max_new_tokens=2, top_k=3), Sampling(max_new_tokens=2)
         engine = EmbeddedEngine(llama, pad_id=PAD)
         assert engine.generate(prompts(), sampling=plain, seed=0).allowed_tokens is None
-        engine = EmbeddedEngine(llama, pad_id=PAD, keep_support=False)
+        engine = EmbeddedEngine(llama, pad_id=PAD, record_allowed_tokens=False)
         assert engine.generate(prompts(), sampling=cut, seed=0).allowed_tokens is None
 
     def test_a_banned_stop_token_never_leaves_an_empty_support(self, llama):

@@ -123,7 +123,7 @@ def test_two_servers_share_the_rows_of_a_batch(shared, tmp_path, close):
     made = trainer(shared, tmp_path, updates=2, rollout_engine="vllm_server", vllm_num_engines=2)
     close(made)
     made.train()
-    one, two = made.engine.rollout_engine.lanes
+    one, two = made.engine.rollout_engine.engines
     assert one.service.pid != two.service.pid
     assert one.service.version() == two.service.version() == 2
     gap, kl = agreement(made)

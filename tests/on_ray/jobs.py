@@ -65,7 +65,7 @@ class AsDone:
 
         type(made.engine).train_on = lambda _, *args, **named: noting(*args, **named)
         made.train()
-        pids = [engine.actor.pid for engine in made.engine.rollout_engine.lanes]
+        pids = [engine.actor.pid for engine in made.engine.rollout_engine.engines]
         return rows(made), gather_object([trained]), gather_object([pids])
 
 
@@ -107,7 +107,7 @@ def local_engines() -> Any:
     from accelerate import PartialState
 
     from kedge.backends.hf.rollout import EmbeddedEngine
-    from kedge.backends.rollout import ShardedEngine, shared
+    from kedge.backends.rollout import ShardedEngine, build_shared_engine
     from kedge.testing import tiny_policy
     from tests.e2e.small import VOCAB
 
@@ -117,7 +117,7 @@ def local_engines() -> Any:
         return ShardedEngine(made, pad_id=0)
 
     ranks = PartialState(cpu=True).num_processes
-    return shared(make, ranks=ranks, timeout=300, spare=0)
+    return build_shared_engine(make, ranks=ranks, timeout=300, extra_slots=0)
 
 
 def work(folder: str, out: str) -> None:

@@ -79,7 +79,7 @@ def test_engines_on_ray_are_lanes_of_their_own(pair):
     found = numbers(small(rollout_engine=pair, **run))
     assert len(found) == 4
     assert all(row["rollout/lag"] <= 1 for row in found)
-    assert len(pair.lanes) == 2
+    assert len(pair.engines) == 2
 
 
 def test_twenty_deaths_at_random_moments_change_no_number(pair):

@@ -144,7 +144,7 @@ class Writing(Run):
 
 def writing(lag: int, samplers: list[Any], pieces: int) -> Writing:
     plain = engine(lag, samplers[0])
-    samplers[0].lanes = samplers  # the first stands for all
+    samplers[0].engines = samplers  # the first stands for all
     run = Writing(
         source=Batches(),
         rollout_engine=samplers[0],

@@ -59,7 +59,7 @@ def test_row_order(whole, order, micro_rows):
 @QUICK
 @given(spare=st.integers(0, 50))
 def test_grouping_by_length(whole, spare):
-    vector, _ = gradient(batch(), ALGORITHM, make=lambda: learner(spare_tokens=spare))
+    vector, _ = gradient(batch(), ALGORITHM, make=lambda: learner(padding_budget=spare))
     assert same(whole[0], vector)
 
 

@@ -22,7 +22,7 @@ def models(shared):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_against_torch_distributions_in_float64(models, temperature):
     ids = torch.randint(3, 500, (4, 40), generator=torch.Generator().manual_seed(0))
-    draw, wide, parts, hidden = TokenConstraints(temperature=temperature), [], [], []
+    constraints, wide, parts, hidden = TokenConstraints(temperature=temperature), [], [], []
     with torch.no_grad():
         for model in models:
             logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
@@ -30,10 +30,10 @@ def test_against_torch_distributions_in_float64(models, temperature):
             parts.append(causal_parts(model))
             hidden.append(trunk(parts[-1].backbone, ids)[:, :-1].flatten(0, 1))
     targets = ids[:, 1:].flatten()
-    logp, entropy = linear_logprob(hidden[0], parts[0].head(), targets, draw=draw)
+    logp, entropy = linear_logprob(hidden[0], parts[0].head(), targets, constraints=constraints)
     torch.testing.assert_close(logp.double(), wide[0].log_prob(targets), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), wide[0].entropy(), atol=2e-5, rtol=1e-5)
-    kl = linear_kl(hidden[0], parts[0].head(), hidden[1], parts[1].head(), draw=draw)
+    kl = linear_kl(hidden[0], parts[0].head(), hidden[1], parts[1].head(), constraints=constraints)
     torch.testing.assert_close(kl.double(), kl_divergence(*wide), atol=2e-5, rtol=1e-4)
     assert kl.min() > -1e-6
 

@@ -102,6 +102,6 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 
 def test_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.classic.assembly.shards_asked", lambda accelerator: "weights")
+    monkeypatch.setattr("kedge.classic.assembly.sharding_strategy", lambda accelerator: "weights")
     with pytest.raises(ValueError, match=r"requests FSDP or DeepSpeed, but kedge.classic keeps"):
         trainer(gpt2())

@@ -5,16 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.rewards import RewardModel
 from kedge.engine.stages import cut
-from kedge.ops.cpu import attention, grad_accumulation, matmul, patch
-from kedge.ops.cpu.attention import short_attention
+from kedge.ops.cpu import matmul, patch
 from kedge.ops.cpu.patch import Kernels
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Sampling
@@ -31,7 +28,6 @@ pytestmark = pytest.mark.skipif(
 def every_product_by_onednn(monkeypatch):
     monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: True)
     monkeypatch.setattr(matmul, "_SMALLEST", 0)
-    monkeypatch.setattr(grad_accumulation, "_LARGE", 0)
 
 
 def counted(monkeypatch, *functions):
@@ -50,9 +46,7 @@ def counted(monkeypatch, *functions):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
 def test_the_learner_uses_them_and_the_numbers_stay(family, checkpointing, monkeypatch):
-    seen = counted(
-        monkeypatch, attention._ShortAttention, matmul._Linear, grad_accumulation._Embedding
-    )
+    seen = counted(monkeypatch, matmul._Linear)
     results = []
     for quick in (True, False):
         how = {"gradient_checkpointing": checkpointing, "max_grad_norm": 1.0}
@@ -108,10 +102,10 @@ def test_layers_of_other_kinds_and_layers_with_a_forward_of_their_own_are_left_a
         def forward(self, x):
             return 2 * super().forward(x)
 
-    hooked, sparse = nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True)
+    hooked, embedding = nn.Linear(4, 4), nn.Embedding(4, 4)
     hooked.forward = lambda x: -x
     double = nn.Linear(4, 4).double()
-    model = nn.Sequential(Doubled(4, 4), sparse, double, nn.Embedding(4, 4, max_norm=1.0))
+    model = nn.Sequential(Doubled(4, 4), embedding, double)
     assert list(patch._layers(model)) == []
     model.append(hooked)
     with Kernels([model]).active():
@@ -138,8 +132,19 @@ def test_layers_may_be_called_by_keyword():
 
 def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
     monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
-    layers = [type(m) for m, _ in patch._layers(tiny_policy())]
-    assert set(layers) == {nn.Embedding}
+    assert list(patch._layers(tiny_policy())) == []
+
+
+def test_one_variable_turns_the_kernels_off(monkeypatch):
+    seen = counted(monkeypatch, matmul._Linear)
+    x, weight = torch.ones(4, 4), torch.ones(3, 4)
+    monkeypatch.setenv("KEDGE_CPU_KERNELS", "0")
+    assert list(patch._layers(tiny_policy())) == []
+    matmul.linear(x, weight)
+    assert seen[matmul._Linear] == 0
+    monkeypatch.setenv("KEDGE_CPU_KERNELS", "1")
+    matmul.linear(x, weight)
+    assert seen[matmul._Linear] == 1
 
 
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
@@ -171,10 +176,3 @@ def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were(monkeypa
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
-
-
-def test_torchs_registry_is_left_alone_for_models_with_large_heads():
-    small, large = tiny_policy(), tiny_policy(hidden_size=128, heads=4)
-    for model, kernel in ((small, short_attention), (large, sdpa_attention_forward)):
-        with Kernels([model]).active():
-            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is kernel

@@ -12,7 +12,7 @@ from kedge.algorithms import ppo
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.model import causal_parts, no_dropout, trunk
-from kedge.backends.hf.packing import by_length, worth_padding
+from kedge.backends.hf.packing import by_length, padding_budget
 from kedge.backends.hf.reference import FrozenModel, frozen_copy
 from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
 from kedge.engine.stages import cut
@@ -52,7 +52,7 @@ OTHERS = {
 def test_annotation_equals_a_left_padded_masked_forward(family, spare):
     r = rollout()
     policy = tiny_policy(family, vocab_size=VOCAB, **OTHERS.get(family, {}))
-    found = learner(family if family in FAMILIES else "llama", policy=policy, spare_tokens=spare)
+    found = learner(family if family in FAMILIES else "llama", policy=policy, padding_budget=spare)
     other = tiny_policy(family, vocab_size=VOCAB, seed=5, **OTHERS.get(family, {}))
     found.reference = FrozenModel(other)
     note = found.compute_logprobs(r, values=True, reference=True, full_kl=True)
@@ -501,20 +501,20 @@ def test_no_tensor_holds_the_logits_of_a_batch():
 
 def test_padding_is_worth_less_the_larger_the_model():
     small = tiny_policy()
-    assert worth_padding(small, small.lm_head) > 1000
+    assert padding_budget(small, small.lm_head) > 1000
     policy = tiny_policy(hidden_size=512, layers=4, vocab_size=1000)
     weights = sum(p.numel() for p in policy.parameters())
     trunk = weights - 2 * 1000 * 512
     seconds = 8e-3 + 12 * weights / 1e10
-    assert worth_padding(policy, policy.lm_head) == 1 + int(seconds / (6 * trunk / 1e11))
+    assert padding_budget(policy, policy.lm_head) == 1 + int(seconds / (6 * trunk / 1e11))
 
 
 def test_rows_are_grouped_by_length():
-    groups = by_length([5, 90, 7, 88, 6], tokens=1000, spare=4)
+    groups = by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=4)
     assert groups == [[1, 3], [2, 4, 0]]
-    assert by_length([5, 90, 7, 88, 6], tokens=1000, spare=0) == [[1], [3], [2], [4], [0]]
-    assert by_length([5, 5, 5], tokens=10, spare=99) == [[0, 1], [2]]
-    assert by_length([], tokens=10, spare=9) == []
+    assert by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=0) == [[1], [3], [2], [4], [0]]
+    assert by_length([5, 5, 5], tokens=10, max_padding=99) == [[0, 1], [2]]
+    assert by_length([], tokens=10, max_padding=9) == []
 
 
 def test_rows_padded_at_the_end_are_no_reason_to_ask_for_a_mask(

@@ -108,13 +108,13 @@ def run(mode: str, out: str) -> None:
     prompts = PromptBatch(
         ids=whole.prompts.ids[mine], mask=whole.prompts.mask[mine], group=mine, row=mine
     )
-    engine = found.sampler(EmbeddedEngine(found.policy, pad_id=0))
+    engine = found.wrap_engine(EmbeddedEngine(found.policy, pad_id=0))
     note: list = []
     for i in range(4):
         if i == 2:  # go on in another learner
             state, found = found.state_dict(), build(mode, rank)
             found.load_state_dict(state)
-            engine = found.sampler(EmbeddedEngine(found.policy, pad_id=0))
+            engine = found.wrap_engine(EmbeddedEngine(found.policy, pad_id=0))
         drawn = engine.generate(prompts, sampling=Sampling(max_new_tokens=9), seed=i)
         said = found.compute_logprobs(drawn, values=True, reference=True, full_kl=True)
         sums = [said.logprobs, said.ref_logprobs, said.values, said.full_kl, drawn.ids.double()]

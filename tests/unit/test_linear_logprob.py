@@ -19,30 +19,30 @@ def case(dtype=torch.float64, bias=True):
     return hidden, weight, b, torch.randint(V, (N,), generator=g)
 
 
-def plain(hidden, head, targets, draw):
+def plain(hidden, head, targets, constraints):
     """The same by the definition, all logits at once."""
     z = hidden @ head.weight.T + (0 if head.bias is None else head.bias)
     z = z * head.scale
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)
-    z = z / draw.temperature
+    z = z / constraints.temperature
     never = torch.zeros_like(z, dtype=torch.bool)
-    if draw.banned is not None:
-        never[draw.banned[0].nonzero(), draw.banned[1]] = True
-    if draw.allowed_tokens is not None:
-        for i, ids in enumerate(draw.allowed_tokens.tolist()):
+    if constraints.banned is not None:
+        never[constraints.banned[0].nonzero(), constraints.banned[1]] = True
+    if constraints.allowed_tokens is not None:
+        for i, ids in enumerate(constraints.allowed_tokens.tolist()):
             never[i, [j for j in range(V) if j not in ids]] = True
     logp = z.masked_fill(never, -math.inf).log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(never, 0.0)).sum(-1)
     return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
-def draws(targets):
+def constraint_cases(targets):
     support = torch.full((N, 4), -1)
     support[:, 0] = targets
     support[: N - 2, 1] = (targets[: N - 2] + 300) % V
     support[:3, 3] = (targets[:3] + 77) % V
-    ban = (torch.arange(N) % 2 == 0, (targets[:3] + 1) % V)
+    ban = (torch.arange(N) % 2 == 0, tuple(((targets[:3] + 1) % V).tolist()))
     return {
         "plain": TokenConstraints(),
         "temperature": TokenConstraints(temperature=0.7),
@@ -58,7 +58,7 @@ def draws(targets):
 @pytest.mark.parametrize("tile", [256, 2100, None])
 def test_equals_the_definition_with_gradients(tile, name, scale, softcap, entropy_grad):
     hidden, weight, bias, targets = case()
-    draw = draws(targets)[name]
+    constraints = constraint_cases(targets)[name]
     up = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=hidden.dtype)
     got, want = [], []
     for out, how in ((got, "tiles"), (want, "plain")):
@@ -66,10 +66,15 @@ def test_equals_the_definition_with_gradients(tile, name, scale, softcap, entrop
         head = Head(leaves[1], leaves[2], scale, softcap)
         if how == "tiles":
             logp, entropy = linear_logprob(
-                leaves[0], head, targets, draw=draw, entropy_grad=entropy_grad, tile=tile
+                leaves[0],
+                head,
+                targets,
+                constraints=constraints,
+                entropy_grad=entropy_grad,
+                tile=tile,
             )
         else:
-            logp, entropy = plain(leaves[0], head, targets, draw)
+            logp, entropy = plain(leaves[0], head, targets, constraints)
         loss = (up[0] * logp).sum()
         if entropy_grad:
             loss = loss + (up[1] * entropy).sum()
@@ -86,8 +91,10 @@ def test_by_hand():
     torch.testing.assert_close(logp, torch.tensor([0.25, 0.75]).log())
     torch.testing.assert_close(entropy, torch.full((2,), math.log(4) - 0.75 * math.log(3)))
     # a banned token leaves the other with certainty
-    draw = TokenConstraints(banned=(torch.tensor([True, False]), torch.tensor([0])))
-    logp, entropy = linear_logprob(torch.ones(2, 1), head, torch.tensor([1, 1]), draw=draw)
+    constraints = TokenConstraints(banned=(torch.tensor([True, False]), (0,)))
+    logp, entropy = linear_logprob(
+        torch.ones(2, 1), head, torch.tensor([1, 1]), constraints=constraints
+    )
     torch.testing.assert_close(logp, torch.tensor([1.0, 0.75]).log())
     assert entropy[0] == 0
 
@@ -95,11 +102,13 @@ def test_by_hand():
 def test_gradcheck():
     hidden, weight, bias, targets = case()
     hidden, weight, bias = hidden[:2], weight[:300], bias[:300]
-    draw = TokenConstraints(temperature=0.9)
+    constraints = TokenConstraints(temperature=0.9)
 
     def f(h, w, b):
         head = Head(w, b, 0.7, 2.0)
-        return linear_logprob(h, head, targets[:2] % 300, draw=draw, entropy_grad=True, tile=256)
+        return linear_logprob(
+            h, head, targets[:2] % 300, constraints=constraints, entropy_grad=True, tile=256
+        )
 
     assert torch.autograd.gradcheck(f, [x.requires_grad_() for x in (hidden, weight, bias)])
 
@@ -115,7 +124,7 @@ def test_kl_equals_the_definition_and_is_zero_for_equal_models():
             Head(weight, bias),
             other,
             Head(ref, None, 0.5),
-            draw=TokenConstraints(temperature=0.8),
+            constraints=TokenConstraints(temperature=0.8),
             tile=tile,
         )
         torch.testing.assert_close(got, (p.exp() * (p - q)).sum(-1))

@@ -12,7 +12,7 @@ from kedge.backends.ray.placement import plan_seats
 from kedge.backends.ray.resources import from_launch
 from kedge.backends.ray.worker import Failure, failure
 from kedge.backends.rollout import ShardedEngine, start_all
-from kedge.backends.rollout.rows import build_share, join, shares, stack_prompts
+from kedge.backends.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
 from kedge.errors import ConfigError, SyncError
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling
@@ -143,7 +143,7 @@ class TestRows:
     def test_ranks_get_what_they_would_have_sampled_alone(self):
         engine, batch = embedded(extra_slot=True), prompts(copies=2)
         parts = []
-        for rows in shares(len(batch), 3):
+        for rows in split_rows(len(batch), 3):
             p = batch.rows(rows)
             n = int(p.mask.any(0).nonzero().min())  # as wide as this rank's longest prompt
             group = p.group - p.group.min()  # ranks count from 0
@@ -152,7 +152,7 @@ class TestRows:
         start = 0
         for part in parts:
             want = engine.generate(part, sampling=SAMPLING, seed=2)
-            got = build_share(whole, slice(start, start + len(part)), part, spare=1)
+            got = slice_rollout(whole, slice(start, start + len(part)), part, extra=1)
             start += len(part)
             assert torch.equal(got.ids, want.ids)
             assert torch.equal(got.response_mask, want.response_mask)
@@ -164,10 +164,10 @@ class TestRows:
     def test_shares_of_different_width_are_joined(self):
         engine, batch = embedded(), prompts()
         short = Sampling(max_new_tokens=2)
-        halves = [batch.rows(rows) for rows in shares(6, 2)]
+        halves = [batch.rows(rows) for rows in split_rows(6, 2)]
         a = engine.generate(halves[0], sampling=short, seed=0)
         b = engine.generate(halves[1], sampling=SAMPLING, seed=0)
-        found = join(batch, [a, b], pad_id=9)
+        found = join_rollouts(batch, [a, b], pad_id=9)
         assert found.ids.shape == (6, b.ids.shape[1])
         assert (found.ids[:3, 2:] == 9).all()
         assert not found.response_mask[:3, 2:].any()

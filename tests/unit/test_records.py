@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.backends.rollout.rows import join
+from kedge.backends.rollout.rows import join_rollouts
 from kedge.engine.rollout.dynamic_sampling import resample_uniform_groups
 from kedge.engine.rollout.joining import joined
 from kedge.errors import RolloutError
@@ -110,8 +110,8 @@ class TestLogProbabilities:
         with pytest.raises(
             RolloutError, match=r"rollout engine 1 of 2 .*without behavior_logprobs"
         ):
-            join(whole, [one, two], pad_id=0)
-        assert join(whole, [two, two], pad_id=0).behavior_logprobs is None
+            join_rollouts(whole, [one, two], pad_id=0)
+        assert join_rollouts(whole, [two, two], pad_id=0).behavior_logprobs is None
 
     def test_partial_batches_and_groups_sampled_again(self) -> None:
         one, reward_output = sample([1.0, 1.0], 1)

@@ -112,8 +112,8 @@ class ToyLearner:
     def total(self, x: Tensor) -> Tensor:
         return x
 
-    def pool(self, mine: Experience) -> Experience:
-        return mine
+    def all_gather(self, local: Experience) -> Experience:
+        return local
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -18,7 +18,7 @@ from kedge.backends.hf.encoder_decoder import build_parts
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.reference import AdapterReference, FrozenModel, Reference
 from kedge.backends.hf.settings import BareArguments, LearnerSettings
-from kedge.backends.hf.sharding import shards_asked
+from kedge.backends.hf.sharding import sharding_strategy
 from kedge.classic.config import PPOConfig
 from kedge.classic.models.reference import create_reference_model
 from kedge.classic.models.wrapper import PreTrainedModelWrapper
@@ -118,7 +118,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
             f"accelerator_kwargs={config.options('accelerator_kwargs')!r} or project_kwargs="
             f"{config.options('project_kwargs')!r} was rejected by accelerate: {error}"
         ) from error
-    if shards_asked(accelerator) != "none":
+    if sharding_strategy(accelerator) != "none":
         raise ConfigError(
             "the launcher requests FSDP or DeepSpeed, but kedge.classic keeps full models on each "
             "process: launch without them, or use kedge.PPOTrainer, which supports sharding"

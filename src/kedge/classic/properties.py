@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.optim import check_holds
+from kedge.backends.hf.optim import check_optimizer_covers
 from kedge.classic.assembly import (
     check_reference,
     check_scheduler,
@@ -82,7 +82,7 @@ class Views:
             raise ConfigError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        check_holds(optimizer, self.learner._trained())
+        check_optimizer_covers(optimizer, self.learner._trained())
         before, self.learner.optimizer = self.learner.optimizer, optimizer
         if isinstance(self.learner.scheduler, ConstantLR) and before is not optimizer:
             self.learner.scheduler = ConstantLR(optimizer, 1.0, 0)

@@ -272,7 +272,10 @@ def optimize(
     shuffle = torch.Generator().manual_seed(seed)
     share = slice(None)
     if minibatches > 1 and learner.world_size > 1:
-        experience, share = learner.pool(experience), slice(learner.rank, None, learner.world_size)
+        experience, share = (
+            learner.all_gather(experience),
+            slice(learner.rank, None, learner.world_size),
+        )
     limits = step_limits or StepLimits()
     history: list[dict[str, float]] = []
 

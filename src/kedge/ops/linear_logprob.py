@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.ops.cpu.grad_accumulation import gathered
 from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
 
 _NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf - inf
@@ -39,12 +38,12 @@ class TokenConstraints:
 
     Args:
         temperature: logits are divided by it; > 0.
-        banned: (rows bool [N], token ids int64 [K]): these rows cannot sample these tokens.
+        banned: (rows bool [N], token ids): these rows cannot sample these tokens.
         allowed_tokens: int64 [N, K]; the only tokens a row can sample, -1: unused slot.
     """
 
     temperature: float = 1.0
-    banned: tuple[Tensor, Tensor] | None = None
+    banned: tuple[Tensor, tuple[int, ...]] | None = None
     allowed_tokens: Tensor | None = None
 
     def rows(self, part: slice) -> TokenConstraints:
@@ -53,16 +52,23 @@ class TokenConstraints:
         allowed = None if self.allowed_tokens is None else self.allowed_tokens[part]
         return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=allowed)
 
+    def to(self, device: torch.device) -> TokenConstraints:
+        """The same on a device."""
+        banned = None if self.banned is None else (self.banned[0].to(device), self.banned[1])
+        allowed = None if self.allowed_tokens is None else self.allowed_tokens.to(device)
+        return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=allowed)
+
 
 class _Tiles:
     """Logit tiles of one head for some rows, in a reused buffer."""
 
-    def __init__(self, hidden: Tensor, head: Head, draw: TokenConstraints, tile: int) -> None:
-        self.hidden, self.head, self.draw = hidden, head, draw
+    def __init__(
+        self, hidden: Tensor, head: Head, constraints: TokenConstraints, tile: int
+    ) -> None:
+        self.hidden, self.head, self.constraints = hidden, head, constraints
         self.width = min(head.weight.shape[0], max(_MIN_COLUMNS, tile // max(len(hidden), 1)))
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
         self.buffer = hidden.new_empty(len(hidden) * self.width, dtype=self.exact)
-        self.index = torch.arange(len(hidden), device=hidden.device)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """The blocks [low, high) of the vocabulary."""
@@ -74,7 +80,7 @@ class _Tiles:
 
     def logits(self, low: int, high: int, slope: bool = False) -> tuple[Tensor, Tensor | None]:
         """Scaled logits float32+ [N, high-low], valid until the next call, and d/d(input)."""
-        head, draw = self.head, self.draw
+        head, constraints = self.head, self.constraints
         out = self.buffer[: len(self.hidden) * (high - low)].view(len(self.hidden), high - low)
         w = self.weight(low, high)
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
@@ -82,29 +88,29 @@ class _Tiles:
         derivative = None
         if head.softcap is not None:
             z.mul_(head.scale / head.softcap).tanh_()
-            derivative = (1 - z * z) * (head.scale / draw.temperature) if slope else None
-            z.mul_(head.softcap / draw.temperature)
-        elif head.scale != draw.temperature:
-            z.mul_(head.scale / draw.temperature)
+            derivative = (1 - z * z) * (head.scale / constraints.temperature) if slope else None
+            z.mul_(head.softcap / constraints.temperature)
+        elif head.scale != constraints.temperature:
+            z.mul_(head.scale / constraints.temperature)
         return self._restrict(z, low, high), derivative
 
     def _restrict(self, z: Tensor, low: int, high: int) -> Tensor:
-        if self.draw.banned is not None:
-            rows, ids = self.draw.banned
-            ids = ids[(ids >= low) & (ids < high)] - low
-            if len(ids):
-                z[rows.nonzero(), ids] = _NEVER
-        if self.draw.allowed_tokens is not None:
-            row, column = self.place(self.draw.allowed_tokens, low, high)
-            allowed = torch.zeros_like(z, dtype=torch.bool)
-            allowed[row, column] = True
-            z.masked_fill_(~allowed, _NEVER)
+        if self.constraints.banned is not None:
+            rows, ids = self.constraints.banned
+            for token in ids:
+                if low <= token < high:
+                    z[:, token - low].masked_fill_(rows, _NEVER)
+        if self.constraints.allowed_tokens is not None:
+            columns, inside = self.columns(self.constraints.allowed_tokens, low, high)
+            excluded = torch.ones(len(z), high - low + 1, dtype=torch.bool, device=z.device)
+            excluded.scatter_(1, columns.masked_fill(~inside, high - low), False)
+            z.masked_fill_(excluded[:, :-1], _NEVER)
         return z
 
-    def place(self, ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Rows and columns within the block of those ``ids`` int64 [N, K] that fall into it."""
-        row, slot = ((ids >= low) & (ids < high)).nonzero(as_tuple=True)
-        return row, ids[row, slot] - low
+    @staticmethod
+    def columns(ids: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Columns within the block of ``ids`` int64 [N, K], and whether they fall into it."""
+        return (ids - low).clamp(0, high - low - 1), (ids >= low) & (ids < high)
 
 
 class _Online:
@@ -141,8 +147,8 @@ def _scan(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     chosen = torch.full_like(online.top, _NEVER)
     for low, high in tiles.blocks():
         z, _ = tiles.logits(low, high)
-        row, column = tiles.place(targets[:, None], low, high)
-        chosen[row, 0] = z[row, column]
+        column, inside = tiles.columns(targets[:, None], low, high)
+        chosen = torch.where(inside, z.gather(1, column), chosen)
         before = online.top
         online.shift(z)
         online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
@@ -157,16 +163,16 @@ def _scan(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias, targets, head, draw, tile, entropy_grad = args
+        hidden, weight, bias, targets, head, constraints, tile, entropy_grad = args
         head = head._replace(weight=weight, bias=bias)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _row_slices(len(hidden), tile):
-                tiles = _Tiles(hidden[part], head, draw.rows(part), tile)
+                tiles = _Tiles(hidden[part], head, constraints.rows(part), tile)
                 logprob[part], entropy[part], lse[part] = _scan(tiles, targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.spec = (head._replace(weight=lse, bias=None), draw, tile, entropy_grad)
+        ctx.spec = (head._replace(weight=lse, bias=None), constraints, tile, entropy_grad)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -174,35 +180,27 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *up: Any) -> tuple[Any, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        head, draw, tile, entropy_grad = ctx.spec
+        head, constraints, tile, entropy_grad = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        buffer = gathered(weight) if need_weight else None
-        fresh = need_weight and buffer is None
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            torch.zeros_like(weight) if fresh else buffer,
+            torch.zeros_like(weight) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _row_slices(len(hidden), tile):
                 tiles = _Tiles(
-                    hidden[part], head._replace(weight=weight, bias=bias), draw.rows(part), tile
+                    hidden[part],
+                    head._replace(weight=weight, bias=bias),
+                    constraints.rows(part),
+                    tile,
                 )
                 of = (up[0][part], up[1][part] if entropy_grad else None)
                 _accumulate_grads(
                     tiles, targets[part], lse[part], entropy[part], of, grads.rows(part)
                 )
         grad_hidden = None if grads.hidden is None else grads.hidden.to(hidden.dtype)
-        return (
-            grad_hidden,
-            grads.weight if fresh else None,
-            grads.bias,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return (grad_hidden, grads.weight, grads.bias, None, None, None, None, None)
 
 
 class _Grads(NamedTuple):
@@ -226,7 +224,9 @@ def _accumulate_grads(
 
     d log p_t / d z = onehot_t - p          d entropy / d z = -p (log p + entropy)
     """
-    factor = 1.0 if tiles.head.softcap is not None else tiles.head.scale / tiles.draw.temperature
+    factor = (
+        1.0 if tiles.head.softcap is not None else tiles.head.scale / tiles.constraints.temperature
+    )
     of_logprob = (up[0] * factor)[:, None]
     of_entropy = None if up[1] is None else (up[1] * factor)[:, None]
     for low, high in tiles.blocks():
@@ -236,8 +236,9 @@ def _accumulate_grads(
             d = z.exp_().mul_(-of_logprob)
         else:
             d = z.exp().mul_((z + entropy[:, None]).mul_(-of_entropy).sub_(of_logprob))
-        row, column = tiles.place(targets[:, None], low, high)
-        d[row, column] += of_logprob[row, 0]
+        column, inside = tiles.columns(targets[:, None], low, high)
+        at_target = d.gather(1, column)
+        d.scatter_(1, column, torch.where(inside, at_target + of_logprob, at_target))
         if slope is not None:
             d.mul_(slope)
         small = d.to(tiles.hidden.dtype)
@@ -263,7 +264,7 @@ def linear_logprob(
     head: Head,
     targets: Tensor,
     *,
-    draw: TokenConstraints | None = None,
+    constraints: TokenConstraints | None = None,
     entropy_grad: bool = False,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -280,7 +281,7 @@ def linear_logprob(
         hidden: float [N, H].
         head: weight float [V, H], bias float [V], ...; gradients flow to both.
         targets: int64 [N].
-        draw: temperature and tokens that each row can sample; None: all, at temperature 1.
+        constraints: temperature and tokens that each row can sample; None: all, at temperature 1.
         entropy_grad: whether the entropy is differentiable, at a small cost.
         tile: elements of logits in memory at a time; affects only rounding.
 
@@ -294,7 +295,7 @@ def linear_logprob(
         head.bias,
         targets,
         head,
-        draw or TokenConstraints(),
+        constraints or TokenConstraints(),
         _tile(hidden, tile),
         entropy_grad,
     )
@@ -308,7 +309,7 @@ def linear_kl(
     ref_hidden: Tensor,
     ref_head: Head,
     *,
-    draw: TokenConstraints | None = None,
+    constraints: TokenConstraints | None = None,
     tile: int | None = None,
 ) -> Tensor:
     """KL(p || q) over the vocabulary per row, from hidden states of two models, without gradient.
@@ -320,19 +321,19 @@ def linear_kl(
         head: head of the policy, weight float [V, H].
         ref_hidden: float [N, H'], of the reference.
         ref_head: head of the reference, weight float [V, H'].
-        draw: temperature and tokens that each row can sample, the same for both.
+        constraints: temperature and tokens that each row can sample, the same for both.
         tile: elements of logits in memory at a time.
 
     Returns:
         float32 [N], nats.
     """
     hidden, ref_hidden = _compute_dtype(hidden), _compute_dtype(ref_hidden)
-    size, draw = _tile(hidden, tile), draw or TokenConstraints()
+    size, constraints = _tile(hidden, tile), constraints or TokenConstraints()
     kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
     with torch.autocast(hidden.device.type, enabled=False):
         for part in _row_slices(len(hidden), size):
-            policy = _Tiles(hidden[part], head, draw.rows(part), size)
-            reference = _Tiles(ref_hidden[part], ref_head, draw.rows(part), size)
+            policy = _Tiles(hidden[part], head, constraints.rows(part), size)
+            reference = _Tiles(ref_hidden[part], ref_head, constraints.rows(part), size)
             p, q = _Online(policy), _Online(reference)
             for low, high in policy.blocks():
                 z, _ = policy.logits(low, high)

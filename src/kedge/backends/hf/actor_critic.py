@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kedge.backends.hf.model import LanguageModelParts
-from kedge.backends.hf.packing import Packed
-from kedge.backends.hf.sharding import inside
+from kedge.backends.hf.packing import Packed, place
+from kedge.backends.hf.sharding import call_within
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
 from kedge.errors import ConfigError
 from kedge.ops.linear_logprob import TokenConstraints, linear_logprob
@@ -18,37 +18,100 @@ from kedge.ops.linear_logprob import TokenConstraints, linear_logprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRequest:
-    """Which log-probabilities and values one forward pass returns.
+    """The log-probabilities and values that one forward pass returns.
+
+    Masks become indices on the host, so that the forward pass never waits for the device.
 
     Args:
         packed: prompts and responses.
-        tokens: bool [b, R]; response tokens to compute log-probabilities of.
+        states: int64 [n]; flat indices of the states before the n tokens.
         targets: int64 [n]; ids of these tokens.
-        draw: temperature and allowed tokens at these positions.
-        slots: bool [b, R]; compute the value of the state before each.
-        ends: also compute the values of the states after the last token.
+        slots: int64 [n]; flat indices of these tokens in the response [b, R].
+        constraints: temperature and allowed tokens at these positions.
+        shape: (b, R).
+        value_states: int64 [m]; flat indices of the states to compute the value of; None: no value.
+        value_slots: int64 [at most m]; flat indices in [b, R] of the first of these values.
         policy: compute log-probabilities.
         only_value: no gradient for the policy, including its trunk.
     """
 
     packed: Packed
-    tokens: Tensor
+    states: Tensor
     targets: Tensor
-    draw: TokenConstraints
-    slots: Tensor | None = None
-    ends: bool = False
+    slots: Tensor
+    constraints: TokenConstraints
+    shape: torch.Size
+    value_states: Tensor | None = None
+    value_slots: Tensor | None = None
     policy: bool = True
     only_value: bool = False
 
+    def tokens(self, x: Tensor) -> Tensor:
+        """Values [n] of the tokens at their slots [b, R]; 0 elsewhere."""
+        return place(x, self.slots, self.shape)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The values [m] that have a slot at their slots [b, R]; 0 elsewhere."""
+        assert self.value_slots is not None  # requested
+        return place(x[: len(self.value_slots)], self.value_slots, self.shape)
+
+
+def build_request(
+    parts: LanguageModelParts,
+    prompts: tuple[Tensor, Tensor],
+    responses: tuple[Tensor, Tensor],
+    tokens: Tensor,
+    constraints: TokenConstraints,
+    *,
+    device: torch.device,
+    value_slots: Tensor | None = None,
+    last_values: bool = False,
+    policy: bool = True,
+    only_value: bool = False,
+) -> ForwardRequest:
+    """A request on ``device`` for rows on the host.
+
+    Args:
+        parts: trunk and head of the policy.
+        prompts: ids int64 [b, P] and mask bool [b, P].
+        responses: ids int64 [b, R] and response mask bool [b, R].
+        tokens: bool [b, R]; response tokens to compute log-probabilities of.
+        constraints: temperature and allowed tokens at these tokens.
+        device: where the models are.
+        value_slots: bool [b, R]; compute the value of the state before each.
+        last_values: append the values of the b states after the last token.
+        policy: compute log-probabilities.
+        only_value: no gradient for the policy, including its trunk.
+    """
+    packed = parts.pack(*prompts, *responses)
+    value_states = value_index = None
+    if value_slots is not None:
+        value_states = packed.states(value_slots)
+        if last_values:
+            value_states = torch.cat([value_states, packed.ends])
+        value_states = value_states.to(device)
+        value_index = value_slots.flatten().nonzero()[:, 0].to(device)
+    return ForwardRequest(
+        packed=packed.to(device),
+        states=packed.states(tokens).to(device),
+        targets=responses[0][tokens].to(device),
+        slots=tokens.flatten().nonzero()[:, 0].to(device),
+        constraints=constraints.to(device),
+        shape=tokens.shape,
+        value_states=value_states,
+        value_slots=value_index,
+        policy=policy,
+        only_value=only_value,
+    )
+
 
 class ForwardOutput(NamedTuple):
-    """Results, flat, in row-major order of the requested slots."""
+    """Flat results, in row-major order of the requested tokens and states."""
 
-    logprobs: Tensor | None  # float32 [n]
-    entropy: Tensor | None  # float32 [n]
-    values: Tensor | None  # float32 [m]
-    ends: Tensor | None  # float32 [b]
-    hidden: Tensor | None  # float [n, H] of the policy
+    logprobs: Tensor | None = None  # float32 [n]
+    entropy: Tensor | None = None  # float32 [n]
+    values: Tensor | None = None  # float32 [m]
+    hidden: Tensor | None = None  # float [n, H] of the policy
 
 
 class ActorCritic(nn.Module):
@@ -78,13 +141,13 @@ class ActorCritic(nn.Module):
         Raises:
             ConfigError: torch does not know the backend or the mode.
         """
-        how: dict[str, Any] = {"backend": backend or "inductor", "dynamic": True}
+        options: dict[str, Any] = {"backend": backend or "inductor", "dynamic": True}
         if mode is not None:
-            how["mode"] = mode
+            options["mode"] = mode
         try:
-            self._parts = (self.parts.compiled(how),)
+            self._parts = (self.parts.compiled(options),)
             if isinstance(self.value, ScalarModel):
-                self.value.compile_trunk(**how)
+                self.value.compile_trunk(**options)
         except RuntimeError as error:  # InvalidBackend, from a module that is slow to import
             raise ConfigError(
                 f"torch_compile_backend={backend!r} with torch_compile_mode={mode!r}:"
@@ -93,33 +156,23 @@ class ActorCritic(nn.Module):
 
     def forward(self, request: ForwardRequest) -> ForwardOutput:
         """Compute the requested outputs with one pass through each trunk involved."""
-        states = None
-        if request.slots is not None:
-            states = request.packed.states(request.slots)
-            states = torch.cat([states, request.packed.ends]) if request.ends else states
-        value, output = self.value, ForwardOutput(None, None, None, None, None)
+        value, states, output = self.value, request.value_states, ForwardOutput()
         if request.policy or (self.shared and states is not None):
-            output = inside(self.policy, lambda: self._forward_policy(request, states))
+            output = call_within(self.policy, lambda: self._forward_policy(request))
         if isinstance(value, ScalarModel) and states is not None:
-            at = states
-            output = output._replace(
-                values=inside(value.model, lambda: value(request.packed.ids, at))
-            )
-        if output.values is not None and request.ends:
-            rows = len(request.packed.ids)
-            values, ends = output.values.split([len(output.values) - rows, rows])
-            output = output._replace(values=values, ends=ends)
+            values = call_within(value.model, lambda: value(request.packed.ids, states))
+            output = output._replace(values=values)
         return output
 
-    def _forward_policy(self, request: ForwardRequest, states: Tensor | None) -> ForwardOutput:
+    def _forward_policy(self, request: ForwardRequest) -> ForwardOutput:
         logprobs = entropy = hidden = values = None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not request.only_value):
-            whole = self.parts.read(request.packed).flatten(0, 1)
+            states = self.parts.read(request.packed).flatten(0, 1)
             if request.policy:
-                hidden = whole[request.packed.states(request.tokens)]
+                hidden = states[request.states]
                 logprobs, entropy = linear_logprob(
-                    hidden, self.parts.head(), request.targets, draw=request.draw
+                    hidden, self.parts.head(), request.targets, constraints=request.constraints
                 )
-        if isinstance(self.value, ScalarHead) and states is not None:
-            values = self.value(whole[states]).sum(1)  # one column
-        return ForwardOutput(logprobs, entropy, values, None, hidden)
+        if isinstance(self.value, ScalarHead) and request.value_states is not None:
+            values = self.value(states[request.value_states]).sum(1)  # one column
+        return ForwardOutput(logprobs, entropy, values, hidden)

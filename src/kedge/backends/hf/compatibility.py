@@ -83,18 +83,20 @@ def _shorter(prompt: int, response: int, most: int, option: str) -> str:
     )
 
 
-def check_apart(trained: Mapping[str, nn.Module], still: Mapping[str, nn.Module]) -> None:
+def check_no_shared_weights(
+    trained: Mapping[str, nn.Module], frozen: Mapping[str, nn.Module]
+) -> None:
     """Reject frozen models that share weights with a model that trains.
 
     Args:
         trained: models whose weights with ``requires_grad`` will change, by name.
-        still: reward models and reference, by name.
+        frozen: reward models and reference, by name.
 
     Raises:
         ConfigError: naming both models.
     """
     owner = {id(p): name for name, m in trained.items() for p in m.parameters() if p.requires_grad}
-    for name, model in still.items():
+    for name, model in frozen.items():
         shared = next((owner[id(p)] for p in model.parameters() if id(p) in owner), None)
         if shared is not None:
             raise ConfigError(

@@ -19,10 +19,10 @@ from kedge.types import Experience
 
 
 def broadcast_parameters(models: Iterable[nn.Module]) -> None:
-    """Broadcast the weights and buffers of rank 0 to all ranks."""
-    for model in models:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+    """Broadcast the weights and buffers of rank 0 to all ranks, shared ones once."""
+    tensors = {id(x): x for m in models for x in [*m.parameters(), *m.buffers()]}
+    for tensor in tensors.values():
+        dist.broadcast(tensor.detach(), src=0)
 
 
 def total(x: Tensor, device: torch.device) -> Tensor:
@@ -32,7 +32,7 @@ def total(x: Tensor, device: torch.device) -> Tensor:
     return summed.to(x.device)
 
 
-def pool_rows(local: Experience, device: torch.device, ranks: int) -> Experience:
+def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Experience:
     """The rows of all ranks, in rank order, padded to the widest; equally many per rank."""
     pooled = {}
     for f in fields(local):

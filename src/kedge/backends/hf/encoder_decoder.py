@@ -35,17 +35,19 @@ class EncoderDecoderParts:
             bias = logits_bias if bias is None else bias + logits_bias
         return Head(weight, bias, self.scale)
 
-    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+    def pack(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+    ) -> Packed:
         """Prompts right-padded for the encoder, start token and response for the decoder."""
         order = prompt_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         width = int(prompt_mask.sum(1).max())
         source = prompt_ids.masked_fill(~prompt_mask, 0).gather(1, order)[:, :width]
-        longest = int(present.sum(1).max())
-        target = ids.masked_fill(~present, self.start)[:, :longest]
+        longest = int(response_mask.sum(1).max())
+        target = ids.masked_fill(~response_mask, self.start)[:, :longest]
         begin = target.new_full((len(target), 1), self.start)
         return Packed(
             ids=torch.cat([begin, target], dim=1),
-            lengths=present.sum(1) + 1,
+            lengths=response_mask.sum(1) + 1,
             prompt_lengths=torch.ones_like(target.sum(1)),
             source=(source, prompt_mask.gather(1, order)[:, :width].long()),
         )

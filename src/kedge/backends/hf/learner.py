@@ -14,9 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
-from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, ForwardRequest
+from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, build_request
 from kedge.backends.hf.compatibility import check_rows
-from kedge.backends.hf.distributed import accelerator_for, broadcast_parameters, pool_rows, total
+from kedge.backends.hf.distributed import (
+    accelerator_for,
+    all_gather_rows,
+    broadcast_parameters,
+    total,
+)
 from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
 from kedge.backends.hf.logprobs import compute_logprobs, sampled_by
 from kedge.backends.hf.model import (
@@ -28,30 +33,30 @@ from kedge.backends.hf.model import (
     set_training,
 )
 from kedge.backends.hf.optim import (
-    advance,
     build_optimizer,
     build_schedule,
-    check_holds,
-    go_on,
+    check_optimizer_covers,
     learning_rates,
+    load_optimizer_state,
     norms,
     parameter_groups,
     scale_,
+    step_schedule,
     sum_gradients,
 )
-from kedge.backends.hf.packing import by_length, place, split_by_length, to_device, worth_padding
+from kedge.backends.hf.packing import by_length, padding_budget, split_by_length, to_device
 from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
     GatheredEngine,
-    cut_like,
-    cut_state,
     full_state,
     full_tree,
     reshard,
     shard,
-    shards_asked,
-    whole,
+    shard_like,
+    shard_optimizer_state,
+    sharding_strategy,
+    unsharded,
 )
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel, save_value
 from kedge.errors import CheckpointError, ConfigError, KedgeError
@@ -72,7 +77,7 @@ class HFLearner:
         settings: all other settings.
         value: a separate model, a head on the policy's trunk, or None.
         reference: frozen policy of the KL term, or None.
-        elsewhere: computes the reference's log-probabilities instead of ``reference``.
+        remote_reference: computes the reference's log-probabilities instead of ``reference``.
         accelerator: device, precision and processes; None: built from ``args``.
         optimizers: (optimizer, scheduler); None: built from ``args``.
         parts: trunk and head of the policy; None: those of a causal language model.
@@ -89,25 +94,25 @@ class HFLearner:
         *,
         value: ScalarModel | ScalarHead | None = None,
         reference: Reference | None = None,
-        elsewhere: RemoteReference | None = None,
+        remote_reference: RemoteReference | None = None,
         accelerator: Accelerator | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         parts: LanguageModelParts | None = None,
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator or accelerator_for(args)
-        self.shards = shards_asked(self.accelerator)
+        self.shards = sharding_strategy(self.accelerator)
         self.device = self.accelerator.device
         self.module = ActorCritic(policy, parts or causal_parts(policy), value).to(self.device)
         self.reference = None if reference is None else reference.to(self.device)
-        self.elsewhere = elsewhere
+        self.remote_reference = remote_reference
         self._prepare()
         if self.world_size > 1:
-            broadcast_parameters([self.module, *(self.reference.own if self.reference else [])])
+            broadcast_parameters([self.module, *self._all_models()])
         if self.sharded:
             self._shard(optimizers[0])
         self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
-        check_holds(self.optimizer, self._trained())
+        check_optimizer_covers(self.optimizer, self._trained())
         self.scheduler = optimizers[1] or build_schedule(
             args, self.optimizer, settings.total_updates
         )
@@ -118,8 +123,10 @@ class HFLearner:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
         plain = not (args.torch_compile or self.sharded)
         self._kernels = Kernels(self._all_models() if plain else [])
-        spare = settings.spare_tokens
-        self._spare = worth_padding(policy, self.module.parts.output) if spare is None else spare
+        padding = settings.padding_budget
+        if padding is None:
+            padding = padding_budget(policy, self.module.parts.output)
+        self._padding_budget = padding
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
         self._stepped = False  # the weights have changed since the last version
@@ -139,11 +146,12 @@ class HFLearner:
                 "sharded models need an optimizer built from options (optim=..., not optimizers=) "
                 "and bf16 or float32 (fp16=False)"
             )
+        resharding = self.shards == "weights"
         for model in self._all_models():
-            shard(model, self.device, self.world_size, again=self.shards == "weights")
+            shard(model, self.device, self.world_size, reshard_after_forward=resharding)
 
     def _all_models(self) -> list[nn.Module]:
-        return [*self._models(), *(self.reference.own if self.reference else [])]
+        return [*self._models(), *(self.reference.separate_models if self.reference else [])]
 
     def _models(self) -> list[nn.Module]:
         value = self.module.value
@@ -185,36 +193,34 @@ class HFLearner:
     def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:
-        """Log-probabilities, reference and values of a rollout, on its device, without gradient."""
-        self._check(values=values, reference=reference, full_kl=full_kl)
+        """Log-probabilities, reference and values of a rollout on the host, without gradient."""
+        self._check_models(values=values, reference=reference, full_kl=full_kl)
         check_rows(rollout, self._all_models())
-        home, sampled = rollout.ids.device, rollout.behavior_logprobs
-        rollout = to_device(rollout, self.device)
+        sampled = rollout.behavior_logprobs
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
         lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
         most = self.settings.forward_rows * int(lengths.max())
-        groups = by_length(lengths.tolist(), tokens=most, spare=self._spare)
-        begun = self.elsewhere.begin(rollout, groups) if self.elsewhere and reference else None
+        groups = by_length(lengths.tolist(), tokens=most, max_padding=self._padding_budget)
+        remote = self.remote_reference if reference else None
+        pending = remote.begin(rollout, groups) if remote else None
         names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
-        names |= {"ref_logprobs": reference and begun is None, "full_kl": full_kl}
+        names |= {"ref_logprobs": reference and pending is None, "full_kl": full_kl}
         wanted = {name for name, asked in names.items() if asked}
-        gathered = whole(self._all_models() if self.sharded else [])
+        gathered = unsharded(self._all_models() if self.sharded else [])
         with gathered, self._kernels.active(), self.accelerator.autocast():
-            out = compute_logprobs(
-                self.module, self.reference, rollout, groups, wanted, self.settings
-            )
-        if begun is not None:
-            out["ref_logprobs"] = begun()
-        out = {name: x.to(home) for name, x in out.items()}
+            models = (self.module, self.reference, self.device)
+            out = compute_logprobs(models, rollout, groups, wanted, self.settings)
+        if pending is not None:
+            out["ref_logprobs"] = pending()
         if reuse and sampled is not None:
             out["logprobs"] = sampled
         return ModelOutputs(**out)
 
-    def _check(self, *, values: bool, reference: bool, full_kl: bool) -> None:
-        has_reference = self.reference is not None
-        if (reference and not (has_reference or self.elsewhere)) or (full_kl and not has_reference):
+    def _check_models(self, *, values: bool, reference: bool, full_kl: bool) -> None:
+        local = self.reference is not None
+        if (full_kl and not local) or (reference and not (local or self.remote_reference)):
             raise ConfigError("the KL term needs a reference, but the learner has none")
         if values and self.value is None:
             raise ConfigError("values need a value model, but the learner has none")
@@ -237,11 +243,12 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
-        spare = 2**62 if self.sharded else self._spare  # sharded ranks run equally many passes
+        # Sharded ranks must run equally many passes.
+        max_padding = 2**62 if self.sharded else self._padding_budget
         with self._kernels.active():
-            for micro_batch in split_by_length(step, self.device, spare=spare):
+            for micro_batch in split_by_length(step, max_padding=max_padding):
                 output = self._output(micro_batch.rows, only_value)
-                losses = loss(output, micro_batch)
+                losses = loss(output, to_device(micro_batch, self.device))
                 self.scaler.scale(losses.total).backward()
                 for name, x in {"loss": losses.total, **losses.metrics}.items():
                     sums[name] = sums.get(name, 0.0) + x.detach().float()
@@ -255,26 +262,24 @@ class HFLearner:
         return learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
-        slots = None if self.value is None else rows.value_mask
-        request = ForwardRequest(
-            packed=self.module.parts.pack(
-                rows.prompt_ids, rows.prompt_mask, rows.ids, rows.response_mask
-            ),
-            tokens=rows.loss_mask,
-            targets=rows.ids[rows.loss_mask],
-            draw=self.settings.draw(
-                rows.loss_mask, None if rows.allowed_tokens is None else rows.allowed_tokens
-            ),
-            slots=slots,
+        """The forward pass over rows on the host; its output is on the device of the models."""
+        request = build_request(
+            self.module.parts,
+            (rows.prompt_ids, rows.prompt_mask),
+            (rows.ids, rows.response_mask),
+            rows.loss_mask,
+            self.settings.constraints(rows.loss_mask, rows.allowed_tokens),
+            device=self.device,
+            value_slots=None if self.value is None else rows.value_mask,
             only_value=only_value,
         )
         with self.accelerator.autocast():
             output: ForwardOutput = self.module(request)
         assert output.logprobs is not None and output.entropy is not None  # requested  # noqa: PT018
         return PolicyOutput(
-            logprobs=place(output.logprobs, rows.loss_mask),
-            entropy=place(output.entropy, rows.loss_mask),
-            values=None if slots is None or output.values is None else place(output.values, slots),
+            logprobs=request.tokens(output.logprobs),
+            entropy=request.tokens(output.entropy),
+            values=None if output.values is None else request.values(output.values),
         )
 
     @torch.no_grad()
@@ -282,26 +287,23 @@ class HFLearner:
         """The forward pass of ``optimizer_step`` without gradient, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._kernels.active():
-            output = self._output(to_device(rows, self.device), only_value=False)
+            output = self._output(rows, only_value=False)
         reshard(self._all_models() if self.sharded else [])  # no backward pass will do it
-        home = rows.ids.device  # not by to_device, whose copies to the CPU could be read too early
+        home = rows.ids.device
         return PolicyOutput(
             logprobs=output.logprobs.to(home),
             entropy=output.entropy.to(home),
             values=None if output.values is None else output.values.to(home),
         )
 
-    def _sum_gradients(self) -> None:
+    def _take_step(self) -> dict[str, float]:
+        """Sum gradients over ranks, clip them, and take the optimizer step."""
         reshard(self._all_models())
         trained = [p for p in self.module.parameters() if p.requires_grad]
         sum_gradients(trained, self.world_size, self._bucket_mb)
-
-    def _take_step(self) -> dict[str, float]:
-        """Sum gradients over ranks, clip them, and take the optimizer step."""
-        self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
-        sizes = {n: float(x) for n, x in norms(grads).items()}
+        sizes = norms(grads)
         names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in sizes}
         finite = math.isfinite(sizes[""])
         if finite:
@@ -328,7 +330,7 @@ class HFLearner:
 
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one."""
-        advance(self.scheduler)
+        step_schedule(self.scheduler)
         self.version += 1
         self._stepped = False
 
@@ -344,17 +346,16 @@ class HFLearner:
         """Sum of ``x`` over all ranks, on the device it came from."""
         return x if self.world_size == 1 else total(x, self.device)
 
-    def pool(self, mine: Experience) -> Experience:
+    def all_gather(self, local: Experience) -> Experience:
         """The rows of all ranks, in rank order."""
-        return mine if self.world_size == 1 else pool_rows(mine, self.device, self.world_size)
-
-    def sampler(self, engine: RolloutEngine) -> RolloutEngine:
-        """``engine``, wrapped to gather weights if it samples from a sharded policy."""
         return (
-            GatheredEngine(engine, self.policy)
-            if self.sharded and engine.shares_weights
-            else engine
+            local if self.world_size == 1 else all_gather_rows(local, self.device, self.world_size)
         )
+
+    def wrap_engine(self, engine: RolloutEngine) -> RolloutEngine:
+        """``engine``, wrapped to gather weights if it samples from a sharded policy."""
+        gathers = self.sharded and engine.shares_weights
+        return GatheredEngine(engine, self.policy) if gathers else engine
 
     def save(self, folder: Path, value_folder: Path) -> None:
         """Write policy and value model for ``from_pretrained``.  Collective; rank 0 writes."""
@@ -390,10 +391,10 @@ class HFLearner:
             if [p.shape for p in weights] != [p.shape for p in saved]:
                 raise CheckpointError(f"the checkpoint's {name} weights have different shapes")
             for p, q in zip(weights, saved, strict=True):
-                p.copy_(cut_like(q, p))
+                p.copy_(shard_like(q, p))
         names = {id(p): name for name, p in self.module.named_parameters()}
-        go_on(self.optimizer, self.scheduler, state, names=names)
-        cut_state(self.optimizer)
+        load_optimizer_state(self.optimizer, self.scheduler, state, names=names)
+        shard_optimizer_state(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]
         self.skipped, self._skips_in_row = state["skipped"]

@@ -7,59 +7,92 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, ForwardRequest
-from kedge.backends.hf.packing import place
+from kedge.backends.hf.actor_critic import (
+    ActorCritic,
+    ForwardOutput,
+    ForwardRequest,
+    build_request,
+)
+from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.ops.linear_logprob import linear_kl, linear_logprob
 from kedge.types import Rollout
 
+Models = tuple[ActorCritic, Reference | None, torch.device]
+
 
 def compute_logprobs(
-    module: ActorCritic,
-    reference: Reference | None,
+    models: Models,
     rollout: Rollout,
     groups: Sequence[Sequence[int]],
     names: set[str],
     settings: LearnerSettings,
 ) -> dict[str, Tensor]:
-    """The fields ``names`` of a ModelOutputs, ``groups`` of rows at a time; call under no_grad."""
-    device = rollout.ids.device
-    out = {name: torch.zeros(rollout.ids.shape, device=device) for name in names}
-    if "values" in names:
-        out["last_values"] = torch.zeros(len(rollout), device=device)
-    for rows in groups:
-        index = torch.tensor(rows, device=device)
-        outputs = compute_row_logprobs(module, reference, rollout, index, names, settings)
-        for name, x in outputs.items():
-            out[name][index] = x
-    return out
+    """The fields ``names`` of a ModelOutputs, ``groups`` of rows at a time; call under no_grad.
+
+    Args:
+        models: policy and value model, reference (for ``ref_logprobs`` and ``full_kl``), device.
+        rollout: on the host.
+        groups: rows of one forward pass; each row is in one.
+        names: which fields.
+        settings: temperature and constraints of sampling.
+
+    Returns:
+        float32 [B, R] each, on the host; ``last_values`` [B] with ``values``.
+    """
+    if not names:
+        return {}
+    parts = [
+        _compute_rows(models, rollout.rows(torch.tensor(rows)), names, settings) for rows in groups
+    ]
+    order = torch.tensor([row for rows in groups for row in rows])
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    flat = torch.cat([x.flatten() for x in joined.values()]).to(rollout.ids.device)  # the one wait
+    outputs = {}
+    for (name, x), values in zip(
+        joined.items(), flat.split([x.numel() for x in joined.values()]), strict=True
+    ):
+        outputs[name] = torch.empty_like(values).view(x.shape)
+        outputs[name][order] = values.view(x.shape)
+    return outputs
 
 
-def compute_row_logprobs(
-    module: ActorCritic,
-    reference: Reference | None,
+def _build_request(
+    parts: LanguageModelParts,
     rollout: Rollout,
-    index: Tensor,
-    names: set[str],
     settings: LearnerSettings,
+    device: torch.device,
+    *,
+    values: bool = False,
+    policy: bool = True,
+) -> ForwardRequest:
+    mask, slots = rollout.response_mask, None
+    if values:
+        slots = torch.arange(mask.shape[1], device=mask.device) <= mask.sum(1)[:, None]
+    return build_request(
+        parts,
+        (rollout.prompts.ids, rollout.prompts.mask),
+        (rollout.ids, mask),
+        mask,
+        settings.constraints(mask, rollout.allowed_tokens),
+        device=device,
+        value_slots=slots,
+        last_values=values,
+        policy=policy,
+    )
+
+
+def _compute_rows(
+    models: Models, rollout: Rollout, names: set[str], settings: LearnerSettings
 ) -> dict[str, Tensor]:
-    """ModelOutputs fields ``names`` for the rows ``index`` int64 [b]; call under no_grad."""
-    ids, present = rollout.ids[index], rollout.response_mask[index]
-    prompts = rollout.prompts
-    slots = None
-    if "values" in names:
-        position = torch.arange(present.shape[1], device=present.device)
-        slots = position <= present.sum(1)[:, None]
-    request = ForwardRequest(
-        packed=module.parts.pack(prompts.ids[index], prompts.mask[index], ids, present),
-        tokens=present,
-        targets=ids[present],
-        draw=settings.draw(
-            present, None if rollout.allowed_tokens is None else rollout.allowed_tokens[index]
-        ),
-        slots=slots,
-        ends=slots is not None,
+    module, reference, device = models
+    request = _build_request(
+        module.parts,
+        rollout,
+        settings,
+        device,
+        values="values" in names,
         policy=bool(names & {"logprobs", "full_kl"}),
     )
     output: ForwardOutput = module(request)
@@ -68,9 +101,10 @@ def compute_row_logprobs(
         flat |= {"logprobs": output.logprobs, "entropy": output.entropy}
     if names & {"ref_logprobs", "full_kl"} and reference is not None:
         flat |= _reference_outputs(module, reference, request, output, names)
-    outputs = {name: place(x, present) for name, x in flat.items()}
-    if slots is not None and output.values is not None and output.ends is not None:
-        outputs |= {"values": place(output.values, slots), "last_values": output.ends}
+    outputs = {name: request.tokens(x) for name, x in flat.items()}
+    if "values" in names and output.values is not None:
+        last = output.values[-len(rollout) :]
+        outputs |= {"values": request.values(output.values), "last_values": last}
     return {name: x.float() for name, x in outputs.items()}
 
 
@@ -84,32 +118,29 @@ def _reference_outputs(
     outputs = {}
     head = module.parts.head()
     with reference.active() as parts:
-        whole = parts.read(request.packed).flatten(0, 1)
-        hidden = whole[request.packed.states(request.tokens)]
+        hidden = parts.read(request.packed).flatten(0, 1)[request.states]
         if "ref_logprobs" in names:
             outputs["ref_logprobs"], _ = linear_logprob(
-                hidden, parts.head(), request.targets, draw=request.draw
+                hidden, parts.head(), request.targets, constraints=request.constraints
             )
         if "full_kl" in names and output.hidden is not None:
             outputs["full_kl"] = linear_kl(
-                output.hidden, head, hidden, parts.head(), draw=request.draw
+                output.hidden, head, hidden, parts.head(), constraints=request.constraints
             )
     return outputs
 
 
 def reference_logprobs(
-    reference: Reference, rollout: Rollout, index: Tensor, settings: LearnerSettings
+    reference: Reference, rollout: Rollout, settings: LearnerSettings, device: torch.device
 ) -> Tensor:
-    """Reference log-probabilities of the rows ``index`` int64 [b]: float32 [b, R]."""
-    ids, present, prompts = rollout.ids[index], rollout.response_mask[index], rollout.prompts
-    draw = settings.draw(
-        present, None if rollout.allowed_tokens is None else rollout.allowed_tokens[index]
-    )
+    """Reference log-probabilities of the rows of a rollout on the host: float32 [B, R]."""
     with reference.active() as parts:
-        packed = parts.pack(prompts.ids[index], prompts.mask[index], ids, present)
-        hidden = parts.read(packed).flatten(0, 1)[packed.states(present)]
-        logprobs, _ = linear_logprob(hidden, parts.head(), ids[present], draw=draw)
-    return place(logprobs, present)
+        request = _build_request(parts, rollout, settings, device)
+        hidden = parts.read(request.packed).flatten(0, 1)[request.states]
+        logprobs, _ = linear_logprob(
+            hidden, parts.head(), request.targets, constraints=request.constraints
+        )
+    return request.tokens(logprobs)
 
 
 def sampled_by(version: int, rollout: Rollout) -> bool:

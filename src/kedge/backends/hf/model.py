@@ -34,7 +34,9 @@ class LanguageModelParts(Protocol):
         """The output head with the weights it has now."""
         ...
 
-    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+    def pack(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+    ) -> Packed:
         """Rows as the trunk reads them: prompts [b, P] left-padded, responses [b, R] right."""
         ...
 
@@ -61,9 +63,11 @@ class CausalParts:
         weight, bias = head_weight(self.output)
         return Head(weight, bias, self.scale, self.softcap)
 
-    def pack(self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+    def pack(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
+    ) -> Packed:
         """Prompt and response joined."""
-        return pack(prompt_ids, prompt_mask, ids, present)
+        return pack(prompt_ids, prompt_mask, ids, response_mask)
 
     def read(self, packed: Packed) -> Tensor:
         """Last hidden states of the trunk."""
@@ -130,14 +134,14 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
         raise ConfigError(
             f"{name} is not a causal language model: it lacks a trunk or an output layer"
         )
-    expect_no_mask(backbone)
+    silence_mask_warning(backbone)
     parts = CausalParts(backbone, output, _logit_scale(config), _softcap(config))
     if verify:
         _verify(model, parts, name)
     return parts
 
 
-def expect_no_mask(backbone: Any) -> None:
+def silence_mask_warning(backbone: Any) -> None:
     """Keep transformers from asking for an attention mask: rows are padded at the end alone."""
     backbone.warn_if_padding_and_no_attention_mask = _say_nothing
 

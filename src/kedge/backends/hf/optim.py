@@ -153,7 +153,9 @@ def _style(args: TrainingArguments) -> str:
     return style
 
 
-def check_holds(optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]) -> None:
+def check_optimizer_covers(
+    optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]
+) -> None:
     """Reject an optimizer without any weight of one of the trained models.
 
     Args:
@@ -195,7 +197,7 @@ def build_schedule(args: TrainingArguments, optimizer: Optimizer, updates: int) 
         ) from error
 
 
-def advance(scheduler: LRScheduler) -> None:
+def step_schedule(scheduler: LRScheduler) -> None:
     """Advance a schedule by one iteration."""
     with warnings.catch_warnings():
         # Torch warns if the first optimizer steps were all skipped.
@@ -203,7 +205,7 @@ def advance(scheduler: LRScheduler) -> None:
         scheduler.step()
 
 
-def go_on(
+def load_optimizer_state(
     optimizer: Optimizer,
     scheduler: LRScheduler,
     state: dict[str, Any],
@@ -294,14 +296,13 @@ def _reduce(grads: list[Tensor]) -> None:
         g.copy_(part.view_as(g))
 
 
-def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:
+def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
     """The L2 norm of each named set of gradients, and of all of them under ``""``."""
-    result = {
-        name: full(torch.nn.utils.get_total_norm(list(tensors))).float()
-        for name, tensors in grads.items()
-    }
-    total = torch.stack(list(result.values())).square().sum().sqrt()
-    return {"": total, **result}
+    each = torch.stack(
+        [full(torch.nn.utils.get_total_norm(list(g))).float() for g in grads.values()]
+    )
+    total = each.square().sum().sqrt()
+    return dict(zip(["", *grads], torch.cat([total[None], each]).tolist(), strict=True))
 
 
 def scale_(grads: Iterable[Tensor], norm: float, largest: float) -> None:

@@ -8,25 +8,22 @@ stands at its true position, without any attention mask.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from kedge.types import Experience, MicroBatch, PromptBatch, Rollout
-
-Record = TypeVar("Record", Rollout, Experience, PromptBatch)
+from kedge.types import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Joined rows, and the positions of the states to read."""
+    """Joined rows, and how many tokens of each are real."""
 
     ids: Tensor  # int64 [b, L]; right-padded with 0
     lengths: Tensor  # int64 [b]; real tokens
     prompt_lengths: Tensor  # int64 [b]
-    source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S], what an encoder reads
+    source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
 
     def states(self, slots: Tensor) -> Tensor:
         """Flat indices int64 [n] into [b * L] of the states before the marked response slots.
@@ -43,18 +40,23 @@ class Packed:
         rows = torch.arange(len(self.ids), device=self.ids.device)
         return rows * self.ids.shape[1] + self.lengths - 1
 
+    def to(self, device: torch.device) -> Packed:
+        """The inputs of the model on a device; the lengths stay where they are."""
+        source = self.source and (self.source[0].to(device), self.source[1].to(device))
+        return replace(self, ids=self.ids.to(device), source=source)
 
-def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) -> Packed:
+
+def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor) -> Packed:
     """Join prompts and responses.
 
     Args:
         prompt_ids: int64 [b, P], left-padded.
         prompt_mask: bool [b, P].
         ids: int64 [b, R], right-padded.
-        present: bool [b, R], a prefix of each row.
+        response_mask: bool [b, R], a prefix of each row.
     """
     prompt_lengths = prompt_mask.sum(1)
-    mask = torch.cat([prompt_mask, present], dim=1)
+    mask = torch.cat([prompt_mask, response_mask], dim=1)
     lengths = mask.sum(1)
     joined = torch.cat([prompt_ids, ids], dim=1)
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
@@ -63,18 +65,18 @@ def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, present: Tensor) 
     return Packed(ids=packed, lengths=lengths, prompt_lengths=prompt_lengths)
 
 
-def place(flat: Tensor, slots: Tensor) -> Tensor:
-    """Scatter values [n] to the marked slots of bool [b, R]; 0 elsewhere.  Differentiable."""
-    return flat.new_zeros(slots.shape).masked_scatter(slots, flat)
+def place(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor of ``shape`` with the values [n] at the flat indices [n]; 0 elsewhere."""
+    return flat.new_zeros(shape.numel()).index_copy(0, index, flat).view(shape)
 
 
-def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[int]]:
+def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[list[int]]:
     """Group rows of similar length, so that padding each group wastes little.
 
     Args:
         lengths: real tokens of each row.
         tokens: maximum padded tokens of a group (a longer row forms its own group).
-        spare: maximum padding of a group, about the cost of one more forward pass.
+        max_padding: padding tokens of a group, about the cost of one more forward pass.
 
     Returns:
         Row numbers, longest first; each row once.
@@ -83,7 +85,7 @@ def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[i
     waste = longest = 0
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         more = waste + longest - lengths[row]
-        if groups and more <= spare and longest * (len(groups[-1]) + 1) <= tokens:
+        if groups and more <= max_padding and longest * (len(groups[-1]) + 1) <= tokens:
             groups[-1].append(row)
             waste = more
         else:
@@ -92,30 +94,32 @@ def by_length(lengths: Sequence[int], *, tokens: int, spare: int) -> list[list[i
     return groups
 
 
-def split_by_length(
-    step: Iterable[MicroBatch], device: torch.device, *, spare: int
-) -> Iterator[MicroBatch]:
-    """Micro-batches on the device, split further where rows differ much in length.
-
-    Args:
-        step: any rows; their weights are kept.
-        device: target device.
-        spare: maximum padding of a micro-batch.
-    """
-    for uncut in step:
-        rows = uncut.rows
+def split_by_length(step: Iterable[MicroBatch], *, max_padding: int) -> Iterator[MicroBatch]:
+    """Split micro-batches further where rows differ much in length; weights are kept."""
+    for micro_batch in step:
+        rows = micro_batch.rows
         lengths = (rows.prompt_mask.sum(1) + rows.response_mask.sum(1)).tolist()
-        for group in by_length(lengths, tokens=2**62, spare=spare):
+        for group in by_length(lengths, tokens=2**62, max_padding=max_padding):
             index = torch.tensor(group, device=rows.ids.device)
             yield MicroBatch(
-                rows=to_device(rows.rows(index), device),
-                token_weight=uncut.token_weight[index].to(device),
-                value_weight=uncut.value_weight[index].to(device),
-                row_weight=uncut.row_weight[index].to(device),
+                rows=rows.rows(index),
+                token_weight=micro_batch.token_weight[index],
+                value_weight=micro_batch.value_weight[index],
+                row_weight=micro_batch.row_weight[index],
             )
 
 
-def worth_padding(model: nn.Module, head: nn.Module) -> int:
+def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """A micro-batch with all tensors on a device."""
+    return MicroBatch(
+        rows=micro_batch.rows.to(device),
+        token_weight=micro_batch.token_weight.to(device),
+        value_weight=micro_batch.value_weight.to(device),
+        row_weight=micro_batch.row_weight.to(device),
+    )
+
+
+def padding_budget(model: nn.Module, head: nn.Module) -> int:
     """Tokens of padding that cost as much as one more forward and backward pass of a model.
 
         seconds of a pass = launch + 12 bytes * weights that train / bandwidth
@@ -130,15 +134,3 @@ def worth_padding(model: nn.Module, head: nn.Module) -> int:
     cpu = next(model.parameters()).device.type == "cpu"
     launch, bandwidth, arithmetic = (8e-3, 1e10, 1e11) if cpu else (3e-2, 1e12, 2e14)
     return 1 + int((launch + 12 * trains / bandwidth) / (6 * max(trunk, 1) / arithmetic))
-
-
-def to_device(record: Record, device: torch.device) -> Record:
-    """A record with its tensors, and those of the records in it, on a device."""
-    moved: dict[str, Any] = {}
-    for field in fields(record):
-        x = getattr(record, field.name)
-        if isinstance(x, Tensor):
-            moved[field.name] = x.to(device, non_blocking=True)
-        elif isinstance(x, PromptBatch):
-            moved[field.name] = to_device(x, device)
-    return replace(record, **moved)

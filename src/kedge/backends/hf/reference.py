@@ -28,12 +28,12 @@ class Reference(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A short hash of the weights that set it apart from the policy.  Every rank calls it."""
+        """A short hash of its weights.  Collective."""
         ...
 
     @property
-    def own(self) -> list[nn.Module]:
-        """Models owned by the reference alone."""
+    def separate_models(self) -> list[nn.Module]:
+        """Models that the reference does not share with the policy."""
         ...
 
 
@@ -70,7 +70,7 @@ class FrozenModel:
         yield self.parts
 
     @property
-    def own(self) -> list[nn.Module]:
+    def separate_models(self) -> list[nn.Module]:
         """The model."""
         return [self.model]
 
@@ -119,12 +119,12 @@ class AdapterReference:
         return self._fingerprint
 
     @property
-    def own(self) -> list[nn.Module]:
-        """None: the base is the policy's."""
+    def separate_models(self) -> list[nn.Module]:
+        """None: it uses the policy's base model."""
         return []
 
     def to(self, device: torch.device) -> AdapterReference:
-        """Itself: it is on the policy's device."""
+        """Unchanged: it is on the policy's device."""
         return self
 
 

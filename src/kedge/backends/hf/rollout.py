@@ -36,7 +36,8 @@ class EmbeddedEngine:
         autocast: run the model under autocast of this type, e.g. torch.bfloat16.
         extra_slot: leave one slot after the longest response if max_new_tokens allows, so that a
             score can be placed after the last token.
-        keep_support: record ``Rollout.support`` when top-k, top-p or min-p cut the distribution.
+        record_allowed_tokens: record ``Rollout.allowed_tokens`` when top-k, top-p or min-p cut the
+            distribution.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class EmbeddedEngine:
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         extra_slot: bool = False,
-        keep_support: bool = True,
+        record_allowed_tokens: bool = True,
     ) -> None:
         if not shares_weights:
             model = copy.deepcopy(model).requires_grad_(False)
@@ -62,7 +63,7 @@ class EmbeddedEngine:
         self._chunk_rows = chunk_rows
         self._autocast = autocast
         self._extra_slot = extra_slot
-        self._keep_support = keep_support
+        self._keep_support = record_allowed_tokens
         self._version = 0
 
     @property
@@ -135,7 +136,7 @@ class EmbeddedEngine:
             u,
             sampling,
             Stopper(sampling, self._tokenizer, len(rows), device),
-            keep_support=self._keep_support and sampling.truncates,
+            record_allowed_tokens=self._keep_support and sampling.truncates,
         )
 
     def _assemble(
@@ -216,7 +217,7 @@ def _sample(
     sampling: Sampling,
     stopper: Stopper,
     *,
-    keep_support: bool,
+    record_allowed_tokens: bool,
 ) -> _Responses:
     """The generation loop; ``u`` float64 [T, b] holds the random number of every token."""
     rows, device = u.shape[1], u.device
@@ -233,7 +234,7 @@ def _sample(
             logprob = torch.zeros_like(token, dtype=torch.float32)
         else:
             token, logprob = draw(logits, u[t])
-        tape.add(token, logprob, support(logits) if keep_support else None)
+        tape.add(token, logprob, support(logits) if record_allowed_tokens else None)
         hit = stopper.ended(token)
         if hit is not None and bool((hit := hit & running).any()):
             at = tape.active[hit]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kedge.ops.linear_logprob import TokenConstraints
@@ -34,7 +33,7 @@ class LearnerSettings:
         value_learning_rate: None: the policy's.
         max_grad_norm: gradients are scaled down to it; 0 is off.
         forward_rows: rows of one forward pass without gradient.
-        spare_tokens: padding tokens cheaper than one more pass; None: from the model's size.
+        padding_budget: padding tokens cheaper than one more pass; None: from the model's size.
         gradient_checkpointing: recompute activations in the backward.
         checkpointing_options: passed to torch.utils.checkpoint.
         reuse_behavior_logprobs: use the rollout engine's if it had the same weights.
@@ -48,17 +47,19 @@ class LearnerSettings:
     value_learning_rate: float | None = None
     max_grad_norm: float = 1.0
     forward_rows: int = 64
-    spare_tokens: int | None = None
+    padding_budget: int | None = None
     gradient_checkpointing: bool = False
     checkpointing_options: Mapping[str, Any] | None = None
     reuse_behavior_logprobs: bool = False
     allow_low_precision_weights: bool = False
 
-    def draw(self, tokens: Tensor, support: Tensor | None) -> TokenConstraints:
-        """Sampling constraints at the marked tokens bool [b, R]; support int64 [b, R, K]."""
+    def constraints(self, tokens: Tensor, allowed_tokens: Tensor | None) -> TokenConstraints:
+        """Constraints at the marked tokens bool [b, R]; ``allowed_tokens`` int64 [b, R, K]."""
         banned = None
         if self.min_new_tokens and self.stop_ids:
-            early = tokens.nonzero()[:, 1] < self.min_new_tokens
-            banned = (early, torch.tensor(self.stop_ids, device=tokens.device))
-        chosen = None if support is None else support[tokens]
-        return TokenConstraints(temperature=self.temperature, banned=banned, allowed_tokens=chosen)
+            banned = (tokens.nonzero()[:, 1] < self.min_new_tokens, self.stop_ids)
+        return TokenConstraints(
+            temperature=self.temperature,
+            banned=banned,
+            allowed_tokens=None if allowed_tokens is None else allowed_tokens[tokens],
+        )

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state cut over ranks (FSDP2, torch.distributed.fsdp).
+"""Weights, gradients and optimizer state sharded over ranks (FSDP2, torch.distributed.fsdp).
 
 Zhao et al. 2023 (arXiv:2304.11277); Rajbhandari et al. 2020 (ZeRO stage 3, arXiv:1910.02054).
 """
@@ -28,16 +28,16 @@ from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 T = TypeVar("T")
-_INSIDE = "run_inside"
-_AGAIN = "cut_again_after_forward"
+_CALL = "call_within"  # method registered with FSDP, which unshards the root's weights
+_RESHARD = "reshard_layers_after_forward"
 
 
-def shards_asked(accelerator: Accelerator) -> Literal["none", "gradients", "weights"]:
-    """What the launch configuration wants cut over ranks.
+def sharding_strategy(accelerator: Accelerator) -> Literal["none", "gradients", "weights"]:
+    """What the launch configuration shards over ranks.
 
-    "weights" is FSDP or ZeRO stage 3.  "gradients" is ZeRO stage 1 or 2: weights stay whole between
-    forward and backward.  FSDP2 runs them all, configurations of DeepSpeed and of FSDP version 1
-    too; the numbers are the same.
+    "weights" is FSDP or ZeRO stage 3.  "gradients" is ZeRO stage 1 or 2: weights stay unsharded
+    between forward and backward.  FSDP2 runs all of them, including configurations of DeepSpeed and
+    FSDP version 1; the numbers are the same.
 
     Raises:
         ConfigError: offloading to the CPU or to disk.
@@ -53,45 +53,44 @@ def shards_asked(accelerator: Accelerator) -> Literal["none", "gradients", "weig
                 "offload_optimizer_device and offload_param_device to none"
             )
         return {0: "none", 1: "gradients", 2: "gradients"}.get(plugin.zero_stage, "weights")  # type: ignore[return-value]
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not asked and accelerator.distributed_type is not DistributedType.FSDP:
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not uses_fsdp and accelerator.distributed_type is not DistributedType.FSDP:
         return "none"
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise ConfigError("fsdp_offload_params: true is not supported; set it to false")
-    again = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
-    strategy = os.environ.get("FSDP_SHARDING_STRATEGY", again).upper()
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+    strategy = os.environ.get("FSDP_SHARDING_STRATEGY", reshard).upper()
     return "gradients" if strategy in {"FALSE", "SHARD_GRAD_OP", "2"} else "weights"
 
 
-def shard(model: nn.Module, device: torch.device, ranks: int, *, again: bool) -> None:
-    """Cut a model over ranks in place: each layer is a unit, what is left is another.
+def shard(
+    model: nn.Module, device: torch.device, ranks: int, *, reshard_after_forward: bool
+) -> None:
+    """Shard a model over ranks in place: each layer is a unit, the rest of the model another.
 
     Args:
-        model: whole on every rank, with equal weights.
-        device: where it is.
+        model: complete on every rank, with equal weights.
+        device: its device.
         ranks: number of processes.
-        again: layers are cut again after each forward pass, and gathered again for the backward.
+        reshard_after_forward: reshard layers after each forward pass, and gather them again for the
+            backward.
     """
     mesh = init_device_mesh(device.type, (ranks,))
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=again)
-    # Embedding and head stay whole from the forward to the backward: the head is read directly.
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # Embedding and head stay unsharded from the forward to the backward: the head is read directly.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for unit in _units([model]):
-        setattr(unit, _AGAIN, again)
-    setattr(model, _INSIDE, MethodType(_run, model))
-    register_fsdp_forward_method(model, _INSIDE)
+        setattr(unit, _RESHARD, reshard_after_forward)
+    setattr(model, _CALL, MethodType(lambda _, f: f(), model))
+    register_fsdp_forward_method(model, _CALL)
 
 
-def _run(_: nn.Module, f: Callable[[], T]) -> T:
-    return f()
-
-
-def inside(model: nn.Module, f: Callable[[], T]) -> T:
-    """``f()``, with the model's weights whole where ``f`` uses them."""
-    run = getattr(model, _INSIDE, None)
-    return f() if run is None else run(f)
+def call_within(model: nn.Module, f: Callable[[], T]) -> T:
+    """``f()``, as part of a forward pass of the model if that is sharded."""
+    call = getattr(model, _CALL, None)
+    return f() if call is None else call(f)
 
 
 def _units(models: Iterable[nn.Module]) -> list[Any]:
@@ -99,21 +98,21 @@ def _units(models: Iterable[nn.Module]) -> list[Any]:
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
-    """Drop whole weights that are left from a forward pass without backward."""
+    """Free the unsharded weights left by a forward pass without backward."""
     for unit in _units(models):
         unit.reshard()
 
 
 @contextmanager
-def whole(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Every weight whole on every rank for the length of the block.
+def unsharded(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which every rank has all weights.
 
-    In it ranks may run different numbers of forward passes: none of them communicates.
+    Forward passes in it do not communicate, so ranks may run different numbers of them.
     """
     models = list(models)
     units = _units(models)
     for model in models:
-        inside(model, lambda: None)  # the outermost unit must be the first that runs
+        call_within(model, lambda: None)  # FSDP needs the outermost unit to run first
     roots = {id(model) for model in models}
     for unit in units:
         unit.unshard()
@@ -122,13 +121,13 @@ def whole(models: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for unit in units:
-            again = id(unit) not in roots and getattr(unit, _AGAIN, True)
-            unit.set_reshard_after_forward(again, recurse=False)
+            reshard_unit = id(unit) not in roots and getattr(unit, _RESHARD, True)
+            unit.set_reshard_after_forward(reshard_unit, recurse=False)
             unit.reshard()
 
 
 def full_tree(tree: T) -> T:
-    """Nested dicts and lists with every tensor whole; cut ones come back on the CPU."""
+    """Nested dicts and lists with sharded tensors replaced by full ones on the CPU."""
     if isinstance(tree, DTensor):
         return full(tree).cpu()  # type: ignore[return-value]
     if isinstance(tree, dict):
@@ -139,7 +138,7 @@ def full_tree(tree: T) -> T:
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict with whole tensors; tied weights stay one.  Every rank calls it."""
+    """A model's state dict with full tensors; tied weights stay tied.  Collective."""
     seen: dict[int, Tensor] = {}
     state = model.state_dict(keep_vars=True)
     for x in state.values():
@@ -148,23 +147,23 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: seen[id(x)] for name, x in state.items()}
 
 
-def cut_like(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` cut over ranks as ``like`` is."""
+def shard_like(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` sharded like ``like``."""
     if not isinstance(like, DTensor):
         return x
     return distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
 
 
-def cut_state(optimizer: Optimizer) -> None:
-    """Cut an optimizer's whole state tensors as their weights are, in place."""
+def shard_optimizer_state(optimizer: Optimizer) -> None:
+    """Shard an optimizer's full state tensors like their weights, in place."""
     for p, state in optimizer.state.items():
         for name, x in state.items():
             if isinstance(p, DTensor) and isinstance(x, Tensor) and x.shape == p.shape:
-                state[name] = cut_like(x, p)
+                state[name] = shard_like(x, p)
 
 
 class GatheredEngine:
-    """A rollout engine that samples from a sharded policy, whole for that long.
+    """A rollout engine that samples from a sharded policy, which is unsharded meanwhile.
 
     Args:
         engine: samples from the policy itself.
@@ -181,25 +180,25 @@ class GatheredEngine:
 
     @property
     def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """What the engine's log-probabilities are of."""
+        """The kind of log-probabilities that the engine records."""
         return self.engine.logprobs
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        """One response per row.  Every rank calls it, or rests."""
-        self._any_asks(True)
-        with whole([self.policy]):
+        """One response per row.  Every rank calls this or ``wait_for_other_ranks``."""
+        self._any_rank_samples(True)
+        with unsharded([self.policy]):
             return self.engine.generate(prompts, sampling=sampling, seed=seed)
 
-    def rest(self) -> None:
-        """Help the other ranks to gather weights until none of them samples any more."""
-        while self._any_asks(False):
-            with whole([self.policy]):
+    def wait_for_other_ranks(self) -> None:
+        """Take part in gathering weights until no rank samples any more."""
+        while self._any_rank_samples(False):
+            with unsharded([self.policy]):
                 pass
 
-    def _any_asks(self, mine: bool) -> bool:
+    def _any_rank_samples(self, local: bool) -> bool:
         device = next(self.policy.parameters()).device
-        return bool(total(torch.tensor(int(mine), device=device), device))
+        return bool(total(torch.tensor(int(local), device=device), device))
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Tell the engine the version."""
+        """Pass the version to the engine."""
         return self.engine.load_weights(weights, version)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from kedge.backends.hf.load import check_folder, load_whole
-from kedge.backends.hf.model import CausalParts, expect_no_mask, get_backbone, trunk
+from kedge.backends.hf.model import CausalParts, get_backbone, silence_mask_warning, trunk
 from kedge.backends.rewards.heads import SHIFT, in_full
 from kedge.errors import ConfigError
 
@@ -99,7 +99,7 @@ def scalar_model(model: nn.Module) -> ScalarModel:
             f"{name} cannot be a value model: it needs a trunk and a head named "
             f"{' or '.join(_HEADS[:2])}; pass an AutoModelForSequenceClassification"
         )
-    expect_no_mask(backbone)
+    silence_mask_warning(backbone)
     found = ScalarModel(model, backbone, head)
     _verify(found, name)
     return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.ray.actor import Actor, ActorLimits
 from kedge.backends.ray.weight_store import SharedWeights
-from kedge.backends.rollout.rows import answering, bare
+from kedge.backends.rollout.rows import with_prompts, without_columns
 from kedge.errors import SyncError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -67,14 +67,16 @@ class RayEngine:
         Raises:
             SyncError: the actor sampled with other weights than were loaded.
         """
-        rollout = self.actor.call("generate", bare(prompts), sampling=sampling, seed=seed)
+        rollout = self.actor.call(
+            "generate", without_columns(prompts), sampling=sampling, seed=seed
+        )
         version = self._loaded[1] if self._loaded is not None else 0
         if not bool((rollout.version == version).all()):
             raise SyncError(
                 f"{self.actor.name} sampled with version {int(rollout.version.min())} instead of"
                 f" {version}"
             )
-        return answering(rollout, prompts)
+        return with_prompts(rollout, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""

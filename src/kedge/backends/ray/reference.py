@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.logprobs import reference_logprobs
-from kedge.backends.hf.packing import to_device
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
 from kedge.backends.ray.placement import PlacementPlan, plan_seats
 from kedge.backends.ray.resources import ActorResources, allocate, from_launch
 from kedge.backends.rollout import start_all
-from kedge.backends.rollout.rows import bare
+from kedge.backends.rollout.rows import without_columns
 from kedge.config.rollout import RolloutOptions
 from kedge.ops.cpu.patch import Kernels
 from kedge.types import Rollout
@@ -55,16 +54,15 @@ class ReferenceActor:
     @torch.no_grad()
     def logprobs(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probabilities (nats) of each group of rows: float32 [rows, R], on the CPU."""
-        rollout = to_device(rollout, self._device)
         device_type, dtype = self._device.type, self._autocast
         enabled = dtype is not None
         with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):
             logprobs = [
                 reference_logprobs(
                     self._reference,
-                    rollout,
-                    torch.tensor(rows, device=self._device),
+                    rollout.rows(torch.tensor(rows)),
                     self._settings,
+                    self._device,
                 )
                 for rows in groups
             ]
@@ -116,7 +114,7 @@ class RayReference:
         """
         import ray
 
-        inputs = replace(rollout, prompts=bare(rollout.prompts), behavior_logprobs=None)
+        inputs = replace(rollout, prompts=without_columns(rollout.prompts), behavior_logprobs=None)
         rollout_ref = ray.put(inputs.to("cpu"))
         count = len(self.workers)
         shares = [list(groups[k::count]) for k in range(count)]

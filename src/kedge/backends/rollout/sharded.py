@@ -1,15 +1,16 @@
-"""Several rollout engines that share the rows of each batch."""
+"""Splits the rows of each batch over several rollout engines."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from kedge.backends.rollout.rows import join, shares
+from kedge.backends.rollout.rows import join_rollouts, split_rows
 from kedge.errors import SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -18,15 +19,14 @@ T = TypeVar("T")
 
 
 class ShardedEngine:
-    """Hands consecutive rows of a batch to engines that work at the same time.
+    """Gives consecutive rows of a batch to engines that sample concurrently.
 
-    A response depends on (weights, prompt, row, seed), so it does not depend on how many engines
-    there are.
+    A response depends on (weights, prompt, row, seed), so not on the number of engines.
 
     Args:
-        engines: they hold copies of one policy.
+        engines: each holds a copy of the same policy.
         pad_id: fills ``Rollout.ids`` after the end of a response.
-        check: refuses prompts that cannot be answered, with their place in the whole batch.
+        check: rejects prompts that cannot be answered, by their row in the whole batch.
         on_close: called once, after closing the engines or on garbage collection.
     """
 
@@ -46,49 +46,37 @@ class ShardedEngine:
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
 
     @property
-    def lanes(self) -> tuple[RolloutEngine, ...]:
-        """The engines, each of which can sample on its own."""
-        return tuple(self.engines)
-
-    @property
     def shares_weights(self) -> Literal[False]:
-        """They hold copies of the policy."""
+        """False: the engines hold copies of the policy."""
         return False
 
     @property
     def logprobs(self) -> Literal["sampled", "raw", "none"]:
-        """What the engines' log-probabilities are of."""
+        """The kind of log-probabilities that the engines record."""
         return self.engines[0].logprobs
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 
         Raises:
-            RolloutError: an engine failed; the others have ended their share by then.
+            RolloutError: an engine failed; raised once the others have finished.
         """
         if self._check is not None:
             self._check(prompts, sampling)
-        rows = shares(len(prompts), len(self.engines))
-        if not rows:  # for its error
-            return self.engines[0].generate(prompts, sampling=sampling, seed=seed)
-        parts = [prompts.rows(each) for each in rows]
-        found = self._all(
-            [
-                lambda e=e, p=p: e.generate(p, sampling=sampling, seed=seed)  # type: ignore[misc]
-                for e, p in zip(self.engines, parts, strict=False)
-            ]
-        )
-        return join(prompts, found, self._pad_id)
+        slices = split_rows(len(prompts), len(self.engines)) or [slice(0)]
+        calls = [
+            partial(engine.generate, prompts.rows(rows), sampling=sampling, seed=seed)
+            for engine, rows in zip(self.engines, slices, strict=False)
+        ]
+        return join_rollouts(prompts, self._call_all(calls), self._pad_id)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Every engine samples from ``weights`` from now on; one receipt, if they all agree.
+        """Load ``weights`` into every engine; returns their receipt if all agree.
 
         Raises:
-            SyncError: an engine holds something else than the first.
+            SyncError: the engines report different weights.
         """
-        receipts = self._all(
-            [lambda e=e: e.load_weights(weights, version) for e in self.engines]  # type: ignore[misc]
-        )
+        receipts = self._call_all([partial(e.load_weights, weights, version) for e in self.engines])
         for i, receipt in enumerate(receipts):
             if receipt != receipts[0]:
                 raise SyncError(
@@ -99,41 +87,42 @@ class ShardedEngine:
 
     def close(self) -> None:
         """Release the engines; calling it again does nothing."""
-        closing = [close for e in self.engines if (close := getattr(e, "close", None)) is not None]
         if self._closed:
             return
         self._closed = True
         try:
-            self._all(closing)
+            self._call_all(
+                [close for e in self.engines if (close := getattr(e, "close", None)) is not None]
+            )
         finally:
             self._threads.shutdown(wait=True)
             if self._release is not None:
                 self._release()
 
-    def _all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The results of calls made at the same time; an error once all are over."""
-        running = [self._threads.submit(call) for call in calls]
-        wait(running)
-        return [each.result() for each in running]
+    def _call_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The results of concurrent calls; an error is raised once all have ended."""
+        futures = [self._threads.submit(call) for call in calls]
+        wait(futures)
+        return [future.result() for future in futures]
 
 
 def start_all(
     makers: Sequence[Callable[[], T]], *, undo: Callable[[], None] | None = None
 ) -> list[T]:
-    """What the makers make, all at the same time; nothing of it is left if one fails.
+    """Call all makers concurrently; if one fails, close what the others made.
 
     Args:
-        makers: each makes something with a ``close`` method.
+        makers: each makes an object with a ``close`` method.
         undo: called after a failure.
     """
     with ThreadPoolExecutor(len(makers)) as threads:
-        running = [threads.submit(make) for make in makers]
-        wait(running)
-    if any(each.exception() for each in running):
-        for each in running:
-            if each.exception() is None:
-                made: Any = each.result()
-                made.close()
+        futures = [threads.submit(make) for make in makers]
+        wait(futures)
+    if any(future.exception() for future in futures):
+        for future in futures:
+            if future.exception() is None:
+                started: Any = future.result()
+                started.close()
         if undo is not None:
             undo()
-    return [each.result() for each in running]
+    return [future.result() for future in futures]

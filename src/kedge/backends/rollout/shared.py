@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from kedge.backends.rollout.rows import answering, bare, build_share, stack_prompts
+from kedge.backends.rollout.rows import slice_rollout, stack_prompts, with_prompts, without_columns
 from kedge.errors import RolloutError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -20,182 +20,182 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ask:
-    """What a rank wants of the engine."""
+class _Request:
+    """The request of one rank."""
 
-    what: str = ""  # what all ranks have to want at the same time; empty: nothing
+    call: str = ""  # must be equal on all ranks that request something; empty: nothing
     prompts: PromptBatch | None = None
     sampling: Sampling | None = None
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """What a rank gets of a round of sampling."""
+class _Response:
+    """What one rank receives after a round of sampling."""
 
     rollout: Rollout | None = None
-    more: bool = False  # others are still being served
+    others_active: bool = False
 
 
 class RankSharedEngine:
-    """The first rank holds the engine; the others send it their prompts and get their responses.
+    """Rank 0 holds the engine; the other ranks send it their prompts and receive their responses.
 
-    Every rank makes the same calls in the same order, as the loop does; one that wants less than
-    others rests meanwhile.  Draws are named by the row
-    in the batch of all ranks, so a response does not depend on the number of ranks.
+    Every rank makes the same calls in the same order; one that samples less often than others calls
+    ``wait_for_other_ranks``.  Random numbers depend on the row in the batch of all ranks, so a
+    response does not depend on the number of ranks.
 
     Args:
-        engine: the engine on the first rank, None on the others.
-        ranks: how they talk to each other.
-        logprobs: what the engine's log-probabilities are of.
-        spare: slots that the engine leaves after the longest response.
+        engine: the engine on rank 0, None on the others.
+        groups: process groups of the ranks.
+        logprobs: the kind of log-probabilities that the engine records.
+        extra_slots: slots that the engine leaves after the longest response.
     """
 
     def __init__(
         self,
         engine: RolloutEngine | None,
-        ranks: Ranks,
+        groups: RankGroups,
         *,
         logprobs: Literal["sampled", "raw", "none"],
-        spare: int,
+        extra_slots: int,
     ) -> None:
         self.engine = engine
         self.logprobs: Literal["sampled", "raw", "none"] = logprobs
-        self._ranks, self._spare = ranks, spare
-        self._turn = threading.Lock()
+        self._groups, self._extra_slots = groups, extra_slots
+        self._lock = threading.Lock()
 
     @property
     def shares_weights(self) -> Literal[False]:
-        """It holds a copy of the policy."""
+        """False: it holds a copy of the policy."""
         return False
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 
         Raises:
-            RolloutError: the engine failed; on every rank.
+            RolloutError: the engine failed; raised on every rank.
         """
-        what = f"generate with seed {seed} and {sampling}"
-        ask = _Ask(what=what, prompts=bare(prompts), sampling=sampling, seed=seed)
-        found = self._ask(ask, self._generate).rollout
-        assert found is not None  # prompts were brought
-        return answering(found, prompts)
+        call = f"generate with seed {seed} and {sampling}"
+        request = _Request(
+            call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
+        )
+        rollout = self._request(request, self._generate).rollout
+        assert rollout is not None  # the request had prompts
+        return with_prompts(rollout, prompts)
 
-    def rest(self) -> None:
-        """Ask for nothing until no rank does; the first rank continues to serve the others.
-
-        For ranks that sample unequally often: afterwards all are at the same place again.
-        """
-        while self._ask(_Ask(), self._generate).more:
+    def wait_for_other_ranks(self) -> None:
+        """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
+        while self._request(_Request(), self._generate).others_active:
             pass
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Sample from the first rank's ``weights`` from now on; every rank gets the receipt."""
+        """Load the ``weights`` of rank 0; every rank gets the receipt."""
 
-        def serve(engine: RolloutEngine, asks: list[_Ask]) -> list[Receipt | None]:
-            return [engine.load_weights(weights, version)] * len(asks)
+        def load(engine: RolloutEngine, requests: list[_Request]) -> list[Receipt | None]:
+            return [engine.load_weights(weights, version)] * len(requests)
 
-        return self._ask(_Ask(what=f"load version {version}"), serve)
+        return self._request(_Request(call=f"load version {version}"), load)
 
     def close(self) -> None:
-        """Release the engine, where it is."""
+        """Release the engine on rank 0."""
         close = getattr(self.engine, "close", None)
         if close is not None:
             close()
 
-    def _generate(self, engine: RolloutEngine, asks: list[_Ask]) -> list[_Share]:
-        """Every rank's responses, for those that brought prompts."""
-        active = [ask for ask in asks if ask.prompts is not None]
-        if not active:
-            return [_Share()] * len(asks)
-        parts = [ask.prompts for ask in active if ask.prompts is not None]
-        first = active[0]
-        assert first.sampling is not None
+    def _generate(self, engine: RolloutEngine, requests: list[_Request]) -> list[_Response]:
+        parts = [r.prompts for r in requests if r.prompts is not None]
+        first = next((r for r in requests if r.prompts is not None), None)
+        if first is None:
+            return [_Response()] * len(requests)
+        assert first.sampling is not None  # set with the prompts
         whole = engine.generate(stack_prompts(parts), sampling=first.sampling, seed=first.seed)
-        found, begin = [], 0
-        for ask in asks:
-            if ask.prompts is None:
-                found.append(_Share(more=True))
+        responses, begin = [], 0
+        for prompts in (r.prompts for r in requests):
+            if prompts is None:
+                responses.append(_Response(others_active=True))
                 continue
-            rows = slice(begin, begin + len(ask.prompts))
-            found.append(_Share(rollout=build_share(whole, rows, ask.prompts, self._spare)))
+            rows = slice(begin, begin + len(prompts))
+            part = slice_rollout(whole, rows, prompts, self._extra_slots)
+            responses.append(_Response(rollout=part))
             begin = rows.stop
-        return found
+        return responses
 
-    def _ask(self, ask: _Ask, serve: Callable[[RolloutEngine, list[_Ask]], list[T]]) -> T:
-        def work(asks: list[_Ask]) -> list[T]:
+    def _request(
+        self, request: _Request, serve: Callable[[RolloutEngine, list[_Request]], list[T]]
+    ) -> T:
+        def serve_all(requests: list[_Request]) -> list[T]:
             assert self.engine is not None
-            if len({each.what for each in asks if each.what}) > 1:
+            if len({r.call for r in requests if r.call}) > 1:
                 raise RolloutError(
-                    "ranks ask different things of the engine that they share: "
-                    + "; ".join(
-                        f"rank {i}: {each.what or 'nothing'}" for i, each in enumerate(asks)
-                    )
+                    "all ranks must make the same call to the engine that they share, got "
+                    + "; ".join(f"rank {i}: {r.call or 'nothing'}" for i, r in enumerate(requests))
                 )
-            with self._turn:
-                return serve(self.engine, asks)
+            with self._lock:
+                return serve(self.engine, requests)
 
-        return self._ranks.at_first(ask, work)
+        return self._groups.run_on_first(request, serve_all)
 
 
-class Ranks:
-    """Process groups in which the first rank works for all, one for each side of the loop.
+class RankGroups:
+    """Two process groups in which rank 0 works for all: for the main thread and the sampling one.
 
-    The thread that makes this (it trains and evaluates) and the one that samples ahead must not
-    wait for each other, and neither must meet the collectives of training.
+    The thread that creates this (it trains and evaluates) and the one that samples ahead must not
+    wait for each other, and neither may interfere with the collectives of training.
 
     Args:
-        timeout: most seconds that one piece of work may take.
+        timeout: seconds that one call may take.
     """
 
     def __init__(self, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
-        self._home = threading.get_ident()
+        self._main_thread = threading.get_ident()
         self._main = dist.new_group(backend="gloo", timeout=limit)
-        self._ahead = dist.new_group(backend="gloo", timeout=limit)
+        self._sampling = dist.new_group(backend="gloo", timeout=limit)
 
-    def at_first(self, mine: Any, work: Callable[[list[Any]], list[T]]) -> T:
-        """This rank's share of ``work([what every rank brings])``, done by the first rank.
+    def run_on_first(self, local: Any, work: Callable[[list[Any]], list[T]]) -> T:
+        """This rank's item of ``work([local of every rank])``, which runs on rank 0.
 
-        An error of the work is raised on every rank.
+        An error of ``work`` is raised on every rank.
         """
-        group = self._main if threading.get_ident() == self._home else self._ahead
+        group = self._main if threading.get_ident() == self._main_thread else self._sampling
         first = dist.get_rank() == 0
-        brought: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, brought if first else None, dst=0, group=group)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(local, gathered if first else None, dst=0, group=group)
         outcomes: list[tuple[bool, Any]] | None = None
         if first:
             try:
-                outcomes = [(True, x) for x in work(brought)]
-            except Exception as error:  # raised again below, everywhere
-                outcomes = [(False, error)] * len(brought)
-        own: list[Any] = [None]
-        dist.scatter_object_list(own, outcomes, src=0, group=group)
-        good, found = own[0]
-        if not good:
-            raise found
-        return found
+                outcomes = [(True, x) for x in work(gathered)]
+            except Exception as error:  # raised again below, on every rank
+                outcomes = [(False, error)] * len(gathered)
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, outcomes, src=0, group=group)
+        succeeded, outcome = received[0]
+        if not succeeded:
+            raise outcome
+        return outcome
 
 
-def shared(
-    make: Callable[[], RolloutEngine], *, ranks: int, timeout: float, spare: int
+def build_shared_engine(
+    make: Callable[[], RolloutEngine], *, ranks: int, timeout: float, extra_slots: int
 ) -> RolloutEngine:
-    """The engine that ``make`` makes, or on several ranks one that all share.
+    """The engine that ``make`` makes; with several ranks, one engine that all share.
 
     Args:
-        make: called on the first rank alone.
-        ranks: processes that train together; every one calls this.
-        timeout: most seconds that making it, or one batch, may take.
-        spare: slots that the engine leaves after the longest response.
+        make: called on rank 0 only.
+        ranks: number of processes that train together; each must call this.
+        timeout: seconds that making the engine, or one batch, may take.
+        extra_slots: slots that the engine leaves after the longest response.
     """
     if ranks == 1:
         return make()
-    talk = Ranks(timeout)
-    made: list[RolloutEngine] = []
+    groups = RankGroups(timeout)
+    engines: list[RolloutEngine] = []
 
-    def begin(asks: list[Any]) -> list[Any]:
-        made.append(make())
-        return [made[0].logprobs] * len(asks)
+    def start(requests: list[Any]) -> list[Any]:
+        engines.append(make())
+        return [engines[0].logprobs] * len(requests)
 
-    logprobs = talk.at_first(None, begin)
-    return RankSharedEngine(made[0] if made else None, talk, logprobs=logprobs, spare=spare)
+    logprobs = groups.run_on_first(None, start)
+    return RankSharedEngine(
+        engines[0] if engines else None, groups, logprobs=logprobs, extra_slots=extra_slots
+    )

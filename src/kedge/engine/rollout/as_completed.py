@@ -58,7 +58,7 @@ class _EngineWorker:
 
 def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
     """The engines that can sample concurrently: the parts of a composite engine, or the engine."""
-    return tuple(getattr(rollouts, "lanes", ())) or (rollouts,)
+    return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
 
 
 def chosen(

@@ -108,7 +108,7 @@ class RolloutCollector:
         return rollout, reward_output, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
 
     def _release(self, engine: RolloutEngine) -> None:
-        """Release an engine shared between ranks, of which some may need more rounds."""
-        rest = getattr(engine, "rest", None)
-        if self.more and rest is not None:
-            rest()
+        """Let the other ranks of a shared engine sample further rounds."""
+        wait = getattr(engine, "wait_for_other_ranks", None)
+        if self.more and wait is not None:
+            wait()

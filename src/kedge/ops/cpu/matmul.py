@@ -7,6 +7,7 @@ against 95 with MKL.
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -33,10 +34,13 @@ def _unused_by_mkl() -> bool:
 def by_onednn(x: Tensor) -> bool:
     """Whether oneDNN is faster for large products with ``x`` on this machine.
 
-    Always False after ``torch.backends.mkldnn.set_flags(False)``.
+    Always False with KEDGE_CPU_KERNELS=0 in the environment, or after
+    ``torch.backends.mkldnn.set_flags(False)``.
     """
-    plain = x.dtype == torch.float32 and x.device.type == "cpu"
-    return plain and _unused_by_mkl() and bool(torch._C._get_mkldnn_enabled())
+    enabled = os.environ.get("KEDGE_CPU_KERNELS") != "0" and torch._C._get_mkldnn_enabled()
+    return (
+        bool(enabled) and x.dtype == torch.float32 and x.device.type == "cpu" and _unused_by_mkl()
+    )
 
 
 def product(

@@ -215,7 +215,7 @@ def build_learner(
         learner_settings,
         value=models.value,
         reference=models.reference,
-        elsewhere=build_remote_reference(
+        remote_reference=build_remote_reference(
             given, settings, models.policy, learner_settings, accelerator
         ),
         accelerator=accelerator,

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from kedge.backends.data import DatasetPrompts
-from kedge.backends.hf.compatibility import check_apart, check_length, check_vocabulary, vocabulary
+from kedge.backends.hf.compatibility import (
+    check_length,
+    check_no_shared_weights,
+    check_vocabulary,
+    vocabulary,
+)
 from kedge.backends.hf.end_tokens import eos_token_ids
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.model import causal_parts
@@ -100,7 +105,7 @@ def build_reference(
         return None, False
     if ref_model is not None:
         reference = load_policy(ref_model, **loading or {})
-        check_apart({"model": policy}, {"ref_model": reference})
+        check_no_shared_weights({"model": policy}, {"ref_model": reference})
         return FrozenModel(reference), False
     if hasattr(policy, "peft_config"):
         return AdapterReference(policy, adapter), adapter is None and new_adapter
@@ -221,14 +226,14 @@ def check_models(
     trained = {"model": models.policy}
     if isinstance(models.value, ScalarModel):
         all_models["the value model"] = trained["value_model"] = models.value.model
-        check_apart({"model": models.policy}, {"value_model": models.value.model})
-    if models.reference is not None and models.reference.own:
-        all_models["the reference"] = models.reference.own[0]
-        check_apart(trained, {"ref_model": models.reference.own[0]})
+        check_no_shared_weights({"model": models.policy}, {"value_model": models.value.model})
+    if models.reference is not None and models.reference.separate_models:
+        all_models["the reference"] = models.reference.separate_models[0]
+        check_no_shared_weights(trained, {"ref_model": models.reference.separate_models[0]})
     for group in rewards:
         for reward in group if isinstance(group, list | tuple) else [group]:
             if isinstance(reward, nn.Module):
-                check_apart(trained, {"reward_model": reward})
+                check_no_shared_weights(trained, {"reward_model": reward})
     known = vocabulary(models.policy)
     if known is not None:
         check_vocabulary(all_models, tokens=min(tokens, known))

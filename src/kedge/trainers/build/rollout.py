@@ -15,8 +15,8 @@ from torch import nn
 from kedge.algorithms import Algorithm
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.hf.sharding import shards_asked
-from kedge.backends.rollout import shared
+from kedge.backends.hf.sharding import sharding_strategy
+from kedge.backends.rollout import build_shared_engine
 from kedge.config.correction import HIGH
 from kedge.config.resolve import RunSettings
 from kedge.config.rollout import RolloutOptions
@@ -61,7 +61,7 @@ def whole_copy(
     None if the engine samples from the learner's modules, or can copy them later.
     """
     copies = settings.rollout.kind != "embedded" or settings.max_lag > 0
-    if not copies or given.rollout_engine is not None or shards_asked(accelerator) == "none":
+    if not copies or given.rollout_engine is not None or sharding_strategy(accelerator) == "none":
         return None
     return copy.deepcopy(policy).requires_grad_(False).to(accelerator.device)
 
@@ -109,7 +109,7 @@ def build_rollout_engine(
     dtype = DTYPES[settings.learner.precision]
     options = settings.rollout
     if options.kind == "embedded":
-        return learner.sampler(
+        return learner.wrap_engine(
             EmbeddedEngine(
                 policy or learner.policy,
                 pad_id=pad_id,
@@ -131,11 +131,11 @@ def build_rollout_engine(
     )
     if settings.as_completed and learner.world_size > 1:
         return make(options=own_engines(options, ranks=learner.world_size), share=learner.rank)
-    return shared(
+    return build_shared_engine(
         partial(make, options=options),
         ranks=learner.world_size,
         timeout=options.timeout + options.start_timeout,
-        spare=int(algorithm.extra_slot),
+        extra_slots=int(algorithm.extra_slot),
     )
 
 
