@@ -24,10 +24,10 @@ KINDS = {
 def engine_for(model, **options):
     from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
-    blueprint = PolicySpec.of(model)
+    spec = PolicySpec.of(model)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    service = InProcess(blueprint, weights, {"kv_cache_memory_bytes": 2**26, **options})
-    return VLLMEngine(service, blueprint, pad_id=PAD)
+    service = InProcess(spec, weights, {"kv_cache_memory_bytes": 2**26, **options})
+    return VLLMEngine(service, spec, pad_id=PAD)
 
 
 def shaken(model, by=0.05):
@@ -76,9 +76,9 @@ def test_a_tied_head_that_is_sent_as_vllm_expects_it_is_caught():
     engine = engine_for(model)
     load = engine.service.load
 
-    def without_head(parcel, version):
-        named = tuple((n, x) for n, x in parcel.named if n != "lm_head.weight")
-        load(type(parcel)(named), version)
+    def without_head(payload, version):
+        named = tuple((n, x) for n, x in payload.named if n != "lm_head.weight")
+        load(type(payload)(named), version)
 
     engine.service.load = without_head
     with pytest.raises(SyncError, match="a tied head"):
@@ -101,9 +101,9 @@ def test_an_adapter_is_sent_as_an_adapter(place):
     if place == "here":
         engine = engine_for(model)
     else:
-        blueprint = PolicySpec.of(model)
+        spec = PolicySpec.of(model)
         weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-        engine = VLLMEngine(Server(blueprint, weights), blueprint, pad_id=PAD)
+        engine = VLLMEngine(Server(spec, weights), spec, pad_id=PAD)
     for version in (1, 2):
         sent = shaken(model)
         assert all("lora_" in name for name in sent)

@@ -19,37 +19,37 @@ class RayService:
     If the actor is lost while it generates, it is restarted with the same weights and gets its rows
     again: every row is sampled by the same version.
 
-    With ``wire``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
+    With ``connect``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
 
     Args:
-        name: for messages.
-        blueprint: ``ray.ObjectRef`` of the ``PolicySpec``.
+        name: of the actor, for messages.
+        spec: ``ray.ObjectRef`` of the ``PolicySpec``.
         weights: ``ray.ObjectRef`` of the initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
-        options: of the actor.
+        options: of the actor: resources and placement.
         limits: timeouts of the actor.
-        shelf: weights shared by all engines.
-        wire: creates the NCCL transfer, given the vLLM's ``Control``; None: object store.
+        shared_weights: weights shared by all engines.
+        connect: creates the NCCL transfer, given the vLLM's ``Control``.
     """
 
     def __init__(
         self,
         name: str,
-        blueprint: Any,
+        spec: Any,
         weights: Any,
         engine_args: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
         limits: ActorLimits,
-        shelf: SharedWeights,
-        wire: Callable[[Control], NcclTransfer] | None = None,
+        shared_weights: SharedWeights,
+        connect: Callable[[Control], NcclTransfer] | None = None,
     ) -> None:
-        self._shared_weights, self._limits, self._connect = shelf, limits, wire
+        self._shared_weights, self._limits, self._connect = shared_weights, limits, connect
         self._loaded: tuple[Any, int] | None = None  # payload or its ref, and version
         self._transfer: NcclTransfer | None = None
         self.actor = Actor(
             name,
-            lambda handle: handle.build.remote(InProcess, blueprint, weights, dict(engine_args)),
+            lambda handle: handle.build.remote(InProcess, spec, weights, dict(engine_args)),
             options=options,
             limits=limits,
             revive=self._revive,
@@ -57,13 +57,11 @@ class RayService:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order; restarts the actor if it is lost."""
-        results: list[GenerationResult] = self.actor.call("generate", list(requests))
-        return results
+        return self.actor.call("generate", list(requests))
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
-        logprobs: list[list[float]] = self.actor.call("score", list(rows))
-        return logprobs
+        return self.actor.call("score", list(rows))
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
@@ -90,12 +88,11 @@ class RayService:
         if self._transfer is None:
             self._transfer = self._connect(ActorControl(self.actor, self._limits.start))
         self._transfer.send(payload.named)
-        self.actor.once("settle", version)
+        self.actor.once("finish_load", version)
 
     def version(self) -> int:
         """Version of the weights that vLLM reports."""
-        version: int = self.actor.call("version")
-        return version
+        return int(self.actor.call("version"))
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory."""
@@ -144,7 +141,7 @@ class ActorControl:
         self._call("update_weights", update_info=update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish after all weights were received; ``settle`` sets the version."""
+        """Finish after all weights were received; ``finish_load`` sets the version."""
         self._call("finish_weight_update")
 
     def _call(self, method: str, **kwargs: Any) -> None:

@@ -117,7 +117,7 @@ def vllm_engine(
     Raises:
         ConfigError: vLLM rejects the model or the arguments.
     """
-    blueprint = PolicySpec.of(policy, tokenizer)
+    spec = PolicySpec.of(policy, tokenizer)
     arguments: dict[str, Any] = {
         "dtype": str(dtype or torch.float32).removeprefix("torch."),
         **({"enable_sleep_mode": True} if options.sleep else {}),
@@ -130,7 +130,7 @@ def vllm_engine(
     def make(start: Start) -> VLLMEngine:
         return VLLMEngine(
             start(),
-            blueprint,
+            spec,
             pad_id=pad_id,
             tolerance=default if options.tolerance is None else options.tolerance,
             extra_slot=extra_slot,
@@ -145,12 +145,12 @@ def vllm_engine(
             else [None]
         )
         service_starts: Sequence[Start] = [
-            partial(_service, blueprint, weights, options, arguments, devices) for devices in gpus
+            partial(_service, spec, weights, options, arguments, devices) for devices in gpus
         ]
         if len(service_starts) == 1:
             return make(service_starts[0])
     else:
-        service_starts = starts(blueprint, weights, arguments)
+        service_starts = starts(spec, weights, arguments)
     engines = start_all([partial(make, start) for start in service_starts], undo=on_close)
     config: Any = policy.config
     return ShardedEngine(
@@ -162,17 +162,17 @@ def vllm_engine(
 
 
 def _service(
-    blueprint: PolicySpec,
+    spec: PolicySpec,
     weights: Mapping[str, Tensor],
     options: RolloutOptions,
     arguments: Mapping[str, Any],
     devices: str | None,
 ) -> Service:
     if options.kind == "vllm":
-        return InProcess(blueprint, weights, arguments)
+        return InProcess(spec, weights, arguments)
     if options.kind == "vllm_server":
         return Server(
-            blueprint,
+            spec,
             weights,
             arguments,
             python=options.python,
@@ -191,11 +191,11 @@ def _service(
     )
     try:
         remote.check(
-            tied=blueprint.tied is not None and blueprint.adapter is None,
+            tied=spec.tied is not None and spec.adapter is None,
             precision=str(arguments["dtype"]),
-            adapter=blueprint.adapter is not None,
+            adapter=spec.adapter is not None,
         )
-        remote.load(blueprint.parcel(weights), 0)
+        remote.load(spec.payload(weights), 0)
     except BaseException:
         remote.close()
         raise

@@ -29,7 +29,7 @@ class VLLMEngine:
 
     Args:
         service: the vLLM.
-        blueprint: the policy without its trained weights.
+        spec: the policy without its trained weights.
         pad_id: token id that fills ``Rollout.ids`` after the end of a response.
         tolerance: largest accepted mean difference of log-probabilities between vLLM and the
             learner's code on the probe after a weight sync, nats per token.
@@ -37,10 +37,13 @@ class VLLMEngine:
         sleeps: free vLLM's GPU memory between calls of ``generate``.
     """
 
+    shares_weights: Literal[False] = False  # it holds a copy of the policy
+    logprobs: Literal["sampled"] = "sampled"
+
     def __init__(
         self,
         service: Service,
-        blueprint: PolicySpec,
+        spec: PolicySpec,
         *,
         pad_id: int,
         tolerance: float = FULL_PRECISION,
@@ -48,7 +51,7 @@ class VLLMEngine:
         sleeps: bool = False,
     ) -> None:
         self.service = service
-        self.blueprint = blueprint
+        self.spec = spec
         self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
         self._tolerance = tolerance
@@ -56,16 +59,6 @@ class VLLMEngine:
         self._sleeps = sleeps
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
-
-    @property
-    def shares_weights(self) -> Literal[False]:
-        """It holds a copy of the policy."""
-        return False
-
-    @property
-    def logprobs(self) -> Literal["sampled"]:
-        """They come from the distribution that tokens are sampled from."""
-        return "sampled"
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -75,7 +68,7 @@ class VLLMEngine:
             RolloutError: the prompts break the contract, or vLLM failed.
             SyncError: vLLM sampled with other weights than were loaded.
         """
-        config: Any = self.blueprint.skeleton.config
+        config: Any = self.spec.skeleton.config
         check(sampling, config.get_text_config().vocab_size)
         check_prompts(prompts, sampling, config)
         requests = build_requests(prompts, sampling, seed)
@@ -92,7 +85,7 @@ class VLLMEngine:
             prompts,
             sampling,
             pad_id=self._pad_id,
-            tokenizer=self.blueprint.tokenizer,
+            tokenizer=self.spec.tokenizer,
             extra_slot=self._extra_slot,
         )
 
@@ -112,13 +105,13 @@ class VLLMEngine:
         Raises:
             SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
-        payload = self.blueprint.parcel(weights)
+        payload = self.spec.payload(weights)
         self._sent = version
-        sent = _Sync(version, fingerprint(weights), self.blueprint.logprobs(weights))
+        sent = _Sync(version, fingerprint(weights), self.spec.logprobs(weights))
         if self._sleeps:
             self.service.wake()
         self.service.load(payload, version)
-        measured = torch.tensor(self.service.score(self.blueprint.probe().tolist()))
+        measured = torch.tensor(self.service.score(self.spec.probe().tolist()))
         reported = self.service.version()
         self.sync_gap = _verify(sent, self._last, measured, reported, self._tolerance)
         sent.measured, sent.noise = measured, self.sync_gap

@@ -33,7 +33,7 @@ class InProcess:
     """A vLLM in this process.
 
     Args:
-        blueprint: the policy without its trained weights.
+        spec: the policy without its trained weights.
         weights: initial weights, version 0.
         engine_args: keyword arguments of ``vllm.LLM``.
 
@@ -43,24 +43,24 @@ class InProcess:
 
     def __init__(
         self,
-        blueprint: PolicySpec,
+        spec: PolicySpec,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
         folder = Path(self._folder.name)
-        blueprint.write(folder, weights)
-        arguments = fixed_args(blueprint) | device_args() | dict(engine_args or {})
+        spec.write(folder, weights)
+        arguments = fixed_args(spec) | device_args() | dict(engine_args or {})
         self._eager = bool(arguments.get("enforce_eager"))
         try:
             self._llm = _start(str(folder), arguments, self._quiet)
         except BaseException:
             self._folder.cleanup()
             raise
-        _restore_call(blueprint.skeleton)
+        _restore_call(spec.skeleton)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
         self._loads = 0
-        self.load(blueprint.parcel(weights), 0)
+        self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class InProcess:
                     self._llm.collective_rpc("reload_weights", kwargs=arguments)
         except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
             raise SyncError(f"vLLM rejected the weights of version {version}: {error!r}") from error
-        self.settle(version)
+        self.finish_load(version)
 
     def transfer(self, method: str, **arguments: Any) -> None:
         """Call a method of vLLM's weight transfer on every worker process of this vLLM.
@@ -131,7 +131,7 @@ class InProcess:
         except Exception as error:
             raise SyncError(f"vLLM failed at {method}: {error!r}") from error
 
-    def settle(self, version: int) -> None:
+    def finish_load(self, version: int) -> None:
         """Reset the prefix cache and set the version of the weights.
 
         Raises:
@@ -175,18 +175,18 @@ class InProcess:
         self._folder.cleanup()
 
 
-def fixed_args(blueprint: PolicySpec) -> dict[str, Any]:
+def fixed_args(spec: PolicySpec) -> dict[str, Any]:
     """Engine arguments that must not change, so that samples come from the policy."""
     lora: dict[str, Any] = {}
-    if blueprint.adapter is not None:
+    if spec.adapter is not None:
         lora = {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": max_lora_rank(blueprint.adapter),
+            "max_lora_rank": max_lora_rank(spec.adapter),
         }
     return lora | {
         "runner": "generate",
-        "skip_tokenizer_init": blueprint.tokenizer is None,
+        "skip_tokenizer_init": spec.tokenizer is None,
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "generation_config": "vllm",  # ignore sampling defaults of the model
         "seed": 0,  # every request has its seed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,26 +17,7 @@ from torch import Tensor
 from kedge.errors import RolloutError
 
 T = TypeVar("T")
-
-
-class Control(Protocol):
-    """Control of a vLLM during weight transfer; see vLLM's ``VLLMWeightSyncClient``."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the process group of ``init_info``."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Prepare to receive weights."""
-        ...
-
-    def update_weights(self, update_info: Any) -> None:
-        """Receive the weights of ``update_info``; returns once they are loaded."""
-        ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish after all weights were received."""
-        ...
+Control = Any  # of a vLLM during weight transfer: ``VLLMWeightSyncClient`` of vLLM
 
 
 class NcclTransfer:
@@ -55,7 +36,7 @@ class NcclTransfer:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._source, self._limit = Source(), limit
-        self._engine: Any = within(
+        self._engine: Any = run_with_timeout(
             limit,
             lambda: WeightTransferTrainerFactory.trainer_init(
                 info, client=control, source=self._source
@@ -81,7 +62,7 @@ class NcclTransfer:
 
         self._source.named = named
         try:
-            within(self._limit, work, "sending weights to a vLLM")
+            run_with_timeout(self._limit, work, "sending weights to a vLLM")
         finally:
             self._source.named = ()
 
@@ -127,7 +108,7 @@ def free_port() -> int:
         return port
 
 
-def reaches(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
+def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
     """Whether NCCL can send weights to a vLLM: both have GPUs, and not the same one.
 
     A vLLM with a fraction of a GPU may share the learner's.
@@ -139,7 +120,7 @@ def reaches(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
     return gpus >= 1 and all(x.is_cuda for x in weights.values())
 
 
-def within(seconds: float, work: Callable[[], T], what: str) -> T:
+def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
     """``work()`` in a thread that is abandoned after ``seconds``, since NCCL has no timeout.
 
     Raises:

@@ -81,7 +81,7 @@ class PolicySpec:
             config.tie_word_embeddings = False
         return config
 
-    def parcel(self, weights: Mapping[str, Tensor]) -> WeightPayload:
+    def payload(self, weights: Mapping[str, Tensor]) -> WeightPayload:
         """The trained weights, ready to be sent.
 
         Raises:
@@ -103,7 +103,7 @@ class PolicySpec:
         if self.tokenizer is not None:
             _without_eos(self.tokenizer).save_pretrained(folder)
         if self.adapter is None:
-            self.parcel(weights).write(folder)
+            self.payload(weights).write(folder)
         else:
             frozen = base_weights(dict(self.skeleton.named_parameters()))
             WeightPayload(tuple(self._with_head(frozen)), None).write(folder)

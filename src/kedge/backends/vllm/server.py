@@ -46,7 +46,7 @@ class Server:
     unfinished rows: every row is sampled once, by the same version.
 
     Args:
-        blueprint: the policy without its trained weights.
+        spec: the policy without its trained weights.
         weights: initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
         python: Python interpreter with vLLM; None: the current one.
@@ -62,7 +62,7 @@ class Server:
 
     def __init__(
         self,
-        blueprint: PolicySpec,
+        spec: PolicySpec,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
         *,
@@ -76,8 +76,8 @@ class Server:
         self.restarts = 0
         self._home = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
         home = Path(self._home.name)
-        blueprint.write(home / "policy", weights)
-        arguments = fixed_args(blueprint) | device_args() | dict(engine_args or {})
+        spec.write(home / "policy", weights)
+        arguments = fixed_args(spec) | device_args() | dict(engine_args or {})
         socket = self._socket = home / "socket"
         self._process = Process(
             [
@@ -102,7 +102,7 @@ class Server:
         self._loaded = False
         try:
             self._start()
-            self.load(blueprint.parcel(weights), 0)
+            self.load(spec.payload(weights), 0)
         except BaseException:
             self.close()
             raise
@@ -176,7 +176,7 @@ class Server:
         if tries >= _MAX_RESTARTS:
             raise RolloutError(
                 f"the vLLM server was lost {tries + 1} times in a row ({error}). End of its log:\n"
-                f"{self._process.said()}"
+                f"{self._process.log_tail()}"
             ) from error
         logger.warning("%s; restarting it with version %d", error, self._version)
         self.restarts += 1
@@ -192,7 +192,7 @@ class Server:
             late = time.monotonic() > deadline
             if late or not self._process.alive:
                 outcome = f"was not ready within {self._start_timeout:g} s" if late else "exited"
-                log = self._process.said()
+                log = self._process.log_tail()
                 self._process.kill()
                 raise ConfigError(
                     f"the vLLM server {outcome}; check worker_start_timeout, vllm_engine_args and"
@@ -243,7 +243,7 @@ class Process:
         """Whether the command is running."""
         return self._running is not None and self._running.poll() is None
 
-    def said(self, lines: int = 30) -> str:
+    def log_tail(self, lines: int = 30) -> str:
         """The last lines of the log."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
