@@ -33,7 +33,7 @@ class Sent:
         return getattr(self.service, name)
 
     def load(self, payload, version):
-        self.wire.send(payload.named)
+        self.wire.send(payload)
         self.service.finish_load(version)
 
     def init_weight_transfer_engine(self, init_info):

@@ -7,12 +7,15 @@ import torch
 
 from kedge import PPOConfig
 from kedge.backends.vllm.build import check_vllm, gpus_of_servers
-from kedge.backends.vllm.server import flags
+from kedge.backends.vllm.inprocess import _rank_args, device_args
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.server import Server, find_version, flags
+from kedge.backends.vllm.service import check_version
 from kedge.config import rollout
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
-from tests.contract.engines import policy
+from tests.contract.engines import policy, trained
 
 
 @pytest.mark.parametrize(
@@ -65,10 +68,6 @@ def trainer_of(tmp_path, monkeypatch, model, **options):
     [
         ({}, "attention heads of size 8, but vLLM on CPUs supports only 32, 64"),
         ({"vllm_sleep": True, "heads": 1}, "vllm_sleep=True needs a GPU"),
-        (
-            {"top_k": 5, "keep_sampling_mask": True, "heads": 1},
-            "top_k=5, top_p=1.0, min_p=0.0 exclude tokens, and vLLM does not report",
-        ),
         (
             {"rollout_engine": "http://127.0.0.1:9", "min_new_tokens": 2},
             "min_new_tokens=2 is not supported with the server at http://127.0.0.1:9",
@@ -163,7 +162,6 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
     ("options", "said"),
     [
         ({"rollout_engine": "http://host:1"}, "host:1. is a single engine; use"),
-        ({"rollout_engine": "vllm"}, "'vllm' is a single engine; use"),
         ({"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 5}, "set it to 4"),
         ({"rollout_engine": "ray", "ray_engine": "embedded"}, "set it to 2"),
     ],
@@ -184,3 +182,38 @@ def test_more_servers_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="need 3 GPUs, got 2"):
         gpus_of_servers(2, 1)
+
+
+def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
+    check_version("0.32.0rc1+cpu", "here")
+    with pytest.raises(ConfigError, match=r"^here has version 0.31.9, but Kedge needs vLLM 0.32"):
+        check_version("0.31.9", "here")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.20.1\n")
+    python.chmod(0o755)
+    model = policy()
+    with pytest.raises(ConfigError, match=r"vLLM of .*python has version 0.20.1, but"):
+        Server(PolicySpec.of(model), trained(model), python=str(python))
+    python.write_text("#!/bin/sh\n")
+    with pytest.raises(ConfigError, match=r"vllm_python=.* has no vLLM: install vllm"):
+        find_version(str(python))
+    with pytest.raises(ConfigError, match="cannot be run"):
+        find_version(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(("shares", "want"), [(True, 0.3), (False, None)])
+def test_a_vllm_on_the_learners_gpu_leaves_it_memory(shares, want, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_args(shares_gpu=shares).get("gpu_memory_utilization") == want
+
+
+def test_ranks_that_cannot_have_a_vllm_each(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert _rank_args({}) == {"distributed_executor_backend": "external_launcher"}
+    with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 .* 2 ranks.*set it to 1"):
+        _rank_args({"tensor_parallel_size": 2})
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match="accelerate launch or torchrun, which sets LOCAL_RANK"):
+        _rank_args({})

@@ -8,14 +8,18 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.vllm.engine import VLLMEngine
-from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
+from kedge.backends.vllm.service import GenerationResult
 from kedge.backends.vllm.weight_payload import max_lora_rank
-from kedge.errors import SyncError
+from kedge.errors import RolloutError, SyncError
 from kedge.testing import tiny_policy
+from kedge.types import Sampling
 from tests.contract.engines import policy, trained
+from tests.contract.test_rollout_engine import prompts
 
 
 class Ours:
@@ -39,6 +43,9 @@ class Ours:
 
     def version(self):
         return self.said
+
+    def max_length(self):
+        return 64
 
 
 def moved(weights, by):
@@ -180,3 +187,82 @@ def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_p
     )
     assert done.stdout.startswith(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+class Sleeper(Ours):
+    """Records when it sleeps and wakes, and samples nothing."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = []
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self, part):
+        self.calls.append(f"wake {part}")
+
+    def load(self, payload, version):
+        self.calls.append("load")
+        super().load(payload, version)
+
+    def score(self, rows):
+        self.calls.append("score")
+        return super().score(rows)
+
+    def generate(self, requests):
+        self.calls.append("generate")
+        return [
+            GenerationResult(tokens=[1], logprobs=[-1.0], stopped=False, version=self.said)
+            for _ in requests
+        ]
+
+
+def test_memory_is_freed_after_sampling_and_the_cache_comes_back_after_the_weights():
+    model = policy()
+    spec, weights = PolicySpec.of(model), trained(model)
+    engine = VLLMEngine(Sleeper(spec, weights), spec, pad_id=0, sleeps=True)
+    sampling = Sampling(max_new_tokens=1)
+    for version in (1, 2):
+        engine.load_weights(moved(weights, 0.1 * version), version)
+        engine.generate(prompts(), sampling=sampling, seed=0)
+    engine.generate(prompts(), sampling=sampling, seed=0)  # without a weight sync
+    first = ["load", "score", "generate", "sleep"]
+    second = ["wake weights", "load", "wake kv_cache", "score", "generate", "sleep"]
+    third = ["wake weights", "wake kv_cache", "generate", "sleep"]
+    assert engine.service.calls == first + second + third
+
+
+def test_a_response_that_vllm_would_cut_is_refused():
+    model = policy()
+    spec = PolicySpec.of(model)
+    engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
+    engine.max_length = 8
+    longest = int(prompts().mask.sum(-1).max())
+    engine.generate(prompts(), sampling=Sampling(max_new_tokens=8 - longest), seed=0)
+    with pytest.raises(RolloutError, match=r"need 9 tokens, but .* max_model_len=8 "):
+        engine.generate(prompts(), sampling=Sampling(max_new_tokens=9 - longest), seed=0)
+
+
+def test_weights_are_sent_in_the_dtype_of_the_rollout_engine(tmp_path):
+    model = policy("qwen2", tie_word_embeddings=True)
+    spec = PolicySpec.of(model, dtype="bfloat16")
+    weights = trained(model)
+    payload = spec.payload(weights)
+    assert all(x.dtype == torch.float32 for _, x in payload.named)  # the learner's, not copied
+    assert dict(payload.named)["model.norm.weight"].data_ptr() == (
+        weights["model.norm.weight"].data_ptr()
+    )
+    assert {x.dtype for _, x in payload.tensors()} == {torch.bfloat16}
+    spec.write(tmp_path, weights)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["model.norm.weight"], weights["model.norm.weight"].bfloat16())
+    assert PolicySpec.of(model, dtype="auto").dtype is None
+
+
+def test_a_base_in_bfloat16_is_sampled_in_bfloat16():
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj"])
+    assert weights_dtype(get_peft_model(policy().bfloat16(), adapter)) == torch.bfloat16
+    assert weights_dtype(policy()) == torch.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.backends.ray.weight_store import SharedWeights
@@ -49,7 +49,13 @@ class RayService:
         self._transfer: NcclTransfer | None = None
         self.actor = Actor(
             name,
-            lambda handle: handle.build.remote(InProcess, spec, weights, dict(engine_args)),
+            lambda handle: handle.build.remote(
+                InProcess,
+                spec,
+                weights,
+                dict(engine_args),
+                shares_gpu=options.get("num_gpus", 0) < 1,
+            ),
             options=options,
             limits=limits,
             revive=self._revive,
@@ -78,7 +84,9 @@ class RayService:
             self._loaded = payload, version
             return
         ref = self._shared_weights.ref(
-            dict(payload.named), lambda w: WeightPayload(tuple(w.items()), adapter)
+            dict(payload.named),
+            lambda w: WeightPayload(tuple(w.items()), adapter, payload.dtype),
+            dtype=payload.dtype,
         )
         self.actor.call("load", ref, version, within=self._limits.start)
         self._loaded = ref, version
@@ -87,8 +95,12 @@ class RayService:
         assert self._connect is not None
         if self._transfer is None:
             self._transfer = self._connect(ActorControl(self.actor, self._limits.start))
-        self._transfer.send(payload.named)
+        self._transfer.send(payload)
         self.actor.once("finish_load", version)
+
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return int(self.actor.call("max_length"))
 
     def version(self) -> int:
         """Version of the weights that vLLM reports."""
@@ -98,9 +110,9 @@ class RayService:
         """Free the KV cache and move the weights to host memory."""
         self.actor.call("sleep")
 
-    def wake(self) -> None:
-        """Undo ``sleep``."""
-        self.actor.call("wake")
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again."""
+        self.actor.call("wake", part)
 
     def close(self) -> None:
         """Kill the actor."""

@@ -15,7 +15,7 @@ from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.rollout import ShardedEngine, start_all
 from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
 from kedge.backends.vllm.inprocess import InProcess
-from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
 from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.server import Server
 from kedge.backends.vllm.service import Service
@@ -38,12 +38,6 @@ def check_vllm(options: RolloutOptions, sampling: Sampling, *, model: Any) -> No
     Raises:
         ConfigError: naming the option, its value and what to set.
     """
-    if sampling.truncates:
-        raise ConfigError(
-            f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} exclude"
-            " tokens, and vLLM does not report which; turn them off, or use"
-            " rollout_engine='embedded'"
-        )
     if options.kind == "url" and sampling.min_new_tokens:
         raise ConfigError(
             f"min_new_tokens={sampling.min_new_tokens} is not supported with the server at"
@@ -117,12 +111,12 @@ def vllm_engine(
     Raises:
         ConfigError: vLLM rejects the model or the arguments.
     """
-    spec = PolicySpec.of(policy, tokenizer)
     arguments: dict[str, Any] = {
-        "dtype": str(dtype or torch.float32).removeprefix("torch."),
+        "dtype": str(dtype or weights_dtype(policy)).removeprefix("torch."),
         **({"enable_sleep_mode": True} if options.sleep else {}),
     }
     arguments |= options.engine_args
+    spec = PolicySpec.of(policy, tokenizer, dtype=arguments["dtype"])
     low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
     default = LOW_PRECISION if low else FULL_PRECISION
     weights = policy_weights(policy)

@@ -57,6 +57,10 @@ class VLLMEngine:
         self._tolerance = tolerance
         self._extra_slot = extra_slot
         self._sleeps = sleeps
+        self._asleep: set[Literal["weights", "kv_cache"]] = (
+            set()
+        )  # parts of the GPU memory that are free
+        self.max_length = service.max_length()  # tokens of prompt and response together
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
 
@@ -71,12 +75,14 @@ class VLLMEngine:
         config: Any = self.spec.skeleton.config
         check(sampling, config.get_text_config().vocab_size)
         check_prompts(prompts, sampling, config)
-        requests = build_requests(prompts, sampling, seed)
-        if self._sleeps:
-            self.service.wake()
+        self._check_length(prompts, sampling)
+        vocabulary = config.get_text_config().vocab_size
+        requests = build_requests(prompts, sampling, seed, vocabulary=vocabulary)
+        self._wake("weights", "kv_cache")
         results = self.service.generate(requests)
         if self._sleeps:
             self.service.sleep()
+            self._asleep = {"weights", "kv_cache"}
         if len(results) != len(requests):
             raise RolloutError(f"vLLM returned {len(results)} of {len(requests)} rows")
         self._check_versions({result.version for result in results})
@@ -88,6 +94,24 @@ class VLLMEngine:
             tokenizer=self.spec.tokenizer,
             extra_slot=self._extra_slot,
         )
+
+    def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        for part in parts:
+            if part in self._asleep:
+                self.service.wake(part)
+                self._asleep.remove(part)
+
+    def _check_length(self, prompts: PromptBatch, sampling: Sampling) -> None:
+        """Refuse responses that vLLM would silently cut at its ``max_model_len``."""
+        longest = int(prompts.mask.sum(-1).max())
+        needed = longest + sampling.max_new_tokens
+        if needed > self.max_length:
+            raise RolloutError(
+                f"the longest prompt of {longest} tokens and max_new_tokens="
+                f"{sampling.max_new_tokens} need {needed} tokens, but vLLM was started with"
+                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
+                " it, or shorten prompts (max_prompt_length) or responses"
+            )
 
     def _check_versions(self, versions: set[int]) -> None:
         if self._sent is not None and (wrong := versions - {self._sent, -1}):  # -1: unknown
@@ -108,9 +132,9 @@ class VLLMEngine:
         payload = self.spec.payload(weights)
         self._sent = version
         sent = _Sync(version, fingerprint(weights), self.spec.logprobs(weights))
-        if self._sleeps:
-            self.service.wake()
+        self._wake("weights")  # not yet the KV cache, while the weights are loaded
         self.service.load(payload, version)
+        self._wake("kv_cache")
         measured = torch.tensor(self.service.score(self.spec.probe().tolist()))
         reported = self.service.version()
         self.sync_gap = _verify(sent, self._last, measured, reported, self._tolerance)

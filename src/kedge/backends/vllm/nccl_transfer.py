@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import RolloutError
 
 T = TypeVar("T")
@@ -44,13 +45,13 @@ class NcclTransfer:
             "connecting to a vLLM for weight transfer",
         )
 
-    def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Send all weights, under their names in a checkpoint.
+    def send(self, payload: WeightPayload) -> None:
+        """Send all weights, one at a time in the dtype of the rollout engine.
 
         Raises:
             RolloutError: it took too long; the group cannot be used any more.
         """
-        device = named[0][1].device
+        device = payload.named[0][1].device
 
         def work() -> None:
             if device.type != "cuda":
@@ -60,11 +61,11 @@ class NcclTransfer:
                 torch.cuda.current_stream().synchronize()  # wait until the weights are computed
                 self._engine.send_weights()
 
-        self._source.named = named
+        self._source.payload = payload
         try:
             run_with_timeout(self._limit, work, "sending weights to a vLLM")
         finally:
-            self._source.named = ()
+            self._source.payload = WeightPayload(())
 
     def close(self) -> None:
         """Leave the group."""
@@ -74,16 +75,20 @@ class NcclTransfer:
 class Source:
     """Weights as vLLM reads them: first metadata of all, then the tensors in that order."""
 
-    named: Sequence[tuple[str, Tensor]] = ()
+    payload = WeightPayload(())
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of every weight."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in self.named]
+        dtype = self.payload.dtype
+        return [
+            ParamMeta(name, dtype if dtype and x.is_floating_point() else x.dtype, tuple(x.shape))
+            for name, x in self.payload.named
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.named)
+        return self.payload.tensors()
 
 
 def nccl(*, address: str, workers: int) -> Any:
