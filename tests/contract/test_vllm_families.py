@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -114,6 +116,31 @@ def test_an_adapter_is_sent_as_an_adapter(place):
         gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
         assert gap < 1e-4
     engine.close()
+
+
+def test_an_adapter_on_a_base_in_bfloat16(tmp_path):
+    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.backends.vllm.engine import LOW_PRECISION
+
+    model = with_lora()
+    for p in model.parameters():
+        p.data = p.data if p.requires_grad else p.data.bfloat16()
+    spec = PolicySpec.of(model, dtype="bfloat16")
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    arguments = {"kv_cache_memory_bytes": 2**26, "dtype": "bfloat16"}
+    service = InProcess(spec, weights, arguments)
+    engine = VLLMEngine(service, spec, pad_id=PAD, tolerance=LOW_PRECISION)
+    engine.load_weights(shaken(model), 1)
+    first = Path(service._adapter.lora_path)
+    assert first.is_relative_to("/dev/shm")
+    rollout = engine.generate(prompts(), sampling=SAMPLING, seed=1)
+    gap = (rollout.behavior_logprobs - learner_says(model, rollout).float()).abs().mean()
+    assert gap < LOW_PRECISION
+    engine.load_weights(shaken(model), 2)
+    assert not first.exists()  # no adapter of an earlier version is kept
+    assert [x.name for x in Path(service._folder.name).glob("*.safetensors")] == []
+    engine.close()
+    assert not first.parent.exists()
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])

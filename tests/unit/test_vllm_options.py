@@ -69,6 +69,10 @@ def trainer_of(tmp_path, monkeypatch, model, **options):
         ({}, "attention heads of size 8, but vLLM on CPUs supports only 32, 64"),
         ({"vllm_sleep": True, "heads": 1}, "vllm_sleep=True needs a GPU"),
         (
+            {"vllm_engine_args": {"max_model_len": 4}, "heads": 1},
+            r"need 55 positions; vLLM with vllm_max_model_length \(max_model_len\) has 4",
+        ),
+        (
             {"rollout_engine": "http://127.0.0.1:9", "min_new_tokens": 2},
             "min_new_tokens=2 is not supported with the server at http://127.0.0.1:9",
         ),
