@@ -78,9 +78,9 @@ def made(engine: str, model: Any) -> Any:
         return EmbeddedEngine(model, pad_id=1, chunk_rows=256)
     from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
-    blueprint = PolicySpec.of(model)
+    spec = PolicySpec.of(model)
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 256 * PROMPT}
-    return VLLMEngine(InProcess(blueprint, policy_weights(model), arguments), blueprint, pad_id=1)
+    return VLLMEngine(InProcess(spec, policy_weights(model), arguments), spec, pad_id=1)
 
 
 def side(engine: str, shape: str, family: str, batches: list[int]) -> None:

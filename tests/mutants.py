@@ -234,7 +234,7 @@ MUTANTS = [
         "backends/vllm/build.py",
         "gpus = free[before * count * each :]",
         "gpus = free",
-        "tests/unit/test_vllm.py",
+        "tests/unit/test_vllm_options.py",
     ),
     Mutant(
         "adaptive KL without its clip",

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kedge.errors import RolloutError
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11; annotations are not evaluated
 
 Index = Tensor | slice
 
@@ -157,7 +160,7 @@ def _join(f: Field[Any], values: list[Any], sizes: list[int], names: Sequence[st
     if isinstance(first, Tensor):
         return _join_tensors(f, values, sizes, like=first)
     if f.metadata.get("totals"):
-        return _add_totals(values)
+        return add_totals(values)
     keys = dict.fromkeys(key for x in values for key in x)
     return {key: _join_named(f, [x.get(key) for x in values], sizes) for key in keys}
 
@@ -190,7 +193,10 @@ def _join_named(f: Field[Any], values: list[Any], sizes: list[int]) -> Any:
     return [value for column in columns for value in column]
 
 
-def _add_totals(values: list[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+def add_totals(
+    values: Sequence[Mapping[str, tuple[float, float]]],
+) -> dict[str, tuple[float, float]]:
+    """Sums and counts of each name, added."""
     sums: dict[str, tuple[float, float]] = {}
     for totals in values:
         for name, (total, count) in totals.items():

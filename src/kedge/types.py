@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from kedge.records import Record, rows_field, widened
+from kedge.records import Record, add_totals, rows_field, widened
 
 T = TypeVar("T")
 
@@ -192,11 +192,7 @@ class Metrics:
 
     def merge(self, other: Metrics) -> Metrics:
         """Both sets of metrics; sums and counts are added."""
-        merged = dict(self.totals)
-        for name, (total, count) in other.totals.items():
-            before = merged.get(name, (0.0, 0.0))
-            merged[name] = (before[0] + total, before[1] + count)
-        return Metrics(merged)
+        return Metrics(add_totals([self.totals, other.totals]))
 
     def means(self) -> dict[str, float]:
         """``name -> sum / count``, without names whose count is 0."""

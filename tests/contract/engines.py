@@ -51,8 +51,8 @@ def vllm_of(family="llama", **config):
     from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
     model = policy(family, **config)
-    blueprint = PolicySpec.of(model)
-    return VLLMEngine(InProcess(blueprint, trained(model)), blueprint, pad_id=PAD)
+    spec = PolicySpec.of(model)
+    return VLLMEngine(InProcess(spec, trained(model)), spec, pad_id=PAD)
 
 
 @functools.cache
@@ -62,10 +62,8 @@ def server_of():
     from kedge.backends.vllm.server import Server
 
     model = policy()
-    blueprint = PolicySpec.of(model)
-    return VLLMEngine(
-        Server(blueprint, trained(model), heartbeat=0.5, patience=5.0), blueprint, pad_id=PAD
-    )
+    spec = PolicySpec.of(model)
+    return VLLMEngine(Server(spec, trained(model), heartbeat=0.5, patience=5.0), spec, pad_id=PAD)
 
 
 def vllm_server():

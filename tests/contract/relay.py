@@ -103,7 +103,7 @@ def info() -> RelayInfo:
 class Relayed(InProcess):
     """A vLLM that can be sent weights that way."""
 
-    def __init__(self, blueprint: Any, weights: Any, engine_args: Any = None) -> None:
+    def __init__(self, spec: Any, weights: Any, engine_args: Any = None, **options: Any) -> None:
         register()
         relay = {"weight_transfer_config": {"backend": "relay"}}
-        super().__init__(blueprint, weights, dict(engine_args or {}) | relay)
+        super().__init__(spec, weights, dict(engine_args or {}) | relay, **options)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from kedge.backends.hf.sampling import restrict
 from kedge.errors import ConfigError, SyncError
 from kedge.types import Sampling
-from tests.contract.engines import PAD, needs_vllm, policy
+from tests.contract.engines import PAD, needs_vllm, policy, server_of, trained, vllm_of
 from tests.contract.test_rollout_engine import prompts
 
 pytestmark = needs_vllm
@@ -24,10 +27,10 @@ KINDS = {
 def engine_for(model, **options):
     from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
-    blueprint = PolicySpec.of(model)
+    spec = PolicySpec.of(model)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    service = InProcess(blueprint, weights, {"kv_cache_memory_bytes": 2**26, **options})
-    return VLLMEngine(service, blueprint, pad_id=PAD)
+    service = InProcess(spec, weights, {"kv_cache_memory_bytes": 2**26, **options})
+    return VLLMEngine(service, spec, pad_id=PAD)
 
 
 def shaken(model, by=0.05):
@@ -76,9 +79,9 @@ def test_a_tied_head_that_is_sent_as_vllm_expects_it_is_caught():
     engine = engine_for(model)
     load = engine.service.load
 
-    def without_head(parcel, version):
-        named = tuple((n, x) for n, x in parcel.named if n != "lm_head.weight")
-        load(type(parcel)(named), version)
+    def without_head(payload, version):
+        named = tuple((n, x) for n, x in payload.named if n != "lm_head.weight")
+        load(type(payload)(named), version)
 
     engine.service.load = without_head
     with pytest.raises(SyncError, match="a tied head"):
@@ -101,9 +104,9 @@ def test_an_adapter_is_sent_as_an_adapter(place):
     if place == "here":
         engine = engine_for(model)
     else:
-        blueprint = PolicySpec.of(model)
+        spec = PolicySpec.of(model)
         weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-        engine = VLLMEngine(Server(blueprint, weights), blueprint, pad_id=PAD)
+        engine = VLLMEngine(Server(spec, weights), spec, pad_id=PAD)
     for version in (1, 2):
         sent = shaken(model)
         assert all("lora_" in name for name in sent)
@@ -113,6 +116,31 @@ def test_an_adapter_is_sent_as_an_adapter(place):
         gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
         assert gap < 1e-4
     engine.close()
+
+
+def test_an_adapter_on_a_base_in_bfloat16(tmp_path):
+    from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
+    from kedge.backends.vllm.engine import LOW_PRECISION
+
+    model = with_lora()
+    for p in model.parameters():
+        p.data = p.data if p.requires_grad else p.data.bfloat16()
+    spec = PolicySpec.of(model, dtype="bfloat16")
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    arguments = {"kv_cache_memory_bytes": 2**26, "dtype": "bfloat16"}
+    service = InProcess(spec, weights, arguments)
+    engine = VLLMEngine(service, spec, pad_id=PAD, tolerance=LOW_PRECISION)
+    engine.load_weights(shaken(model), 1)
+    first = Path(service._adapter.lora_path)
+    assert first.is_relative_to("/dev/shm")
+    rollout = engine.generate(prompts(), sampling=SAMPLING, seed=1)
+    gap = (rollout.behavior_logprobs - learner_says(model, rollout).float()).abs().mean()
+    assert gap < LOW_PRECISION
+    engine.load_weights(shaken(model), 2)
+    assert not first.exists()  # no adapter of an earlier version is kept
+    assert [x.name for x in Path(service._folder.name).glob("*.safetensors")] == []
+    engine.close()
+    assert not first.parent.exists()
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
@@ -129,3 +157,27 @@ def test_the_head_sizes_are_those_of_vllm():
     from kedge.backends.vllm.build import CPU_HEAD_SIZES
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.7}]
+)
+@pytest.mark.parametrize("where", ["process", "server"])
+def test_top_k_top_p_and_min_p_come_with_the_tokens_that_they_allow(where, cut):
+    engine = vllm_of() if where == "process" else server_of()
+    weights = trained(policy())
+    engine.load_weights(weights, 0)
+    sampling = Sampling(max_new_tokens=6, temperature=0.8, **cut)
+    rollout = engine.generate(prompts(), sampling=sampling, seed=3)
+    allowed, model = rollout.allowed_tokens, policy().eval()
+    assert allowed is not None
+    for row in range(len(rollout)):
+        prompt = rollout.prompts.ids[row][rollout.prompts.mask[row]]
+        ids = torch.cat([prompt, rollout.ids[row]])[None]
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        cut_logits = restrict(logits, sampling, 9, torch.tensor([], dtype=torch.int64))
+        for t in range(6):
+            tokens = allowed[row, t][allowed[row, t] >= 0]
+            assert {*tokens.tolist()} == {*(cut_logits[t] > -torch.inf).nonzero()[:, 0].tolist()}
+        got = cut_logits.log_softmax(-1).gather(-1, rollout.ids[row][:, None])[:, 0]
+        torch.testing.assert_close(got, rollout.behavior_logprobs[row], atol=1e-4, rtol=0)

@@ -23,18 +23,18 @@ class Sent:
         from kedge.backends.vllm.nccl_transfer import NcclTransfer
         from tests.contract.relay import Relayed, info
 
-        blueprint = PolicySpec.of(model)
-        self.service = Relayed(blueprint, trained(model), {"kv_cache_memory_bytes": 2**26})
+        spec = PolicySpec.of(model)
+        self.service = Relayed(spec, trained(model), {"kv_cache_memory_bytes": 2**26})
         self.calls = []
-        self.engine = VLLMEngine(self, blueprint, pad_id=PAD)
+        self.engine = VLLMEngine(self, spec, pad_id=PAD)
         self.wire = NcclTransfer(self, info(), limit=60.0)
 
     def __getattr__(self, name):
         return getattr(self.service, name)
 
-    def load(self, parcel, version):
-        self.wire.send(parcel.named)
-        self.service.settle(version)
+    def load(self, payload, version):
+        self.wire.send(payload)
+        self.service.finish_load(version)
 
     def init_weight_transfer_engine(self, init_info):
         self.transfer("init_weight_transfer_engine", init_info=init_info)
@@ -106,24 +106,24 @@ class TestTransfer:
 
 
 def test_what_takes_too_long_is_left_behind():
-    from kedge.backends.vllm.nccl_transfer import within
+    from kedge.backends.vllm.nccl_transfer import run_with_timeout
 
     begin = time.monotonic()
     with pytest.raises(RolloutError, match=r"sending took longer than 0.1 s .* latest checkpoint"):
-        within(0.1, lambda: time.sleep(2), "sending")
+        run_with_timeout(0.1, lambda: time.sleep(2), "sending")
     assert time.monotonic() - begin < 1
     with pytest.raises(ZeroDivisionError):
-        within(1, lambda: 1 / 0, "sending")
-    assert within(1, lambda: 3, "sending") == 3
+        run_with_timeout(1, lambda: 1 / 0, "sending")
+    assert run_with_timeout(1, lambda: 3, "sending") == 3
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "want"), [("cpu", 1, False), ("cuda", 0.5, False), ("cuda", 2, True)]
 )
 def test_nccl_needs_gpus_of_their_own_on_both_sides(device, gpus, want):
-    from kedge.backends.vllm.nccl_transfer import reaches
+    from kedge.backends.vllm.nccl_transfer import can_use_nccl
 
     class Weight(torch.Tensor):
         is_cuda = device == "cuda"
 
-    assert reaches({"a": torch.zeros(1).as_subclass(Weight)}, gpus=gpus) is want
+    assert can_use_nccl({"a": torch.zeros(1).as_subclass(Weight)}, gpus=gpus) is want

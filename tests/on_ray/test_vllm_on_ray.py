@@ -81,12 +81,12 @@ def send_to_the_second(monkeypatch):
     plain = service.RayService
 
     def make(name, *args, **named):
-        wire = (
+        connect = (
             None
             if name == "engine 0"
             else lambda control: NcclTransfer(control, info(), limit=120.0)
         )
-        return plain(name, *args, **named | {"wire": wire})
+        return plain(name, *args, **named | {"connect": connect})
 
     monkeypatch.setattr(service, "RayService", make)
     monkeypatch.setattr(service, "InProcess", Relayed)
@@ -123,7 +123,7 @@ def test_two_engines_agree_with_the_learner_and_a_skipped_sync_is_caught(
             assert found.version.tolist() == [UPDATES] * 24
         assert engine.load_weights(weights, UPDATES) == receipt
         # The second engine believes that it has new weights and keeps the old ones.
-        monkeypatch.setattr(two, "load", lambda parcel, version: None)
+        monkeypatch.setattr(two, "load", lambda payload, version: None)
         monkeypatch.setattr(two, "version", lambda: UPDATES + 1)
         moved = {name: x + 0.01 * torch.randn_like(x) for name, x in weights.items()}
         with pytest.raises(SyncError, match=f"loading version {UPDATES + 1} had no effect"):

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
-from kedge.backends.trackers.links import note, run_links
+from kedge.backends.trackers.links import run_links
 from kedge.trainers.run.evaluation import InitialPolicyScores
 
 ROOT = Path(__file__).parents[2]
@@ -291,18 +291,14 @@ def test_tables_go_to_wandb_and_trackio(monkeypatch):
     assert len(wandb.sent) == 1
 
 
-def test_links_of_runs_and_facts_for_them(monkeypatch):
-    noted = {}
+def test_links_of_runs(monkeypatch):
     wandb, trackio, mlflow = (FakeService(name) for name in ("wandb", "trackio", "mlflow"))
     wandb.run = SimpleNamespace(url="https://wandb/run/1")
-    wandb.config = SimpleNamespace(update=lambda facts, **_: noted.update(wandb=facts))
-    trackio.config = SimpleNamespace(update=lambda facts, **_: noted.update(trackio=facts))
     space = SimpleNamespace(get=lambda: "me/board")
     trackio.context_vars = SimpleNamespace(current_space_id=space)
     info = SimpleNamespace(experiment_id="3", run_id="ab")
     mlflow.active_run = lambda: SimpleNamespace(info=info)
     mlflow.get_tracking_uri = lambda: "http://server:5000/"
-    mlflow.set_tags = lambda facts: noted.update(mlflow=facts)
     for service in (wandb, trackio, mlflow):
         monkeypatch.setitem(sys.modules, service.__name__, service)
     names = ["wandb", "trackio", "mlflow", "comet_ml"]
@@ -313,11 +309,6 @@ def test_links_of_runs_and_facts_for_them(monkeypatch):
     }
     mlflow.get_tracking_uri, wandb.run.url = (lambda: "sqlite:///x.db"), None
     assert set(run_links(names)) == {"trackio"}
-    facts, texts = {"hub_repository": "https://hub/me/x"}, []
-    writer = SimpleNamespace(add_text=lambda *args: texts.append(args))
-    note(names, facts, tensorboard=lambda: writer)
-    assert noted == {"wandb": facts, "trackio": facts, "mlflow": facts}
-    assert texts == [("hub_repository", "https://hub/me/x")]
 
 
 def test_tables_go_to_tensorboard_as_text():

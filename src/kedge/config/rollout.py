@@ -269,6 +269,14 @@ def engine_args(value: dict[str, Any] | str | None) -> Mapping[str, Any]:
     return json_object("vllm_engine_args", value)
 
 
+def vllm_limit(config: Any) -> dict[str, int]:
+    """Tokens of prompt and response that vLLM is limited to, under the option's name; or empty."""
+    limit = engine_args(config.vllm_engine_args).get("max_model_len")
+    if not isinstance(limit, int) or limit < 1:  # unset, or for vLLM to decide
+        return {}
+    return {"vLLM with vllm_max_model_length (max_model_len)": limit}
+
+
 def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     """The value of an option that is a mapping or a JSON object.
 

@@ -52,7 +52,7 @@ def check_length(
     """Reject models whose context is too short for the longest prompt and a response.
 
     Args:
-        models: models or configurations, by the name used in messages.
+        models: models, configurations or numbers of positions, by the name used in messages.
         prompt: tokens of the longest prompt.
         response: maximum tokens of a response.
         option: name of the option that sets ``response``.
@@ -61,11 +61,13 @@ def check_length(
         ConfigError: naming the model, the length needed, and lengths that fit.
     """
     for name, model in models.items():
-        limit = positions(model)
+        number = isinstance(model, int)
+        limit = model if number else positions(model)
+        kind = "" if number else f" ({type(model).__name__})"
         if limit is not None and prompt + response > limit:
             raise ConfigError(
                 f"the longest prompt of {prompt} tokens and {option}={response} need "
-                f"{prompt + response} positions; {name} ({type(model).__name__}) has {limit}. "
+                f"{prompt + response} positions; {name}{kind} has {limit}. "
                 + _shorter(prompt, response, limit, option)
             )
 

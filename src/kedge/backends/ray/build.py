@@ -17,7 +17,7 @@ from kedge.backends.ray.placement import PlacementPlan, plan_seats
 from kedge.backends.ray.resources import ActorResources, address, allocate, from_launch
 from kedge.backends.ray.weight_store import SharedWeights
 from kedge.backends.rollout import ShardedEngine, start_all
-from kedge.backends.vllm.nccl_transfer import Control, NcclTransfer, nccl, reaches
+from kedge.backends.vllm.nccl_transfer import Control, NcclTransfer, can_use_nccl, nccl
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
@@ -107,7 +107,7 @@ def _embedded(
             settings,
             options=resources.placement.options(seat),
             limits=actor_limits(options),
-            shelf=shared_weights,
+            shared_weights=shared_weights,
         )
         for seat in resources.seats
     ]
@@ -121,7 +121,7 @@ def _embedded(
 
 
 def _vllm_starts(
-    blueprint: Any,
+    spec: Any,
     weights: Mapping[str, Tensor],
     arguments: Mapping[str, Any],
     *,
@@ -132,21 +132,21 @@ def _vllm_starts(
 
     from kedge.backends.ray.service import RayService
 
-    connect = _nccl_connection(weights, options, resources, adapter=blueprint.adapter is not None)
+    connect = _nccl_connection(weights, options, resources, adapter=spec.adapter is not None)
     arguments = dict(arguments) | ({"weight_transfer_config": NCCL} if connect else {})
-    spec, shared_weights = ray.put(blueprint), SharedWeights(len(resources.seats))
+    spec_ref, shared_weights = ray.put(spec), SharedWeights(len(resources.seats))
     initial_weights = ray.put({name: x.detach().cpu() for name, x in weights.items()})
     return [
         partial(
             RayService,
             f"engine {seat.index}",
-            spec,
+            spec_ref,
             initial_weights,
             arguments,
             options=resources.placement.options(seat),
             limits=actor_limits(options),
-            shelf=shared_weights,
-            wire=connect,
+            shared_weights=shared_weights,
+            connect=connect,
         )
         for seat in resources.seats
     ]
@@ -165,7 +165,7 @@ def _nccl_connection(
         ConfigError: vllm_transfer='nccl' is set but not possible.
     """
     gpus = min(seat.gpus for seat in resources.seats)
-    if options.transfer == "host" or adapter or not reaches(weights, gpus=gpus):
+    if options.transfer == "host" or adapter or not can_use_nccl(weights, gpus=gpus):
         if options.transfer != "nccl":
             return None
         device = next(iter(weights.values())).device.type

@@ -23,13 +23,16 @@ class RayEngine:
     rows again, with the same results.
 
     Args:
-        name: for messages.
+        name: of the actor, for messages.
         policy: ``ray.ObjectRef`` of the policy, on the CPU.
         settings: keyword arguments of ``EmbeddedEngine``.
-        options: of the actor.
+        options: of the actor: resources and placement.
         limits: timeouts of the actor.
-        shelf: weights shared by all engines.
+        shared_weights: weights shared by all engines.
     """
+
+    shares_weights: Literal[False] = False
+    logprobs: Literal["sampled"] = "sampled"
 
     def __init__(
         self,
@@ -39,9 +42,9 @@ class RayEngine:
         *,
         options: Mapping[str, Any],
         limits: ActorLimits,
-        shelf: SharedWeights,
+        shared_weights: SharedWeights,
     ) -> None:
-        self._shared_weights = shelf
+        self._shared_weights = shared_weights
         self._loaded: tuple[Any, int, Receipt] | None = None
         self.actor = Actor(
             name,
@@ -50,16 +53,6 @@ class RayEngine:
             limits=limits,
             revive=self._revive,
         )
-
-    @property
-    def shares_weights(self) -> Literal[False]:
-        """It holds a copy of the policy."""
-        return False
-
-    @property
-    def logprobs(self) -> Literal["sampled"]:
-        """They come from the distribution that tokens are sampled from."""
-        return "sampled"
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +12,8 @@ from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.logprobs import reference_logprobs
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
-from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
-from kedge.backends.ray.placement import PlacementPlan, plan_seats
-from kedge.backends.ray.resources import ActorResources, allocate, from_launch
-from kedge.backends.rollout import start_all
+from kedge.backends.ray.placement import plan_seats
+from kedge.backends.ray.resources import ActorPool, reserve
 from kedge.backends.rollout.rows import without_columns
 from kedge.config.rollout import RolloutOptions
 from kedge.ops.cpu.patch import Kernels
@@ -26,15 +21,7 @@ from kedge.types import Rollout
 
 
 class ReferenceActor:
-    """The reference inside an actor.
-
-    Args:
-        model: the reference, or the folder or Hub name to load it from.
-        settings: of the learner's forward pass.
-        autocast: dtype of mixed precision; None is float32.
-        quick: whether to use the learner's CPU kernels.
-        trust: whether custom code of the model may run.
-    """
+    """The reference inside an actor; for the arguments see ``ray_reference``."""
 
     def __init__(
         self,
@@ -75,32 +62,10 @@ class RayReference:
     The workers share the passes of a batch; each pass has the rows that the learner would compute
     together, so the results equal those of a reference in the learner's process.  A worker that
     dies or hangs is restarted and repeats its share.
-
-    Args:
-        build: called with an actor's handle; starts to build its ``ReferenceActor``.
-        room: resources, with one seat per worker.
-        limits: timeouts of a worker.
-
-    Raises:
-        ConfigError: a worker does not start, or the model cannot be loaded.
     """
 
-    def __init__(
-        self, build: Callable[[Any], Any], room: ActorResources, *, limits: ActorLimits
-    ) -> None:
-        self._release = room.release
-        makers = [
-            partial(
-                Actor,
-                f"reference worker {seat.index}",
-                build,
-                options=room.placement.options(seat),
-                limits=limits,
-            )
-            for seat in room.seats
-        ]
-        self.workers = start_all(makers, undo=room.release)
-        self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix="reference")
+    def __init__(self, pool: ActorPool) -> None:
+        self._pool, self.workers = pool, pool.workers
 
     def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         """Start to compute the log-probabilities float32 [B, R], nats, of the sampled tokens.
@@ -116,12 +81,11 @@ class RayReference:
 
         inputs = replace(rollout, prompts=without_columns(rollout.prompts), behavior_logprobs=None)
         rollout_ref = ray.put(inputs.to("cpu"))
-        count = len(self.workers)
+        count = min(len(self.workers), len(groups))
         shares = [list(groups[k::count]) for k in range(count)]
         running = [
-            (share, self._threads.submit(worker.call, "logprobs", rollout_ref, share))
-            for worker, share in zip(self.workers, shares, strict=True)
-            if share
+            (share, self._pool.submit(k, "logprobs", rollout_ref, share))
+            for k, share in enumerate(shares)
         ]
 
         def wait() -> Tensor:
@@ -135,10 +99,7 @@ class RayReference:
 
     def close(self) -> None:
         """Kill the workers and release their resources."""
-        for worker in self.workers:
-            worker.close()
-        self._threads.shutdown(wait=True)
-        self._release()
+        self._pool.close()
 
 
 def ray_reference(
@@ -165,20 +126,16 @@ def ray_reference(
     """
     import ray
 
-    ray_options = options.ray
-    resources = from_launch("reference", count=ray_options.ref_workers, option="ray_ref_workers")
-    if resources is None:
-
-        def plan(_: bool) -> PlacementPlan:
-            return plan_seats(
-                references=ray_options.ref_workers, gpus_per_reference=ray_options.ref_gpus
-            )
-
-        resources = allocate("reference", options, plan)
+    count = options.ray.ref_workers
+    plan = plan_seats(references=count, gpus_per_reference=options.ray.ref_gpus)
+    resources = reserve("reference", options, plan, count=count, option="ray_ref_workers")
     model_ref = ray.put(model)
     arguments = {"autocast": autocast, "quick": quick, "trust": trust}
     return RayReference(
-        lambda handle: handle.build.remote(ReferenceActor, model_ref, settings, **arguments),
-        resources,
-        limits=actor_limits(options),
+        ActorPool(
+            "reference",
+            resources,
+            options,
+            lambda handle: handle.build.remote(ReferenceActor, model_ref, settings, **arguments),
+        )
     )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from kedge.backends.ray import cluster
+from kedge.backends.ray.actor import Actor, actor_limits
 from kedge.backends.ray.context import get_context
 from kedge.backends.ray.placement import Placement, PlacementPlan, Role, Seat, place
+from kedge.backends.rollout import start_all
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
 
@@ -50,12 +55,9 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
 def allocate(
     role: Role, options: RolloutOptions, plan: Callable[[bool], PlacementPlan]
 ) -> ActorResources:
-    """Reserve resources on the configured cluster, or on a new local one.
+    """Reserve a plan's resources on the configured cluster, or on a new local one.
 
-    Args:
-        role: of the seats.
-        options: address of the cluster and timeout.
-        plan: returns the plan, given whether the cluster has GPUs.
+    ``plan`` is given whether the cluster has GPUs.
 
     Raises:
         ConfigError: no cluster, or it lacks resources.
@@ -70,5 +72,56 @@ def address(options: RolloutOptions) -> str | None:
     return options.ray.address or os.environ.get("RAY_ADDRESS")
 
 
+def reserve(
+    role: Role, options: RolloutOptions, plan: PlacementPlan, *, count: int, option: str
+) -> ActorResources:
+    """``from_launch``, or outside a launch ``allocate``."""
+    reserved = from_launch(role, count=count, option=option)
+    return reserved if reserved is not None else allocate(role, options, lambda _: plan)
+
+
 def _keep() -> None:
     """``launch`` itself releases what it reserved."""
+
+
+class ActorPool:
+    """The workers of one role, which share the rows of each batch.
+
+    Args:
+        role: of the workers.
+        resources: one seat per worker; released if a worker does not start.
+        options: timeouts.
+        build: called with an actor's handle; starts to build the actor's object.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        resources: ActorResources,
+        options: RolloutOptions,
+        build: Callable[[Any], Any],
+    ) -> None:
+        self._release = resources.release
+        makers = [
+            partial(
+                Actor,
+                f"{role} worker {seat.index}",
+                build,
+                options=resources.placement.options(seat),
+                limits=actor_limits(options),
+            )
+            for seat in resources.seats
+        ]
+        self.workers = start_all(makers, undo=resources.release)
+        self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix=role)
+
+    def submit(self, index: int, method: str, *args: Any) -> Future[Any]:
+        """Call a method of one worker's object in the background."""
+        return self._threads.submit(self.workers[index].call, method, *args)
+
+    def close(self) -> None:
+        """Kill the workers and release their resources."""
+        for worker in self.workers:
+            worker.close()
+        self._threads.shutdown(wait=True)
+        self._release()

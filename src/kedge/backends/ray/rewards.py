@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
-from kedge.backends.ray.placement import PlacementPlan, plan_seats
-from kedge.backends.ray.resources import ActorResources, allocate, from_launch
+from kedge.backends.ray.placement import plan_seats
+from kedge.backends.ray.resources import ActorPool, reserve
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
-from kedge.backends.rollout import start_all
 from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.types import Metrics, RewardOutput, Rollout
@@ -70,48 +67,16 @@ class RayRewards:
     dies or hangs is restarted and repeats its share.
 
     Args:
-        recipe: of the reward source that each worker builds.
-        room: resources, with one seat per worker.
-        limits: timeouts of a worker.
+        pool: workers with a ``RewardActor`` each.
         log: receives metrics and columns that functions log.
         trainer_state: returns the ``trainer_state`` to pass to functions.
-
-    Raises:
-        ConfigError: a worker does not start, or the reward source cannot be built.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        room: ActorResources,
-        *,
-        limits: ActorLimits,
-        log: RewardLog,
-        trainer_state: Callable[[], object],
+        self, pool: ActorPool, *, log: RewardLog, trainer_state: Callable[[], object]
     ) -> None:
-        import ray
-
-        self._log, self._state, self._on_close = log, trainer_state, room.release
-        try:
-            recipe_ref = ray.put(recipe)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            room.release()
-            raise ConfigError(
-                f"a reward function or model cannot be pickled for ray_reward_workers: {error};"
-                " define it in a module, or set ray_reward_workers=0"
-            ) from error
-        makers = [
-            partial(
-                Actor,
-                f"reward worker {seat.index}",
-                lambda handle: handle.build.remote(RewardActor, recipe_ref),
-                options=room.placement.options(seat),
-                limits=limits,
-            )
-            for seat in room.seats
-        ]
-        self.workers = start_all(makers, undo=room.release)
-        self._threads = ThreadPoolExecutor(len(self.workers), thread_name_prefix="reward")
+        self._pool, self._log, self._state = pool, log, trainer_state
+        self.workers = pool.workers
         self.columns: frozenset[str] | None = self.workers[0].call("columns")
 
     def score(self, rollout: Rollout) -> RewardOutput:
@@ -123,8 +88,8 @@ class RayRewards:
         shares = between_groups(rollout.prompts.group, len(self.workers))
         state = self._state()
         running = [
-            self._threads.submit(worker.call, "score", rows_of(rollout, rows), state)
-            for worker, rows in zip(self.workers, shares, strict=False)
+            self._pool.submit(i, "score", rows_of(rollout, rows), state)
+            for i, rows in enumerate(shares)
         ]
         wait(running)
         try:
@@ -139,10 +104,7 @@ class RayRewards:
 
     def close(self) -> None:
         """Kill the workers and release their resources."""
-        for worker in self.workers:
-            worker.close()
-        self._threads.shutdown(wait=True)
-        self._on_close()
+        self._pool.close()
 
 
 def ray_rewards(
@@ -161,21 +123,29 @@ def ray_rewards(
         trainer_state: returns the ``trainer_state`` to pass to functions.
 
     Raises:
-        ConfigError: the cluster lacks resources, or a worker does not start.
+        ConfigError: the cluster lacks resources, the reward source cannot be pickled or built, or
+            a worker does not start.
     """
-    ray_options = options.ray
-    resources = from_launch("reward", count=ray_options.reward_workers, option="ray_reward_workers")
-    if resources is None:
+    import ray
 
-        def plan(_: bool) -> PlacementPlan:
-            return plan_seats(
-                rewards=ray_options.reward_workers, gpus_per_reward=ray_options.reward_gpus
-            )
-
-        resources = allocate("reward", options, plan)
-    return RayRewards(
-        recipe, resources, limits=actor_limits(options), log=log, trainer_state=trainer_state
+    count = options.ray.reward_workers
+    plan = plan_seats(rewards=count, gpus_per_reward=options.ray.reward_gpus)
+    resources = reserve("reward", options, plan, count=count, option="ray_reward_workers")
+    try:
+        recipe_ref = ray.put(recipe)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        resources.release()
+        raise ConfigError(
+            f"a reward function or model cannot be pickled for ray_reward_workers: {error};"
+            " define it in a module, or set ray_reward_workers=0"
+        ) from error
+    pool = ActorPool(
+        "reward",
+        resources,
+        options,
+        lambda handle: handle.build.remote(RewardActor, recipe_ref),
     )
+    return RayRewards(pool, log=log, trainer_state=trainer_state)
 
 
 def between_groups(group: Tensor, parts: int) -> list[slice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.backends.ray.weight_store import SharedWeights
@@ -19,37 +19,43 @@ class RayService:
     If the actor is lost while it generates, it is restarted with the same weights and gets its rows
     again: every row is sampled by the same version.
 
-    With ``wire``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
+    With ``connect``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
 
     Args:
-        name: for messages.
-        blueprint: ``ray.ObjectRef`` of the ``PolicySpec``.
+        name: of the actor, for messages.
+        spec: ``ray.ObjectRef`` of the ``PolicySpec``.
         weights: ``ray.ObjectRef`` of the initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
-        options: of the actor.
+        options: of the actor: resources and placement.
         limits: timeouts of the actor.
-        shelf: weights shared by all engines.
-        wire: creates the NCCL transfer, given the vLLM's ``Control``; None: object store.
+        shared_weights: weights shared by all engines.
+        connect: creates the NCCL transfer, given the vLLM's ``Control``.
     """
 
     def __init__(
         self,
         name: str,
-        blueprint: Any,
+        spec: Any,
         weights: Any,
         engine_args: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
         limits: ActorLimits,
-        shelf: SharedWeights,
-        wire: Callable[[Control], NcclTransfer] | None = None,
+        shared_weights: SharedWeights,
+        connect: Callable[[Control], NcclTransfer] | None = None,
     ) -> None:
-        self._shared_weights, self._limits, self._connect = shelf, limits, wire
+        self._shared_weights, self._limits, self._connect = shared_weights, limits, connect
         self._loaded: tuple[Any, int] | None = None  # payload or its ref, and version
         self._transfer: NcclTransfer | None = None
         self.actor = Actor(
             name,
-            lambda handle: handle.build.remote(InProcess, blueprint, weights, dict(engine_args)),
+            lambda handle: handle.build.remote(
+                InProcess,
+                spec,
+                weights,
+                dict(engine_args),
+                shares_gpu=options.get("num_gpus", 0) < 1,
+            ),
             options=options,
             limits=limits,
             revive=self._revive,
@@ -57,13 +63,11 @@ class RayService:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order; restarts the actor if it is lost."""
-        results: list[GenerationResult] = self.actor.call("generate", list(requests))
-        return results
+        return self.actor.call("generate", list(requests))
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
-        logprobs: list[list[float]] = self.actor.call("score", list(rows))
-        return logprobs
+        return self.actor.call("score", list(rows))
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
@@ -80,7 +84,9 @@ class RayService:
             self._loaded = payload, version
             return
         ref = self._shared_weights.ref(
-            dict(payload.named), lambda w: WeightPayload(tuple(w.items()), adapter)
+            dict(payload.named),
+            lambda w: WeightPayload(tuple(w.items()), adapter, payload.dtype),
+            dtype=payload.dtype,
         )
         self.actor.call("load", ref, version, within=self._limits.start)
         self._loaded = ref, version
@@ -89,21 +95,24 @@ class RayService:
         assert self._connect is not None
         if self._transfer is None:
             self._transfer = self._connect(ActorControl(self.actor, self._limits.start))
-        self._transfer.send(payload.named)
-        self.actor.once("settle", version)
+        self._transfer.send(payload)
+        self.actor.once("finish_load", version)
+
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return int(self.actor.call("max_length"))
 
     def version(self) -> int:
         """Version of the weights that vLLM reports."""
-        version: int = self.actor.call("version")
-        return version
+        return int(self.actor.call("version"))
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory."""
         self.actor.call("sleep")
 
-    def wake(self) -> None:
-        """Undo ``sleep``."""
-        self.actor.call("wake")
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again."""
+        self.actor.call("wake", part)
 
     def close(self) -> None:
         """Kill the actor."""
@@ -144,7 +153,7 @@ class ActorControl:
         self._call("update_weights", update_info=update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish after all weights were received; ``settle`` sets the version."""
+        """Finish after all weights were received; ``finish_load`` sets the version."""
         self._call("finish_weight_update")
 
     def _call(self, method: str, **kwargs: Any) -> None:

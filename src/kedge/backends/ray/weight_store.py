@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -25,15 +26,26 @@ class SharedWeights:
         self._left = 0
 
     def ref(
-        self, weights: Mapping[str, Tensor], wrap: Callable[[dict[str, Tensor]], Any] = dict
+        self,
+        weights: Mapping[str, Tensor],
+        wrap: Callable[[dict[str, Tensor]], Any] = dict,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Any:
-        """``ray.ObjectRef`` of ``wrap(weights on the CPU)``; the same for the same tensors."""
+        """``ray.ObjectRef`` of ``wrap(weights on the CPU)``; the same for the same tensors.
+
+        Floating-point weights are converted to ``dtype`` if it is given.
+        """
         import ray
 
         with self._lock:
             key = tuple((n, x.data_ptr(), x._version) for n, x in weights.items())
             if self._left == 0 or key != self._key:
-                self._ref = ray.put(wrap({n: x.detach().cpu() for n, x in weights.items()}))
+                named = {
+                    n: x.detach().to("cpu", dtype if x.is_floating_point() else None)
+                    for n, x in weights.items()
+                }
+                self._ref = ray.put(wrap(named))
                 self._key, self._named = key, tuple(weights.values())
                 self._left = self._readers
             self._left -= 1

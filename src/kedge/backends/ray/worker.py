@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kedge.backends.ray.context import RankContext, set_context
+from kedge.backends.vllm.nccl_transfer import free_port
 
 # Parts of errors that a rank raises because another one is gone.
 _CONSEQUENCES = (
@@ -51,10 +51,7 @@ class RankWorker:
 
     def free_port(self) -> int:
         """A free TCP port of this node."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return free_port()
 
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext

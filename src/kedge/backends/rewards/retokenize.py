@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kedge.backends.rewards.texts import Texts, is_chat
+from kedge.backends.data.encode import is_chat
+from kedge.backends.rewards.texts import Texts
 from kedge.errors import ConfigError
 
 

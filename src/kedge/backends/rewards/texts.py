@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kedge.backends.data.encode import is_chat
 from kedge.types import Rollout
 
 CONTEXT = 4  # prompt tokens decoded before each response
@@ -100,11 +101,6 @@ class TextCache:
             latest = Texts(rollout, self.tokenizer, skip_special_tokens=self._skip)
             self._latest = latest
         return latest
-
-
-def is_chat(prompt: object) -> bool:
-    """Whether ``prompt`` is a list of chat messages."""
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def row_name(rollout: Rollout, row: int, prompt: object) -> str:

@@ -1,9 +1,8 @@
-"""Links between a run in a tracker, its model repository and other trackers."""
+"""URLs of a run in the trackers that it reports to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 
 def run_links(services: Sequence[str]) -> dict[str, str]:
@@ -19,37 +18,6 @@ def run_links(services: Sequence[str]) -> dict[str, str]:
     }
     urls = {name: finders[name]() for name in services if name in finders}
     return {name: url for name, url in urls.items() if url}
-
-
-def note(
-    services: Sequence[str],
-    facts: Mapping[str, str],
-    *,
-    tensorboard: Callable[[], Any] = lambda: None,
-) -> None:
-    """Write facts, such as the hub repository, into the run's configuration.
-
-    Args:
-        services: names in ``report_to`` with open runs.
-        facts: name -> text.
-        tensorboard: returns the open ``SummaryWriter``, or None.
-    """
-    if "wandb" in services:
-        import wandb
-
-        if wandb.run is not None:
-            wandb.config.update(dict(facts), allow_val_change=True)
-    if "trackio" in services:
-        import trackio
-
-        trackio.config.update(dict(facts), allow_val_change=True)
-    if "mlflow" in services:
-        import mlflow
-
-        mlflow.set_tags(dict(facts))
-    writer = tensorboard()
-    for name, text in facts.items() if writer is not None else ():
-        writer.add_text(name, text)
 
 
 def _wandb() -> str | None:

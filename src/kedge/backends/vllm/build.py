@@ -15,7 +15,7 @@ from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.rollout import ShardedEngine, start_all
 from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
 from kedge.backends.vllm.inprocess import InProcess
-from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
 from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.server import Server
 from kedge.backends.vllm.service import Service
@@ -38,12 +38,6 @@ def check_vllm(options: RolloutOptions, sampling: Sampling, *, model: Any) -> No
     Raises:
         ConfigError: naming the option, its value and what to set.
     """
-    if sampling.truncates:
-        raise ConfigError(
-            f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} exclude"
-            " tokens, and vLLM does not report which; turn them off, or use"
-            " rollout_engine='embedded'"
-        )
     if options.kind == "url" and sampling.min_new_tokens:
         raise ConfigError(
             f"min_new_tokens={sampling.min_new_tokens} is not supported with the server at"
@@ -117,12 +111,12 @@ def vllm_engine(
     Raises:
         ConfigError: vLLM rejects the model or the arguments.
     """
-    blueprint = PolicySpec.of(policy, tokenizer)
     arguments: dict[str, Any] = {
-        "dtype": str(dtype or torch.float32).removeprefix("torch."),
+        "dtype": str(dtype or weights_dtype(policy)).removeprefix("torch."),
         **({"enable_sleep_mode": True} if options.sleep else {}),
     }
     arguments |= options.engine_args
+    spec = PolicySpec.of(policy, tokenizer, dtype=arguments["dtype"])
     low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
     default = LOW_PRECISION if low else FULL_PRECISION
     weights = policy_weights(policy)
@@ -130,7 +124,7 @@ def vllm_engine(
     def make(start: Start) -> VLLMEngine:
         return VLLMEngine(
             start(),
-            blueprint,
+            spec,
             pad_id=pad_id,
             tolerance=default if options.tolerance is None else options.tolerance,
             extra_slot=extra_slot,
@@ -145,12 +139,12 @@ def vllm_engine(
             else [None]
         )
         service_starts: Sequence[Start] = [
-            partial(_service, blueprint, weights, options, arguments, devices) for devices in gpus
+            partial(_service, spec, weights, options, arguments, devices) for devices in gpus
         ]
         if len(service_starts) == 1:
             return make(service_starts[0])
     else:
-        service_starts = starts(blueprint, weights, arguments)
+        service_starts = starts(spec, weights, arguments)
     engines = start_all([partial(make, start) for start in service_starts], undo=on_close)
     config: Any = policy.config
     return ShardedEngine(
@@ -162,17 +156,17 @@ def vllm_engine(
 
 
 def _service(
-    blueprint: PolicySpec,
+    spec: PolicySpec,
     weights: Mapping[str, Tensor],
     options: RolloutOptions,
     arguments: Mapping[str, Any],
     devices: str | None,
 ) -> Service:
     if options.kind == "vllm":
-        return InProcess(blueprint, weights, arguments)
+        return InProcess(spec, weights, arguments)
     if options.kind == "vllm_server":
         return Server(
-            blueprint,
+            spec,
             weights,
             arguments,
             python=options.python,
@@ -191,11 +185,11 @@ def _service(
     )
     try:
         remote.check(
-            tied=blueprint.tied is not None and blueprint.adapter is None,
+            tied=spec.tied is not None and spec.adapter is None,
             precision=str(arguments["dtype"]),
-            adapter=blueprint.adapter is not None,
+            adapter=spec.adapter is not None,
         )
-        remote.load(blueprint.parcel(weights), 0)
+        remote.load(spec.payload(weights), 0)
     except BaseException:
         remote.close()
         raise

@@ -29,7 +29,7 @@ class VLLMEngine:
 
     Args:
         service: the vLLM.
-        blueprint: the policy without its trained weights.
+        spec: the policy without its trained weights.
         pad_id: token id that fills ``Rollout.ids`` after the end of a response.
         tolerance: largest accepted mean difference of log-probabilities between vLLM and the
             learner's code on the probe after a weight sync, nats per token.
@@ -37,10 +37,13 @@ class VLLMEngine:
         sleeps: free vLLM's GPU memory between calls of ``generate``.
     """
 
+    shares_weights: Literal[False] = False  # it holds a copy of the policy
+    logprobs: Literal["sampled"] = "sampled"
+
     def __init__(
         self,
         service: Service,
-        blueprint: PolicySpec,
+        spec: PolicySpec,
         *,
         pad_id: int,
         tolerance: float = FULL_PRECISION,
@@ -48,24 +51,18 @@ class VLLMEngine:
         sleeps: bool = False,
     ) -> None:
         self.service = service
-        self.blueprint = blueprint
+        self.spec = spec
         self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
         self._tolerance = tolerance
         self._extra_slot = extra_slot
         self._sleeps = sleeps
+        self._asleep: set[Literal["weights", "kv_cache"]] = (
+            set()
+        )  # parts of the GPU memory that are free
+        self.max_length = service.max_length()  # tokens of prompt and response together
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
-
-    @property
-    def shares_weights(self) -> Literal[False]:
-        """It holds a copy of the policy."""
-        return False
-
-    @property
-    def logprobs(self) -> Literal["sampled"]:
-        """They come from the distribution that tokens are sampled from."""
-        return "sampled"
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -75,15 +72,17 @@ class VLLMEngine:
             RolloutError: the prompts break the contract, or vLLM failed.
             SyncError: vLLM sampled with other weights than were loaded.
         """
-        config: Any = self.blueprint.skeleton.config
+        config: Any = self.spec.skeleton.config
         check(sampling, config.get_text_config().vocab_size)
         check_prompts(prompts, sampling, config)
-        requests = build_requests(prompts, sampling, seed)
-        if self._sleeps:
-            self.service.wake()
+        self._check_length(prompts, sampling)
+        vocabulary = config.get_text_config().vocab_size
+        requests = build_requests(prompts, sampling, seed, vocabulary=vocabulary)
+        self._wake("weights", "kv_cache")
         results = self.service.generate(requests)
         if self._sleeps:
             self.service.sleep()
+            self._asleep = {"weights", "kv_cache"}
         if len(results) != len(requests):
             raise RolloutError(f"vLLM returned {len(results)} of {len(requests)} rows")
         self._check_versions({result.version for result in results})
@@ -92,9 +91,27 @@ class VLLMEngine:
             prompts,
             sampling,
             pad_id=self._pad_id,
-            tokenizer=self.blueprint.tokenizer,
+            tokenizer=self.spec.tokenizer,
             extra_slot=self._extra_slot,
         )
+
+    def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        for part in parts:
+            if part in self._asleep:
+                self.service.wake(part)
+                self._asleep.remove(part)
+
+    def _check_length(self, prompts: PromptBatch, sampling: Sampling) -> None:
+        """Refuse responses that vLLM would silently cut at its ``max_model_len``."""
+        longest = int(prompts.mask.sum(-1).max())
+        needed = longest + sampling.max_new_tokens
+        if needed > self.max_length:
+            raise RolloutError(
+                f"the longest prompt of {longest} tokens and max_new_tokens="
+                f"{sampling.max_new_tokens} need {needed} tokens, but vLLM was started with"
+                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
+                " it, or shorten prompts (max_prompt_length) or responses"
+            )
 
     def _check_versions(self, versions: set[int]) -> None:
         if self._sent is not None and (wrong := versions - {self._sent, -1}):  # -1: unknown
@@ -112,13 +129,13 @@ class VLLMEngine:
         Raises:
             SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
-        payload = self.blueprint.parcel(weights)
+        payload = self.spec.payload(weights)
         self._sent = version
-        sent = _Sync(version, fingerprint(weights), self.blueprint.logprobs(weights))
-        if self._sleeps:
-            self.service.wake()
+        sent = _Sync(version, fingerprint(weights), self.spec.logprobs(weights))
+        self._wake("weights")  # not yet the KV cache, while the weights are loaded
         self.service.load(payload, version)
-        measured = torch.tensor(self.service.score(self.blueprint.probe().tolist()))
+        self._wake("kv_cache")
+        measured = torch.tensor(self.service.score(self.spec.probe().tolist()))
         reported = self.service.version()
         self.sync_gap = _verify(sent, self._last, measured, reported, self._tolerance)
         sent.measured, sent.noise = measured, self.sync_gap

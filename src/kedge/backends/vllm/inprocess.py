@@ -9,14 +9,20 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.service import GenerationRequest, GenerationResult, parse_version
-from kedge.backends.vllm.weight_payload import WeightPayload, max_lora_rank
+from kedge.backends.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    allowed_tokens,
+    parse_version,
+)
+from kedge.backends.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
 from kedge.errors import ConfigError, RolloutError, SyncError
 
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
@@ -33,9 +39,13 @@ class InProcess:
     """A vLLM in this process.
 
     Args:
-        blueprint: the policy without its trained weights.
+        spec: the policy without its trained weights.
         weights: initial weights, version 0.
         engine_args: keyword arguments of ``vllm.LLM``.
+        shares_gpu: the learner uses the same GPU, so that vLLM takes 0.3 of its memory.
+
+    If several ranks train together, every rank starts its own at the same time, and vLLM joins
+    their process group.
 
     Raises:
         ConfigError: vLLM is not installed, or rejects the model or the arguments.
@@ -43,24 +53,32 @@ class InProcess:
 
     def __init__(
         self,
-        blueprint: PolicySpec,
+        spec: PolicySpec,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
+        *,
+        shares_gpu: bool = True,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
         folder = Path(self._folder.name)
-        blueprint.write(folder, weights)
-        arguments = fixed_args(blueprint) | device_args() | dict(engine_args or {})
+        spec.write(folder, weights)
+        arguments = fixed_args(spec) | device_args(shares_gpu=shares_gpu) | dict(engine_args or {})
+        self._joins = dist.is_initialized() and dist.get_world_size() > 1
+        if self._joins:
+            arguments |= _rank_args(arguments)
         self._eager = bool(arguments.get("enforce_eager"))
         try:
             self._llm = _start(str(folder), arguments, self._quiet)
         except BaseException:
             self._folder.cleanup()
             raise
-        _restore_call(blueprint.skeleton)
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        _restore_call(spec.skeleton)
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
+        self._adapters = tempfile.TemporaryDirectory(prefix="kedge-lora-", dir=shared_memory())
         self._loads = 0
-        self.load(blueprint.parcel(weights), 0)
+        self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -92,7 +110,7 @@ class InProcess:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
-        params = [SamplingParams(**request.params) for request in requests]
+        params = [SamplingParams(**request.params, flat_logprobs=True) for request in requests]
         try:
             with self._quiet():
                 outputs: list[Any] = self._llm.generate(
@@ -113,11 +131,11 @@ class InProcess:
                 if payload.adapter is not None:
                     self._adapter = self._add_adapter(payload)
                 else:
-                    arguments = {"weights_iterator": iter(payload.named)}
+                    arguments = {"weights_iterator": payload.tensors()}
                     self._llm.collective_rpc("reload_weights", kwargs=arguments)
         except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
             raise SyncError(f"vLLM rejected the weights of version {version}: {error!r}") from error
-        self.settle(version)
+        self.finish_load(version)
 
     def transfer(self, method: str, **arguments: Any) -> None:
         """Call a method of vLLM's weight transfer on every worker process of this vLLM.
@@ -131,7 +149,7 @@ class InProcess:
         except Exception as error:
             raise SyncError(f"vLLM failed at {method}: {error!r}") from error
 
-    def settle(self, version: int) -> None:
+    def finish_load(self, version: int) -> None:
         """Reset the prefix cache and set the version of the weights.
 
         Raises:
@@ -145,7 +163,7 @@ class InProcess:
         from vllm.lora.request import LoRARequest
 
         self._loads += 1
-        folder = Path(self._folder.name) / f"adapter-{self._loads}"
+        folder = Path(self._adapters.name) / f"adapter-{self._loads}"
         payload.write(folder)
         lora = LoRARequest(folder.name, self._loads, str(folder))
         if self._adapter is not None:
@@ -159,45 +177,56 @@ class InProcess:
         """Version of the weights that vLLM reports."""
         return parse_version(self._llm.llm_engine.get_weight_version())
 
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return int(self._llm.model_config.max_model_len)
+
     def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory."""
+        """Free the KV cache and move the weights to host memory.
+
+        Level 1, not 2, which discards the weights: a batch may be sampled without a new weight
+        sync, for example in an evaluation.
+        """
         self._llm.sleep(level=1)
 
-    def wake(self) -> None:
-        """Undo ``sleep``."""
-        self._llm.wake_up()
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again, after freeing what the learner has cached."""
+        torch.cuda.empty_cache()
+        self._llm.wake_up(tags=[part])
 
     def close(self) -> None:
         """Release the engine and its memory."""
         if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
+            with _keep_process_group() if self._joins else contextlib.nullcontext():
+                self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
+        self._adapters.cleanup()
         self._folder.cleanup()
 
 
-def fixed_args(blueprint: PolicySpec) -> dict[str, Any]:
+def fixed_args(spec: PolicySpec) -> dict[str, Any]:
     """Engine arguments that must not change, so that samples come from the policy."""
     lora: dict[str, Any] = {}
-    if blueprint.adapter is not None:
+    if spec.adapter is not None:
         lora = {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": max_lora_rank(blueprint.adapter),
+            "max_lora_rank": max_lora_rank(spec.adapter),
         }
     return lora | {
         "runner": "generate",
-        "skip_tokenizer_init": blueprint.tokenizer is None,
+        "skip_tokenizer_init": spec.tokenizer is None,
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "generation_config": "vllm",  # ignore sampling defaults of the model
         "seed": 0,  # every request has its seed
+        "max_logprobs": -1,  # no limit; see ``build_sampling_params``
     }
 
 
-def device_args() -> dict[str, Any]:
+def device_args(*, shares_gpu: bool) -> dict[str, Any]:
     """Defaults for this device, which engine arguments override."""
     if torch.cuda.is_available():
-        shared = torch.cuda.device_count() == 1  # the learner is on the same device
-        memory = {"gpu_memory_utilization": _SHARED_GPU} if shared else {}
+        memory = {"gpu_memory_utilization": _SHARED_GPU} if shares_gpu else {}
         return {"disable_log_stats": True, **memory}
     return {
         "disable_log_stats": True,
@@ -205,6 +234,39 @@ def device_args() -> dict[str, Any]:
         "enforce_eager": True,
         "kv_cache_memory_bytes": _CPU_CACHE,
     }
+
+
+def _rank_args(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments of a vLLM on each rank of a process group.
+
+    Raises:
+        ConfigError: tensor parallelism, which would make the ranks sample the same prompts, or no
+            launcher.
+    """
+    size = arguments.get("tensor_parallel_size", 1)
+    if size > 1:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={size} with rollout_engine='vllm' and"
+            f" {dist.get_world_size()} ranks: each rank has a vLLM on its own GPU; set it to 1, or"
+            " use rollout_engine='ray' or 'vllm_server'"
+        )
+    if missing := {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - {*os.environ}:
+        raise ConfigError(
+            "rollout_engine='vllm' on several ranks needs the environment of accelerate launch or"
+            f" torchrun, which sets {', '.join(sorted(missing))}; start the run with one of them"
+        )
+    return {"distributed_executor_backend": "external_launcher"}
+
+
+@contextlib.contextmanager
+def _keep_process_group() -> Iterator[None]:
+    """Let vLLM destroy its own process groups at its end, but not that of the learner."""
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
 
 
 def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
@@ -240,11 +302,14 @@ def _restore_call(skeleton: torch.nn.Module) -> None:
 
 
 def _result(output: Any) -> GenerationResult:
-    tokens = list(output.token_ids)
     versions = [parse_version(span.version) for span in output.weight_versions or ()]
+    flat = output.logprobs  # of each position: the sampled token, then the most likely ones
+    pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
+    tops = [pairs[a:b] for a, b in zip(flat.start_indices, flat.end_indices, strict=True)]
     return GenerationResult(
-        tokens=tokens,
-        logprobs=[at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)],
+        tokens=list(output.token_ids),
+        logprobs=[top[0][1] for top in tops],
+        allowed=[allowed_tokens(top) for top in tops] if len(pairs) > len(tops) else None,
         stopped=output.finish_reason == "stop",
         version=min(versions, default=-1),
     )

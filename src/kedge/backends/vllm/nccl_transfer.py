@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import RolloutError
 
 T = TypeVar("T")
-
-
-class Control(Protocol):
-    """Control of a vLLM during weight transfer; see vLLM's ``VLLMWeightSyncClient``."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the process group of ``init_info``."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Prepare to receive weights."""
-        ...
-
-    def update_weights(self, update_info: Any) -> None:
-        """Receive the weights of ``update_info``; returns once they are loaded."""
-        ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish after all weights were received."""
-        ...
+Control = Any  # of a vLLM during weight transfer: ``VLLMWeightSyncClient`` of vLLM
 
 
 class NcclTransfer:
@@ -55,7 +37,7 @@ class NcclTransfer:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._source, self._limit = Source(), limit
-        self._engine: Any = within(
+        self._engine: Any = run_with_timeout(
             limit,
             lambda: WeightTransferTrainerFactory.trainer_init(
                 info, client=control, source=self._source
@@ -63,13 +45,13 @@ class NcclTransfer:
             "connecting to a vLLM for weight transfer",
         )
 
-    def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Send all weights, under their names in a checkpoint.
+    def send(self, payload: WeightPayload) -> None:
+        """Send all weights, one at a time in the dtype of the rollout engine.
 
         Raises:
             RolloutError: it took too long; the group cannot be used any more.
         """
-        device = named[0][1].device
+        device = payload.named[0][1].device
 
         def work() -> None:
             if device.type != "cuda":
@@ -79,11 +61,11 @@ class NcclTransfer:
                 torch.cuda.current_stream().synchronize()  # wait until the weights are computed
                 self._engine.send_weights()
 
-        self._source.named = named
+        self._source.payload = payload
         try:
-            within(self._limit, work, "sending weights to a vLLM")
+            run_with_timeout(self._limit, work, "sending weights to a vLLM")
         finally:
-            self._source.named = ()
+            self._source.payload = WeightPayload(())
 
     def close(self) -> None:
         """Leave the group."""
@@ -93,16 +75,20 @@ class NcclTransfer:
 class Source:
     """Weights as vLLM reads them: first metadata of all, then the tensors in that order."""
 
-    named: Sequence[tuple[str, Tensor]] = ()
+    payload = WeightPayload(())
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of every weight."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in self.named]
+        dtype = self.payload.dtype
+        return [
+            ParamMeta(name, dtype if dtype and x.is_floating_point() else x.dtype, tuple(x.shape))
+            for name, x in self.payload.named
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.named)
+        return self.payload.tensors()
 
 
 def nccl(*, address: str, workers: int) -> Any:
@@ -127,7 +113,7 @@ def free_port() -> int:
         return port
 
 
-def reaches(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
+def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
     """Whether NCCL can send weights to a vLLM: both have GPUs, and not the same one.
 
     A vLLM with a fraction of a GPU may share the learner's.
@@ -139,7 +125,7 @@ def reaches(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
     return gpus >= 1 and all(x.is_cuda for x in weights.values())
 
 
-def within(seconds: float, work: Callable[[], T], what: str) -> T:
+def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
     """``work()`` in a thread that is abandoned after ``seconds``, since NCCL has no timeout.
 
     Raises:

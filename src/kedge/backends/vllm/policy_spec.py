@@ -35,16 +35,20 @@ class PolicySpec:
         tied: names of the weights of output head and embedding, if they are one tensor.
         adapter: LoRA configuration, if only an adapter is trained.
         tokenizer: of the policy, or None; only needed for stop strings.
+        dtype: of the rollout engine, in which weights are sent; None: as they are.
     """
 
     skeleton: nn.Module
     tied: tuple[str, str] | None
     tokenizer: Any = None
     adapter: Any = None
+    dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, policy: nn.Module, tokenizer: Any = None) -> PolicySpec:
-        """The spec of a transformers causal language model.
+    def of(
+        cls, policy: nn.Module, tokenizer: Any = None, *, dtype: torch.dtype | str | None = None
+    ) -> PolicySpec:
+        """The spec of a transformers causal language model; ``dtype`` may be vLLM's name of it.
 
         Raises:
             ConfigError: an encoder-decoder model, or an adapter that vLLM does not support.
@@ -58,7 +62,9 @@ class PolicySpec:
         adapter = get_lora_config(policy)
         model: Any = policy
         base = policy if adapter is None else model.get_base_model()
-        return cls(_skeleton(policy), _tied(base), tokenizer, adapter)
+        if isinstance(dtype, str):  # "auto" is not a dtype
+            dtype = getattr(torch, dtype.removeprefix("torch."), None)
+        return cls(_skeleton(policy), _tied(base), tokenizer, adapter, dtype)
 
     @property
     def base(self) -> nn.Module:
@@ -81,7 +87,7 @@ class PolicySpec:
             config.tie_word_embeddings = False
         return config
 
-    def parcel(self, weights: Mapping[str, Tensor]) -> WeightPayload:
+    def payload(self, weights: Mapping[str, Tensor]) -> WeightPayload:
         """The trained weights, ready to be sent.
 
         Raises:
@@ -94,7 +100,8 @@ class PolicySpec:
             raise SyncError(f"trained weight {missing[0]!r} is missing; send all trained weights")
         if self.adapter is not None:
             return WeightPayload(adapter_weights(weights), self.adapter)
-        return WeightPayload(tuple(self._with_head(parameters | dict(weights))), None)
+        whole = self._with_head(parameters | dict(weights))
+        return WeightPayload(tuple(whole), dtype=self.dtype)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a folder that vLLM can load: configuration, weights without adapter, tokenizer."""
@@ -103,10 +110,10 @@ class PolicySpec:
         if self.tokenizer is not None:
             _without_eos(self.tokenizer).save_pretrained(folder)
         if self.adapter is None:
-            self.parcel(weights).write(folder)
+            self.payload(weights).write(folder)
         else:
             frozen = base_weights(dict(self.skeleton.named_parameters()))
-            WeightPayload(tuple(self._with_head(frozen)), None).write(folder)
+            WeightPayload(tuple(self._with_head(frozen)), dtype=self.dtype).write(folder)
 
     def _with_head(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """All weights, and a tied head under its separate name."""
@@ -135,6 +142,13 @@ class PolicySpec:
             logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
+
+
+def weights_dtype(policy: nn.Module) -> torch.dtype:
+    """The dtype of most of a policy's weights; under adapters, that of the base model."""
+    model: Any = policy
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype
 
 
 def _skeleton(policy: nn.Module) -> nn.Module:

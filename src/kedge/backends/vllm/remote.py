@@ -10,15 +10,19 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
-from kedge.backends.vllm.service import GenerationRequest, GenerationResult, parse_version
-from kedge.backends.vllm.weight_payload import WeightPayload
+from kedge.backends.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    allowed_tokens,
+    check_version,
+    parse_version,
+)
+from kedge.backends.vllm.weight_payload import WeightPayload, shared_memory
 from kedge.errors import ConfigError, RolloutError, SyncError
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class LostServerError(RolloutError):
@@ -60,7 +64,7 @@ class Remote:
         self._uds = uds
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._folder = Path(
-            tempfile.mkdtemp(prefix="kedge-weights-", dir=folder or _shared_memory())
+            tempfile.mkdtemp(prefix="kedge-weights-", dir=folder or shared_memory())
         )
         # Also without close(): shared memory outlives the process.
         self._clean = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -158,13 +162,17 @@ class Remote:
         """Version of the weights that vLLM reports."""
         return parse_version(self._get("/weight_info")["weight_version"])
 
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return int(self._get("/v1/models")["data"][0]["max_model_len"])
+
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory."""
         self._post("/sleep?level=1")
 
-    def wake(self) -> None:
-        """Undo ``sleep``."""
-        self._post("/wake_up")
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again."""
+        self._post(f"/wake_up?tags={part}")
 
     def close(self) -> None:
         """Close connections and delete the folder of weights; the server keeps running."""
@@ -200,6 +208,7 @@ class Remote:
         if not self.healthy():
             raise ConfigError(f"no vLLM server responds at {self.url}; start one, or check the URL")
         try:
+            check_version(self._get("/version")["version"], f"the vLLM server at {self.url}")
             missing = self._missing(tied=tied, precision=precision, adapter=adapter)
         except httpx.TransportError as error:
             raise ConfigError(
@@ -320,9 +329,13 @@ def _json(response: httpx.Response) -> Any:
 
 def _result(choice: dict[str, Any]) -> GenerationResult:
     versions = [parse_version(span["version"]) for span in choice["weight_versions"] or ()]
+    content = choice["logprobs"]["content"]
+    # The first of ``top_logprobs`` is the sampled token, whether or not it is among the others.
+    tops = [[(x["token_id"], x["logprob"]) for x in at["top_logprobs"]] for at in content]
     return GenerationResult(
         tokens=choice["token_ids"],
-        logprobs=[at["logprob"] for at in choice["logprobs"]["content"]],
+        logprobs=[at["logprob"] for at in content],
+        allowed=[allowed_tokens(top) for top in tops] if max(map(len, tops)) > 1 else None,
         stopped=choice["finish_reason"] == "stop",
         version=min(versions, default=-1),
     )
@@ -332,7 +345,3 @@ def _has_listener(path: str) -> bool:
     """Whether a process listens on a Unix socket; httpx leaks a socket if none does."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
-
-
-def _shared_memory() -> str | None:
-    return str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None

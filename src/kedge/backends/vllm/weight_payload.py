@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,10 +19,19 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """Weights under their names in a checkpoint, and the LoRA configuration for an adapter."""
+    """Weights under their names in a checkpoint, and the LoRA configuration for an adapter.
+
+    ``named`` refers to the learner's tensors; ``tensors`` converts them one at a time.
+    """
 
     named: tuple[tuple[str, Tensor], ...]
     adapter: Any = None
+    dtype: torch.dtype | None = None  # of the rollout engine; None: as they are
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and weights in the dtype of the rollout engine."""
+        for name, x in self.named:
+            yield name, x.to(self.dtype if x.is_floating_point() else None)
 
     def write(self, folder: Path) -> None:
         """Write one safetensors file into ``folder``, atomically."""
@@ -29,7 +39,7 @@ class WeightPayload:
         name = "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for key, x in self.named:
+        for key, x in self.tensors():
             tensor = x.contiguous().cpu()
             tensors[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
             seen.add(tensor.data_ptr())
@@ -38,6 +48,11 @@ class WeightPayload:
         if self.adapter is not None:
             self.adapter.save_pretrained(folder)
         part.replace(folder / name)
+
+
+def shared_memory() -> str | None:
+    """This machine's shared memory as a folder; None if it has none."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def get_lora_config(policy: nn.Module) -> Any:

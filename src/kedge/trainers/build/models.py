@@ -34,7 +34,7 @@ from kedge.backends.rewards.model import same_tokens
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat.trl import NewerArguments
 from kedge.config.resolve import ValueOptions
-from kedge.config.rollout import json_object
+from kedge.config.rollout import json_object, vllm_limit
 from kedge.errors import ConfigError
 from kedge.trainers.build.inputs import TrainerInputs, trusts
 
@@ -241,7 +241,7 @@ def check_models(
         if not isinstance(source, DatasetPrompts):
             continue
         check_length(
-            all_models,
+            {**all_models, **vllm_limit(args)},
             prompt=source.report.longest,
             response=args.response_length,
             option=args.length_option,

@@ -129,7 +129,8 @@ def build_rollout_engine(
         extra_slot=algorithm.extra_slot,
         chunk_rows=settings.learner.chunk,
     )
-    if settings.as_completed and learner.world_size > 1:
+    in_process = options.kind == "vllm"  # each rank has a vLLM
+    if learner.world_size > 1 and (settings.as_completed or in_process):
         return make(options=own_engines(options, ranks=learner.world_size), share=learner.rank)
     return build_shared_engine(
         partial(make, options=options),
@@ -145,6 +146,8 @@ def own_engines(options: RolloutOptions, *, ranks: int) -> RolloutOptions:
     Raises:
         ConfigError: the number of engines is not a multiple of the ranks.
     """
+    if options.kind == "vllm":
+        return options
     schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
     if options.kind not in ("ray", "vllm_server"):
         raise ConfigError(

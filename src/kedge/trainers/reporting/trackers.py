@@ -11,7 +11,7 @@ from transformers.integrations.integration_utils import (
 
 from kedge.backends.hub import Hub
 from kedge.backends.trackers import HubTables, Jsonl, Many, Screen, Tables
-from kedge.backends.trackers.links import note, run_links
+from kedge.backends.trackers.links import run_links
 from kedge.config.base import OnPolicyConfig
 from kedge.protocols import Tracker
 from kedge.trainers.reporting.best_effort import BestEffortTracker, BestEffortWriter, required_write
@@ -70,20 +70,17 @@ def build_writer(callbacks: Callbacks) -> Any:
 
 
 def link(callbacks: Callbacks, args: Any) -> dict[str, str]:
-    """Send the hub URL to the open trackers, and write all URLs to ``run.json`` (rank 0).
+    """Write the URLs of the run to ``run.json`` (rank 0).
 
     Returns:
         URLs by name.
     """
     if not callbacks.state.is_world_process_zero:
         return {}
-    services = build_services(callbacks)
-    links = run_links(services)
+    links = run_links(build_services(callbacks))
     pushes = [c for c in callbacks.handler.callbacks if isinstance(c, PushOnSave)]
     if pushes:
         links["hub"] = pushes[0].hub.url
-        facts = {"hub_repository": links["hub"]}
-        note(services, facts, tensorboard=lambda: build_writer(callbacks))
     completions = completions_url(callbacks)
     if completions is not None:
         links["completions"] = completions

@@ -1,0 +1,223 @@
+"""Options of vLLM, without vLLM: what is refused, flags of a server, and its GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kedge import PPOConfig
+from kedge.backends.vllm.build import check_vllm, gpus_of_servers
+from kedge.backends.vllm.inprocess import _rank_args, device_args
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.server import Server, find_version, flags
+from kedge.backends.vllm.service import check_version
+from kedge.config import rollout
+from kedge.errors import ConfigError
+from kedge.testing import tiny_policy
+from kedge.types import Sampling
+from tests.contract.engines import policy, trained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_engine": "sglang"}, "rollout_engine='sglang' must be one of 'embedded', 'vllm'"),
+        ({"vllm_sleep": True}, "vllm_sleep=True has no effect with rollout_engine='embedded'"),
+        (
+            {"rollout_engine": "vllm", "vllm_engine_args": {"seed": 1}},
+            "vllm_engine_args must not set seed",
+        ),
+        (
+            {"rollout_engine": "vllm", "vllm_engine_args": "no json"},
+            "vllm_engine_args='no json' must be a mapping of names to values",
+        ),
+        (
+            {"rollout_engine": "vllm", "vllm_tolerance": 0.0},
+            "vllm_tolerance=0.0 must be a finite number above 0",
+        ),
+    ],
+)
+def test_options_that_cannot_work(tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr(rollout, "installed", lambda name: True)
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(output_dir=str(tmp_path), **options)
+
+
+def test_vllm_that_is_not_installed_is_an_error_before_anything_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout, "installed", lambda name: False)
+    with pytest.raises(ConfigError, match="needs vLLM in this environment: pip install"):
+        PPOConfig(output_dir=str(tmp_path), rollout_engine="vllm")
+
+
+def trainer_of(tmp_path, monkeypatch, model, **options):
+    from kedge import PPOTrainer
+    from tests.unit.text_toys import word_tokenizer
+
+    monkeypatch.setattr(rollout, "installed", lambda name: True)
+    return PPOTrainer(
+        args=PPOConfig(output_dir=str(tmp_path), total_episodes=8, **options),
+        processing_class=word_tokenizer(),
+        model=model,
+        reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+        train_dataset=[{"prompt": "a b"}] * 8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "attention heads of size 8, but vLLM on CPUs supports only 32, 64"),
+        ({"vllm_sleep": True, "heads": 1}, "vllm_sleep=True needs a GPU"),
+        (
+            {"vllm_engine_args": {"max_model_len": 4}, "heads": 1},
+            r"need 55 positions; vLLM with vllm_max_model_length \(max_model_len\) has 4",
+        ),
+        (
+            {"rollout_engine": "http://127.0.0.1:9", "min_new_tokens": 2},
+            "min_new_tokens=2 is not supported with the server at http://127.0.0.1:9",
+        ),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
+def test_what_vllm_cannot_do_is_refused_before_it_starts(tmp_path, monkeypatch, options, message):
+    options = {"rollout_engine": "vllm"} | options
+    model = tiny_policy("llama", heads=options.pop("heads", 4))
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path, monkeypatch, model, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        ({"max_model_len": 256}, ["--max-model-len=256"]),
+        ({"enforce_eager": True, "enable_lora": False}, ["--enforce-eager", "--no-enable-lora"]),
+        ({"hf_overrides": {"a": [1]}, "revision": None}, ['--hf-overrides={"a": [1]}']),
+    ],
+)
+def test_engine_arguments_as_flags(arguments, want):
+    assert flags(arguments) == want
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_the_command_line_takes_the_options(tmp_path, monkeypatch, file):
+    from kedge.cli.arguments import parse
+
+    monkeypatch.setattr(rollout, "installed", lambda name: True)
+    argv = ["--output_dir", str(tmp_path), "--dataset_name", "prompts.jsonl"]
+    if file:
+        (tmp_path / "run.yaml").write_text(
+            "rollout_engine: vllm_server\nvllm_engine_args: {max_model_len: 9}\nworker_timeout: 7\n"
+        )
+        argv += ["--config", str(tmp_path / "run.yaml")]
+    else:
+        argv += ["--rollout_engine", "vllm_server", "--worker_timeout", "7"]
+        argv += ["--vllm_engine_args", '{"max_model_len": 9}']
+    found = rollout.rollout_options(parse(argv, prog="kedge ppo").config)
+    assert (found.kind, found.patience) == ("vllm_server", 7.0)
+    assert found.engine_args == {"max_model_len": 9}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "learners", "count", "each", "want"),
+    [
+        (0, None, "1", 2, 1, [None, None]),
+        (1, None, "1", 1, 1, [None]),
+        (4, None, "1", 2, 1, ["1", "2"]),
+        (4, None, "2", 1, 2, ["2,3"]),
+        (4, "3,5,6,7", "1", 3, 1, ["5", "6", "7"]),
+    ],
+)
+def test_servers_get_the_gpus_that_no_learner_has(
+    gpus, visible, learners, count, each, want, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", learners)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_of_servers(count, each) == want
+
+
+def test_servers_of_one_learner_are_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert gpus_of_servers(2, 1, share=True) == ["2", "3"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert gpus_of_servers(1, 2, share=True) == ["4,5"]
+    with pytest.raises(ConfigError, match="need 8 GPUs, got 6"):
+        gpus_of_servers(3, 1, share=True)
+
+
+def test_nccl_without_gpus_is_refused(monkeypatch):
+    from kedge.config.rollout import rollout_options
+
+    for module in ("rollout", "ray"):
+        monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
+    asked = {"output_dir": "unused", "rollout_engine": "ray", "vllm_transfer": "nccl"}
+    with pytest.raises(ConfigError, match=r"vllm_transfer='nccl' needs a GPU"):
+        check_vllm(rollout_options(PPOConfig(**asked)), Sampling(max_new_tokens=1), model=policy())
+    with pytest.raises(ConfigError, match="vllm_transfer='nccl' has no effect with"):
+        rollout_options(PPOConfig(**asked | {"rollout_engine": "vllm_server"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rollout_engine": "http://host:1"}, "host:1. is a single engine; use"),
+        ({"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 5}, "set it to 4"),
+        ({"rollout_engine": "ray", "ray_engine": "embedded"}, "set it to 2"),
+    ],
+)
+def test_learners_that_cannot_have_engines_of_their_own(options, said, monkeypatch):
+    from kedge.config.rollout import rollout_options
+    from kedge.trainers.build.rollout import own_engines
+
+    for module in ("rollout", "ray"):
+        monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
+    asked = rollout_options(PPOConfig(output_dir="unused", **options))
+    with pytest.raises(ConfigError, match=said):
+        own_engines(asked, ranks=2)
+
+
+def test_more_servers_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="need 3 GPUs, got 2"):
+        gpus_of_servers(2, 1)
+
+
+def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
+    check_version("0.32.0rc1+cpu", "here")
+    with pytest.raises(ConfigError, match=r"^here has version 0.31.9, but Kedge needs vLLM 0.32"):
+        check_version("0.31.9", "here")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.20.1\n")
+    python.chmod(0o755)
+    model = policy()
+    with pytest.raises(ConfigError, match=r"vLLM of .*python has version 0.20.1, but"):
+        Server(PolicySpec.of(model), trained(model), python=str(python))
+    python.write_text("#!/bin/sh\n")
+    with pytest.raises(ConfigError, match=r"vllm_python=.* has no vLLM: install vllm"):
+        find_version(str(python))
+    with pytest.raises(ConfigError, match="cannot be run"):
+        find_version(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(("shares", "want"), [(True, 0.3), (False, None)])
+def test_a_vllm_on_the_learners_gpu_leaves_it_memory(shares, want, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_args(shares_gpu=shares).get("gpu_memory_utilization") == want
+
+
+def test_ranks_that_cannot_have_a_vllm_each(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert _rank_args({}) == {"distributed_executor_backend": "external_launcher"}
+    with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 .* 2 ranks.*set it to 1"):
+        _rank_args({"tensor_parallel_size": 2})
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match="accelerate launch or torchrun, which sets LOCAL_RANK"):
+        _rank_args({})

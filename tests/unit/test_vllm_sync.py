@@ -1,0 +1,268 @@
+"""Weights for vLLM without vLLM: policy specs, payloads, and verified syncs."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kedge.backends.hf.fingerprint import fingerprint
+from kedge.backends.vllm.engine import VLLMEngine
+from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
+from kedge.backends.vllm.service import GenerationResult
+from kedge.backends.vllm.weight_payload import max_lora_rank
+from kedge.errors import RolloutError, SyncError
+from kedge.testing import tiny_policy
+from kedge.types import Sampling
+from tests.contract.engines import policy, trained
+from tests.contract.test_rollout_engine import prompts
+
+
+class Ours:
+    """A service that computes with the learner's own code; ``broken`` says how it goes wrong."""
+
+    def __init__(self, spec, weights, broken=""):
+        self.spec, self.broken = spec, broken
+        self.weights, self.said = weights, 0
+
+    def score(self, rows):
+        assert rows == self.spec.probe().tolist()
+        return self.spec.logprobs(self.weights).tolist()
+
+    def load(self, payload, version):
+        sent = {name: x for name, x in payload.named if name in self.weights}
+        self.said = version - (self.broken == "version")
+        if self.broken == "one weight" and self.said > 1:
+            sent["model.norm.weight"] = self.weights["model.norm.weight"]
+        if self.broken != "skips" or self.said < 2:
+            self.weights = sent
+
+    def version(self):
+        return self.said
+
+    def max_length(self):
+        return 64
+
+
+def moved(weights, by):
+    generator = torch.Generator().manual_seed(1)
+    noise = {n: torch.randn(p.shape, generator=generator) for n, p in weights.items()}
+    return {n: p + by * noise[n] for n, p in weights.items()}
+
+
+def receipts(broken, by=1e-2):
+    model = policy()
+    spec = PolicySpec.of(model)
+    first = trained(model)
+    engine = VLLMEngine(Ours(spec, first, broken), spec, pad_id=0)
+    second = moved(first, by)
+    assert engine.load_weights(first, 1).fingerprint == fingerprint(first)
+    return engine.load_weights(second, 2), fingerprint(second)
+
+
+def test_a_receipt_is_for_what_the_engine_computes():
+    receipt, want = receipts("")
+    assert (receipt.version, receipt.fingerprint) == (2, want)
+
+
+def test_another_version_is_an_error():
+    model = policy()
+    spec = PolicySpec.of(model)
+    engine = VLLMEngine(Ours(spec, trained(model), "version"), spec, pad_id=0)
+    with pytest.raises(SyncError, match="reports version 0 after being sent 1"):
+        engine.load_weights(trained(model), 1)
+
+
+@pytest.mark.parametrize("by", [1e-2, 1e-5])
+def test_a_sync_that_changed_nothing_is_an_error_however_small_the_update(by):
+    with pytest.raises(SyncError, match="had no effect"):
+        receipts("skips", by)
+
+
+def test_one_weight_left_behind_is_an_error():
+    with pytest.raises(SyncError, match="differ by"):
+        receipts("one weight", 0.1)
+
+
+def test_the_probe_says_what_the_model_says():
+    for model in (policy(), tiny_policy("gpt2"), policy("qwen2", tie_word_embeddings=True)):
+        spec = PolicySpec.of(model)
+        probe = spec.probe()
+        logits = model.eval()(probe).logits[:, :-1].log_softmax(-1)
+        want = logits.gather(-1, probe[:, 1:, None])[..., 0]
+        torch.testing.assert_close(spec.logprobs(trained(model)), want.detach())
+
+
+def test_a_skeleton_holds_no_weights_and_takes_none():
+    model = policy("qwen2", tie_word_embeddings=True)
+    spec = PolicySpec.of(model)
+    assert all(p.is_meta for p in spec.skeleton.parameters())
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_tied_head_is_sent_as_a_weight_of_its_own():
+    model = policy("qwen2", tie_word_embeddings=True)
+    spec = PolicySpec.of(model)
+    named = dict(spec.payload(trained(model)).named)
+    assert torch.equal(named["lm_head.weight"], named["model.embed_tokens.weight"])
+    assert set(named) == set(model.state_dict())
+    assert spec.config.tie_word_embeddings is False
+    assert model.config.tie_word_embeddings is True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {}, "received no weights"),
+        (
+            lambda w: w | {"more": torch.zeros(1)},
+            "'more', which the rollout engine's model does not",
+        ),
+        (lambda w: w | {"lm_head.weight": torch.zeros(3, 3)}, r"lm_head.weight is \(3, 3\)"),
+        (
+            lambda w: {k: v for k, v in w.items() if "norm" not in k},
+            "trained weight 'model.layers.0.inp",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change, message):
+    model = policy()
+    with pytest.raises(SyncError, match=message):
+        PolicySpec.of(model).payload(change(trained(model)))
+
+
+def test_a_folder_is_a_checkpoint_without_end_of_text(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = policy("qwen2", tie_word_embeddings=True)
+    PolicySpec.of(model).write(tmp_path, trained(model))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+    assert again.config.eos_token_id is None
+    assert again.config.architectures == ["Qwen2ForCausalLM"]
+
+
+def test_a_spec_can_be_sent_to_another_process():
+    model = policy("qwen2", tie_word_embeddings=True)
+    sent = pickle.loads(pickle.dumps(PolicySpec.of(model)))
+    weights = trained(model)
+    want = PolicySpec.of(model).logprobs(weights)
+    assert torch.equal(sent.logprobs(weights), want)
+    assert [n for n, _ in sent.payload(weights).named].count("lm_head.weight") == 1
+
+
+def test_an_adapter_is_a_separate_payload(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    about = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model = get_peft_model(policy(), LoraConfig(**about)).eval()
+    spec = PolicySpec.of(model)
+    weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    spec.write(tmp_path / "base", weights)
+    spec.payload(weights).write(tmp_path / "adapter")
+    assert max_lora_rank(spec.adapter) == 8
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids = spec.probe()
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+    want = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(spec.logprobs(weights), want.detach())
+
+
+def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_path):
+    code = "import sys; from kedge.backends.vllm import Remote; "
+    code += "r = Remote('http://x', folder=sys.argv[1])"
+    code += "; (r._folder / 'w').mkdir(); print(r._folder)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Sleeper(Ours):
+    """Records when it sleeps and wakes, and samples nothing."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = []
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self, part):
+        self.calls.append(f"wake {part}")
+
+    def load(self, payload, version):
+        self.calls.append("load")
+        super().load(payload, version)
+
+    def score(self, rows):
+        self.calls.append("score")
+        return super().score(rows)
+
+    def generate(self, requests):
+        self.calls.append("generate")
+        return [
+            GenerationResult(tokens=[1], logprobs=[-1.0], stopped=False, version=self.said)
+            for _ in requests
+        ]
+
+
+def test_memory_is_freed_after_sampling_and_the_cache_comes_back_after_the_weights():
+    model = policy()
+    spec, weights = PolicySpec.of(model), trained(model)
+    engine = VLLMEngine(Sleeper(spec, weights), spec, pad_id=0, sleeps=True)
+    sampling = Sampling(max_new_tokens=1)
+    for version in (1, 2):
+        engine.load_weights(moved(weights, 0.1 * version), version)
+        engine.generate(prompts(), sampling=sampling, seed=0)
+    engine.generate(prompts(), sampling=sampling, seed=0)  # without a weight sync
+    first = ["load", "score", "generate", "sleep"]
+    second = ["wake weights", "load", "wake kv_cache", "score", "generate", "sleep"]
+    third = ["wake weights", "wake kv_cache", "generate", "sleep"]
+    assert engine.service.calls == first + second + third
+
+
+def test_a_response_that_vllm_would_cut_is_refused():
+    model = policy()
+    spec = PolicySpec.of(model)
+    engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
+    engine.max_length = 8
+    longest = int(prompts().mask.sum(-1).max())
+    engine.generate(prompts(), sampling=Sampling(max_new_tokens=8 - longest), seed=0)
+    with pytest.raises(RolloutError, match=r"need 9 tokens, but .* max_model_len=8 "):
+        engine.generate(prompts(), sampling=Sampling(max_new_tokens=9 - longest), seed=0)
+
+
+def test_weights_are_sent_in_the_dtype_of_the_rollout_engine(tmp_path):
+    model = policy("qwen2", tie_word_embeddings=True)
+    spec = PolicySpec.of(model, dtype="bfloat16")
+    weights = trained(model)
+    payload = spec.payload(weights)
+    assert all(x.dtype == torch.float32 for _, x in payload.named)  # the learner's, not copied
+    assert dict(payload.named)["model.norm.weight"].data_ptr() == (
+        weights["model.norm.weight"].data_ptr()
+    )
+    assert {x.dtype for _, x in payload.tensors()} == {torch.bfloat16}
+    spec.write(tmp_path, weights)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["model.norm.weight"], weights["model.norm.weight"].bfloat16())
+    assert PolicySpec.of(model, dtype="auto").dtype is None
+
+
+def test_a_base_in_bfloat16_is_sampled_in_bfloat16():
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj"])
+    assert weights_dtype(get_peft_model(policy().bfloat16(), adapter)) == torch.bfloat16
+    assert weights_dtype(policy()) == torch.float32
