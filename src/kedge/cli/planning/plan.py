@@ -12,7 +12,7 @@ from kedge.cli.data import load_prompts
 from kedge.cli.planning import memory
 from kedge.cli.planning.plan_split import build_job, show_split, take_flags
 from kedge.cli.train.async_ppo import parse_options
-from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, lora, model_names
+from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
 from kedge.config.grpo import GRPOConfig, GRPOSettings, resolve_grpo
@@ -23,6 +23,7 @@ from kedge.config.rloo import RLOOConfig, resolve_rloo
 from kedge.config.schedule import warmup_updates
 from kedge.engine.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.errors import ConfigError
+from kedge.trl_scripts import get_peft_config
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
     "async-ppo": AsyncPPOConfig,
@@ -215,7 +216,7 @@ def estimate_needs(
             checkpointing=settings.learner.gradient_checkpointing,
         )
 
-    adapter = lora(options.model) if options.model.use_peft else None
+    adapter = get_peft_config(options.model)
     counts = memory.count_parameters(policy, head="causal", adapter=adapter)
     base = weight_bytes(options)
     needs = [
