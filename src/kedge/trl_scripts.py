@@ -57,8 +57,8 @@ class ModelConfig:
         None, "Attention implementation: sdpa, eager, flash_attention_2, ..."
     )
     use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "LoRA alpha: scale of the adapter.")
+    lora_r: int = option(16, "Rank of the adapter.", ge=1)
+    lora_alpha: int = option(32, "LoRA alpha: scale of the adapter.", ge=1)
     lora_dropout: float = option(0.05, "Dropout of the adapter; Kedge's trainers disable dropout.")
     lora_target_modules: list[str] | None = option(None, "Layers that get an adapter.")
     lora_target_parameters: list[str] | None = option(None, "Parameters that get an adapter.")

@@ -20,6 +20,7 @@ from kedge.config.options import ConfigType
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import ConfigError
 from kedge.suggestions import hint
+from kedge.trl_scripts import ModelConfig
 
 
 @dataclass
@@ -74,37 +75,21 @@ class ScriptArguments(metaclass=ConfigType):
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(ModelConfig):
     """Loading of the policy, and its adapter."""
 
     model_name_or_path: str | None = option(
         None, "Folder or hub name of the policy, unless sft_model_path is given."
     )
-    model_revision: str = option("main", "Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
         None, "Type of the policy's weights; unset: float32, with autocast under bf16."
     )
-    attn_implementation: str | None = option(None, "sdpa, eager, flash_attention_2 ...")
     trust_remote_code: bool = option(False, "Run code from model repositories.")
-    use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
-    lora_r: int = option(16, "Rank of the adapter.", ge=1)
-    lora_alpha: int = option(32, "Scale of the adapter.", ge=1)
     lora_dropout: float = option(0.0, "Must be 0: PPO trains without dropout.", ge=0, lt=1)
-    lora_target_modules: list[str] | None = option(
-        None, "Layers with an adapter; unset: PEFT's default."
-    )
-    lora_target_parameters: list[str] | None = option(None, "Parameters with an adapter.")
-    lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved in full.")
-    lora_task_type: str = option("CAUSAL_LM", "PEFT task type of the adapter.")
-    use_rslora: bool = option(False, "Rank-stabilized LoRA.")
-    use_dora: bool = option(False, "Weight-decomposed LoRA.")
-    load_in_8bit: bool = option(False, "Base weights in 8 bit, with use_peft; needs bitsandbytes.")
-    load_in_4bit: bool = option(False, "Base weights in 4 bit, with use_peft; needs bitsandbytes.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "4-bit number format.")
-    use_bnb_nested_quant: bool = option(False, "Also quantize the quantization constants.")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        super().__post_init__()
 
 
 @dataclass
@@ -376,8 +361,6 @@ def _check(model: ModelArguments) -> None:
         raise ConfigError(
             "load_in_4bit and load_in_8bit freeze the weights and need --use_peft; add it"
         )
-    if model.load_in_4bit and model.load_in_8bit:
-        raise ConfigError("load_in_4bit and load_in_8bit are both set; set only one")
     if model.lora_dropout:
         raise ConfigError(
             f"lora_dropout={model.lora_dropout} must be 0: with dropout two passes over the same "

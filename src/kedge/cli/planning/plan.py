@@ -13,7 +13,7 @@ from kedge.cli.arguments import Flags, Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.planning import memory
 from kedge.cli.train.async_ppo import parse_options
-from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, lora, model_names
+from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
 from kedge.config.grpo import GRPOConfig, GRPOSettings, resolve_grpo
@@ -24,6 +24,7 @@ from kedge.config.rloo import RLOOConfig, resolve_rloo
 from kedge.config.schedule import warmup_updates
 from kedge.engine.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.errors import ConfigError
+from kedge.trl_scripts import get_peft_config
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
     "async-ppo": AsyncPPOConfig,
@@ -184,7 +185,7 @@ def estimate_needs(
         width=width,
         checkpointing=learner.gradient_checkpointing,
     )
-    adapter = lora(flags) if flags.use_peft else None
+    adapter = get_peft_config(flags)
     counts = memory.count_parameters(policy, head="causal", adapter=adapter)
     base = 0.56 if flags.load_in_4bit else 1.0 if flags.load_in_8bit else 4.0  # 4 bits and scales
     if base == 4.0 and flags.dtype in ("bfloat16", "float16"):

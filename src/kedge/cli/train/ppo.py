@@ -20,6 +20,7 @@ from kedge.config.ppo import PPOv2Config
 from kedge.config.rloo import RLOOConfig
 from kedge.config.values import shown
 from kedge.errors import ConfigError
+from kedge.trl_scripts import get_peft_config
 
 
 def main(
@@ -135,7 +136,7 @@ def build(
         "model": load_policy(names.policy, model, more=_take_init_kwargs(options.config)),
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
-        "peft_config": lora(model) if model.use_peft else None,
+        "peft_config": get_peft_config(model),
         "algorithm": algorithm,
         "reward_weights": sources.weights,
     }
@@ -239,14 +240,17 @@ def load_policy(
     from kedge.backends.hf import load
     from kedge.trainers.build.models import split
 
-    flags = {
+    return load.load_policy(name, **split(_flags(options) | dict(more or {})))
+
+
+def _flags(options: ModelArguments) -> dict[str, Any]:
+    return {
         "dtype": options.dtype or "float32",
         "revision": options.model_revision,
         "attn_implementation": options.attn_implementation,
         "trust_remote_code": options.trust_remote_code,
         "quantization_config": quantization(options),
     }
-    return load.load_policy(name, **split(flags | dict(more or {})))
 
 
 def _take_init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
@@ -261,15 +265,8 @@ def _take_init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
 
 def loading(options: ModelArguments) -> dict[str, Any]:
     """Keyword arguments of ``from_pretrained``."""
-    wanted = {
-        "revision": options.model_revision,
-        "dtype": options.dtype or "float32",
-        "attn_implementation": options.attn_implementation,
-        "trust_remote_code": options.trust_remote_code,
-        "use_safetensors": True,
-        "quantization_config": quantization(options),
-    }
-    return {k: v for k, v in wanted.items() if v is not None}
+    flags = _flags(options) | {"use_safetensors": True}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def reward_model(name: str | None, options: ModelArguments) -> tuple[Any, Any]:
@@ -293,29 +290,7 @@ def quantization(options: ModelArguments) -> Any:
         bnb_4bit_quant_type=options.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=options.use_bnb_nested_quant,
         bnb_4bit_compute_dtype=options.dtype or "bfloat16",
-    )
-
-
-def lora(options: ModelArguments) -> Any:
-    """The LoRA configuration.
-
-    Raises:
-        ConfigError: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError("--use_peft needs peft: pip install 'kedge[peft]'") from error
-    return LoraConfig(
-        task_type=options.lora_task_type,
-        r=options.lora_r,
-        lora_alpha=options.lora_alpha,
-        lora_dropout=options.lora_dropout,
-        target_modules=options.lora_target_modules,
-        target_parameters=options.lora_target_parameters,
-        modules_to_save=options.lora_modules_to_save,
-        use_rslora=options.use_rslora,
-        use_dora=options.use_dora,
+        bnb_4bit_quant_storage=options.bnb_4bit_quant_storage,
     )
 
 

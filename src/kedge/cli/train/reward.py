@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.cli.train.ppo import load_tokenizer, loading, lora
+from kedge.cli.train.ppo import load_tokenizer, loading
 from kedge.cli.train.sft import BeforeArguments, build_parser, load_rows, read_step
 from kedge.config.declare import option
 from kedge.errors import ConfigError, DataError
+from kedge.trl_scripts import get_peft_config
 
 
 @dataclass
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
             test,
             references=load_references(train, script),
             fresh_head=script.fresh_head,
-            peft=lora(model) if model.use_peft else None,
+            peft=get_peft_config(model),
         )
     print(f"kedge: the reward model is in {config.output_dir}")
 

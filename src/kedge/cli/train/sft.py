@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from kedge.cli.arguments import ModelArguments, ModelArgumentsBeside, Parser, read
 from kedge.cli.data import Splits
-from kedge.cli.train.ppo import load_policy, load_tokenizer, lora
+from kedge.cli.train.ppo import load_policy, load_tokenizer
 from kedge.cli.train.resume import resume_point
 from kedge.config.declare import check_fields, option
 from kedge.errors import ConfigError
+from kedge.trl_scripts import get_peft_config
 
 
 @dataclass
@@ -90,6 +91,6 @@ def main(argv: Sequence[str]) -> None:
             config,
             train,
             test,
-            peft=lora(model) if model.use_peft else None,
+            peft=get_peft_config(model),
         )
     print(f"kedge: the supervised model is in {config.output_dir}")

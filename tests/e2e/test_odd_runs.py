@@ -1,0 +1,140 @@
+"""What a run does with bad input that is not an error."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kedge import PPOTrainer
+from kedge.errors import KedgeError
+from kedge.testing import tiny_policy
+from kedge.types import PromptBatch, Rollout, Sampling
+from tests.unit.text_toys import word_tokenizer
+
+from .small import PROMPTS, VOCAB, length_reward, rows, small
+
+
+def run(**changes: Any) -> Any:
+    return small(**changes).train()
+
+
+def raises(function: Any) -> Callable[..., list[float]]:
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return function(completions)
+
+    return reward
+
+
+def boom(completions: list[str], **_: Any) -> list[float]:
+    raise ZeroDivisionError("division by zero")
+
+
+class Liar:
+    """An engine whose log-probabilities are of another distribution."""
+
+    shares_weights, logprobs = True, "sampled"
+
+    def __init__(self, honest: Any) -> None:
+        self.honest = honest
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        from dataclasses import replace
+
+        colder = replace(sampling, temperature=sampling.temperature * 2)
+        return self.honest.generate(prompts, sampling=colder, seed=seed)
+
+    def load_weights(self, weights: Any, version: int) -> Any:
+        return self.honest.load_weights(weights, version)
+
+
+def test_an_engine_that_samples_another_distribution_fails_the_preflight() -> None:
+    trainer = small()
+    trainer.engine.rollout_engine = Liar(trainer.engine.rollout_engine)
+    trainer.engine.learner.settings = replace_settings(trainer)
+    with pytest.raises(
+        KedgeError, match="log-probabilities of rollout engine and learner differ by"
+    ):
+        trainer.train()
+
+
+def replace_settings(trainer: PPOTrainer) -> Any:
+    from dataclasses import replace
+
+    return replace(trainer.engine.learner.settings, reuse_behavior_logprobs=False)
+
+
+def test_active_dropout_cannot_happen() -> None:
+    model = tiny_policy("gpt_neox", vocab_size=VOCAB, hidden_dropout=0.5, attention_dropout=0.5)
+    trainer = small(model=model)
+    trainer.train()  # the preflight compares two passes
+    assert rows(trainer)[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "scored"),
+    [
+        ({"on_reward_error": "score", "reward_error_score": -3.0}, 4),
+        ({"on_reward_error": "drop"}, 3),
+    ],
+    ids=["score", "drop"],
+)
+def test_a_failing_row_is_scored_or_dropped_and_counted(
+    options: dict[str, Any], scored: int
+) -> None:
+    def fragile(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        if any(p == PROMPTS[0]["prompt"] for p in prompts):
+            raise ValueError("cannot read this one")
+        return length_reward(completions)
+
+    trainer = small(
+        reward_model=None,
+        reward_funcs=fragile,
+        train_dataset=PROMPTS[:4],
+        total_episodes=4,
+        shuffle_dataset=False,
+        **options,
+    )
+    trainer.train()
+    row = rows(trainer)[0]
+    assert row["rollout/dropped_rows"] == 4 - scored
+    assert all(math.isfinite(v) for v in row.values())
+
+
+def test_a_dataset_smaller_than_a_batch_repeats() -> None:
+    trainer = small(train_dataset=PROMPTS[:1], per_device_train_batch_size=4)
+    assert trainer.train().global_step == 2
+
+
+def test_a_tokenizer_without_pad_works() -> None:
+    trainer = small(processing_class=word_tokenizer(pad=False))
+    assert trainer.train().global_step == 2
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises((KedgeError, OSError), match="file"):
+        run(output_dir=str(blocked / "below"), save_strategy="steps")
+
+
+def test_bad_input_leaves_the_models_as_they_were() -> None:
+    model = tiny_policy("gpt_neox", vocab_size=VOCAB)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KedgeError):
+        run(model=model, reward_model=None, reward_funcs=boom)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_warmup_of_the_value_that_never_ends_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    small(value_warmup_steps=2)
+    assert "value_warmup_steps=2 covers all 2 iterations" in caplog.text
+    caplog.clear()
+    small(value_warmup_steps=1)
+    assert "value_warmup_steps" not in caplog.text
