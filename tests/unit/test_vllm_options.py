@@ -215,9 +215,9 @@ def test_ranks_that_cannot_have_a_vllm_each(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    assert _rank_args({}) == {"distributed_executor_backend": "external_launcher"}
+    assert _rank_args(1) == {"distributed_executor_backend": "external_launcher"}
     with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 .* 2 ranks.*set it to 1"):
-        _rank_args({"tensor_parallel_size": 2})
+        _rank_args(2)
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match="accelerate launch or torchrun, which sets LOCAL_RANK"):
-        _rank_args({})
+        _rank_args(1)

@@ -87,11 +87,8 @@ def _keep() -> None:
 class ActorPool:
     """The workers of one role, which share the rows of each batch.
 
-    Args:
-        role: of the workers.
-        resources: one seat per worker; released if a worker does not start.
-        options: timeouts.
-        build: called with an actor's handle; starts to build the actor's object.
+    ``resources`` have a seat for each, and are released if one does not start; ``build`` is called
+    with an actor's handle and starts to build the actor's object.
     """
 
     def __init__(

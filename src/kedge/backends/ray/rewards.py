@@ -66,10 +66,8 @@ class RayRewards:
     Each worker scores a share of the batch; responses to one prompt stay together.  A worker that
     dies or hangs is restarted and repeats its share.
 
-    Args:
-        pool: workers with a ``RewardActor`` each.
-        log: receives metrics and columns that functions log.
-        trainer_state: returns the ``trainer_state`` to pass to functions.
+    ``log`` receives metrics and columns that functions log; ``trainer_state`` returns the value to
+    pass to functions.
     """
 
     def __init__(
