@@ -16,12 +16,11 @@ from kedge.backends.hf.logprobs import reference_logprobs
 from kedge.backends.hf.packing import to_device
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
-from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
-from kedge.backends.ray.placement import PlacementPlan, plan_seats
-from kedge.backends.ray.resources import ActorResources, allocate, from_launch
+from kedge.backends.ray.actor import Actor, ActorLimits
+from kedge.backends.ray.placement import plan_seats
+from kedge.backends.ray.resources import ActorResources, RayCluster, from_launch
 from kedge.backends.rollout import start_all
 from kedge.backends.rollout.rows import bare
-from kedge.config.rollout import RolloutOptions
 from kedge.ops.cpu.patch import Kernels
 from kedge.types import Rollout
 
@@ -146,8 +145,10 @@ class RayReference:
 def ray_reference(
     model: nn.Module | str,
     settings: LearnerSettings,
-    options: RolloutOptions,
+    cluster: RayCluster,
     *,
+    workers: int,
+    gpus: float,
     autocast: torch.dtype | None,
     quick: bool,
     trust: bool,
@@ -157,7 +158,9 @@ def ray_reference(
     Args:
         model: the reference, or the folder or Hub name to load it from.
         settings: of the learner's forward pass.
-        options: number of workers and timeouts.
+        cluster: where the workers run.
+        workers: number of actors.
+        gpus: of each worker.
         autocast: dtype of mixed precision; None is float32.
         quick: whether to use the learner's CPU kernels.
         trust: whether custom code of the model may run.
@@ -167,20 +170,15 @@ def ray_reference(
     """
     import ray
 
-    ray_options = options.ray
-    resources = from_launch("reference", count=ray_options.ref_workers, option="ray_ref_workers")
+    resources = from_launch("reference", count=workers, option="ray_ref_workers")
     if resources is None:
-
-        def plan(_: bool) -> PlacementPlan:
-            return plan_seats(
-                references=ray_options.ref_workers, gpus_per_reference=ray_options.ref_gpus
-            )
-
-        resources = allocate("reference", options, plan)
+        resources = cluster.allocate(
+            "reference", lambda _: plan_seats(references=workers, gpus_per_reference=gpus)
+        )
     model_ref = ray.put(model)
     arguments = {"autocast": autocast, "quick": quick, "trust": trust}
     return RayReference(
         lambda handle: handle.build.remote(ReferenceActor, model_ref, settings, **arguments),
         resources,
-        limits=actor_limits(options),
+        limits=cluster.limits,
     )

@@ -7,10 +7,56 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kedge.backends.ray import cluster
+from kedge.backends.ray.actor import ActorLimits
 from kedge.backends.ray.context import get_context
 from kedge.backends.ray.placement import Placement, PlacementPlan, Role, Seat, place
-from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """The cluster that the actors of a rank run on, and how long to wait for them, in seconds.
+
+    Fields are named as in the config; ``actors`` are those of all roles, for each of which a new
+    local cluster gets a CPU.
+    """
+
+    actors: int
+    ray_address: str | None
+    ray_wait_seconds: float
+    worker_start_timeout: float
+    worker_heartbeat: float
+    worker_timeout: float
+    rollout_timeout: float
+
+    @property
+    def limits(self) -> ActorLimits:
+        """The timeouts of an actor."""
+        return ActorLimits(
+            start=self.worker_start_timeout,
+            heartbeat=self.worker_heartbeat,
+            patience=self.worker_timeout,
+            call=self.rollout_timeout,
+        )
+
+    @property
+    def address(self) -> str | None:
+        """Address of the configured cluster, if any."""
+        return self.ray_address or os.environ.get("RAY_ADDRESS")
+
+    def allocate(self, role: Role, plan: Callable[[bool], PlacementPlan]) -> ActorResources:
+        """Reserve resources, on a new local cluster if none is configured.
+
+        Args:
+            role: of the seats.
+            plan: returns the plan, given whether the cluster has GPUs.
+
+        Raises:
+            ConfigError: no cluster, or it lacks resources.
+        """
+        cluster.connect(self.ray_address, cpus=self.actors)
+        placement = place(plan(cluster.has_gpus()), wait_seconds=self.ray_wait_seconds)
+        return ActorResources(placement, placement.plan.of(role), placement.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +91,6 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
         )
     first = at.rank * count if each else 0
     return ActorResources(at.placement, seats[first : first + count], _keep)
-
-
-def allocate(
-    role: Role, options: RolloutOptions, plan: Callable[[bool], PlacementPlan]
-) -> ActorResources:
-    """Reserve resources on the configured cluster, or on a new local one.
-
-    Args:
-        role: of the seats.
-        options: address of the cluster and timeout.
-        plan: returns the plan, given whether the cluster has GPUs.
-
-    Raises:
-        ConfigError: no cluster, or it lacks resources.
-    """
-    cluster.connect(options.ray.address, cpus=options.actors)
-    placement = place(plan(cluster.has_gpus()), wait_seconds=options.ray.wait_seconds)
-    return ActorResources(placement, placement.plan.of(role), placement.release)
-
-
-def address(options: RolloutOptions) -> str | None:
-    """Address of the configured cluster, if any."""
-    return options.ray.address or os.environ.get("RAY_ADDRESS")
 
 
 def _keep() -> None:

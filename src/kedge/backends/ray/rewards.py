@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.backends.ray.actor import Actor, ActorLimits, actor_limits
-from kedge.backends.ray.placement import PlacementPlan, plan_seats
-from kedge.backends.ray.resources import ActorResources, allocate, from_launch
+from kedge.backends.ray.actor import Actor, ActorLimits
+from kedge.backends.ray.placement import plan_seats
+from kedge.backends.ray.resources import ActorResources, RayCluster, from_launch
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
 from kedge.backends.rollout import start_all
-from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.types import Metrics, RewardOutput, Rollout
 
@@ -147,8 +146,10 @@ class RayRewards:
 
 def ray_rewards(
     recipe: Recipe,
-    options: RolloutOptions,
+    cluster: RayCluster,
     *,
+    workers: int,
+    gpus: float,
     log: RewardLog,
     trainer_state: Callable[[], object],
 ) -> RayRewards:
@@ -156,25 +157,22 @@ def ray_rewards(
 
     Args:
         recipe: of the reward source that each worker builds.
-        options: number of workers and timeouts.
+        cluster: where the workers run.
+        workers: number of actors.
+        gpus: of each worker.
         log: receives metrics and columns that functions log.
         trainer_state: returns the ``trainer_state`` to pass to functions.
 
     Raises:
         ConfigError: the cluster lacks resources, or a worker does not start.
     """
-    ray_options = options.ray
-    resources = from_launch("reward", count=ray_options.reward_workers, option="ray_reward_workers")
+    resources = from_launch("reward", count=workers, option="ray_reward_workers")
     if resources is None:
-
-        def plan(_: bool) -> PlacementPlan:
-            return plan_seats(
-                rewards=ray_options.reward_workers, gpus_per_reward=ray_options.reward_gpus
-            )
-
-        resources = allocate("reward", options, plan)
+        resources = cluster.allocate(
+            "reward", lambda _: plan_seats(rewards=workers, gpus_per_reward=gpus)
+        )
     return RayRewards(
-        recipe, resources, limits=actor_limits(options), log=log, trainer_state=trainer_state
+        recipe, resources, limits=cluster.limits, log=log, trainer_state=trainer_state
     )
 
 
