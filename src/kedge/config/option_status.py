@@ -302,7 +302,7 @@ OWN: dict[str, Support] = {
     "preflight": Honored(_ENGINE),
     "max_lag": Honored(_ENGINE),
     "rollout_schedule": Honored(_ENGINE),
-    "rollout_pieces": Honored(_ENGINE),
+    "num_partial_batches": Honored(_ENGINE),
     **dict.fromkeys(
         (
             "sampler_correction",

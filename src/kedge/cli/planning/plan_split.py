@@ -9,6 +9,7 @@ from kedge.cli.arguments import Options
 from kedge.cli.planning import costs, memory
 from kedge.cli.train.ppo import Names
 from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.config.rollout_engines import find_engine
 from kedge.engine.batch_sizes import BatchSizes
 from kedge.errors import ConfigError
 
@@ -86,7 +87,7 @@ def show_split(job: costs.Job, options: Options, asked: Asked, console: Any) -> 
     assert isinstance(config, AsyncPPOConfig)
     learners = sum(config.actor_num_gpus_per_node or [1])
     each = config.vllm_tensor_parallel_size
-    engines = config.vllm_num_engines * each if config.rollout_engine == "ray" else 0
+    engines = config.vllm_num_engines * each if find_engine(config).actors else 0
     name = asked.hardware or ("cpu" if config.use_cpu else "h100")
     device = costs.hardware(name)
     assert device is not None
