@@ -91,7 +91,7 @@ def main() -> None:
     learner = HFLearner(
         policy,
         TrainingArguments(output_dir=str(args.output_dir), learning_rate=5e-4, use_cpu=True),
-        LearnerSettings(total_updates=args.iterations, temperature=sampling.temperature),
+        LearnerSettings(total_iterations=args.iterations, temperature=sampling.temperature),
         value=value,
         reference=reference,
     )

@@ -88,7 +88,7 @@ def learner(
     return HFLearner(
         policy,
         args or arguments(),
-        LearnerSettings(**{"total_updates": 10, "max_grad_norm": 0.0, **how}),
+        LearnerSettings(**{"total_iterations": 10, "max_grad_norm": 0.0, **how}),
         value=value,
         reference=reference or None,
         accelerator=Accelerator(cpu=True),

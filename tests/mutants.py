@@ -32,7 +32,7 @@ class Mutant:
 
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
 COMPLETED = "tests/property/test_as_completed.py"
-NPLUS = "tests/reference/test_nplus_ppo.py"
+NPLUS = "tests/reference/test_nplus_ppo.py tests/reference/test_nplus_losses.py"
 LEARNER = "tests/unit/test_learner.py"
 RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
 GROUPS = "tests/unit/test_algorithms_engine.py"
@@ -211,15 +211,15 @@ MUTANTS = [
     Mutant(
         "pieces begin as long as engines are free",
         "engine/rollout/as_completed.py",
-        "return min(self._end, (self._newest.step + self.max_lag + 1) * self.pieces)",
+        "return min(self._end, (self._newest.step + self.max_lag + 1) * self.partial_batches)",
         "return self._end",
         COMPLETED,
     ),
     Mutant(
         "a resume begins pieces again that are there",
         "engine/rollout/as_completed.py",
-        "self._done, self._next = restored, step * self.pieces + len(restored)",
-        "self._done, self._next = restored, step * self.pieces",
+        "self._done, self._next = restored, step * self.partial_batches + len(restored)",
+        "self._done, self._next = restored, step * self.partial_batches",
         COMPLETED,
     ),
     Mutant(
@@ -323,7 +323,7 @@ MUTANTS = [
     Mutant(
         "KL in the loss without its ratio",
         "algorithms/grpo.py",
-        "(kl * ratio if unbiased_kl else kl)",
+        "(kl * ratio if use_bias_correction_kl else kl)",
         "kl",
         RULES,
     ),

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.backends.ray.resources import RayCluster
+from kedge.backends.rollout import EngineInputs
+from kedge.config.rollout_engines import find_engine, load_function
 from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.trainers.spec import shared_kwargs
 from tests.on_ray.clusters import local, needs_ray
 
 PAD = 0
@@ -78,17 +82,23 @@ def vllm():
     return engine
 
 
+def build_named(args, model, **options):
+    """The engines in actors that a config names."""
+    build = load_function(find_engine(args).build)
+    cluster = RayCluster(actors=args.vllm_num_engines, **shared_kwargs(args, RayCluster))
+    inputs = EngineInputs(policy=model, **options)
+    return build(inputs, cluster=cluster, **shared_kwargs(args, build))
+
+
 @functools.cache
 def ray_embedded_of():
     """Two embedded engines in actors."""
-    from kedge.backends.ray.build import ray_engines
     from kedge.config.ppo import PPOConfig
-    from kedge.config.rollout import rollout_options
 
     local()
     asked = {"rollout_engine": "ray", "ray_engine": "embedded", "vllm_num_engines": 2}
-    options = rollout_options(PPOConfig(output_dir="unused", **asked))
-    return ray_engines(policy(), options, pad_id=PAD, chunk_rows=4)
+    args = PPOConfig(output_dir="unused", **asked)
+    return build_named(args, policy(), pad_id=PAD, chunk_rows=4)
 
 
 def ray_embedded():
@@ -100,13 +110,11 @@ def ray_embedded():
 @functools.cache
 def ray_vllm_of():
     """A vLLM in an actor."""
-    from kedge.backends.ray.build import ray_engines
     from kedge.config.ppo import PPOConfig
-    from kedge.config.rollout import rollout_options
 
     local()
-    options = rollout_options(PPOConfig(output_dir="unused", rollout_engine="ray"))
-    return ray_engines(policy(), options, pad_id=PAD)
+    args = PPOConfig(output_dir="unused", rollout_engine="ray")
+    return build_named(args, policy(), pad_id=PAD)
 
 
 def ray_vllm():

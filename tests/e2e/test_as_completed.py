@@ -50,9 +50,12 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
     ("changes", "said"),
     [
         ({"max_lag": 0}, "max_lag=0 does not sample during training; set max_lag=1"),
-        ({"rollout_pieces": 3}, "must divide the 4 prompts of a rank; valid values: 1, 2, 4"),
-        ({"rollout_pieces": 0}, "rollout_pieces=0"),
-        ({"rollout_schedule": "in_order", "rollout_pieces": 2}, "leave rollout_pieces out"),
+        ({"num_partial_batches": 3}, "must divide the 4 prompts of a rank; valid values: 1, 2, 4"),
+        ({"num_partial_batches": 0}, "num_partial_batches=0"),
+        (
+            {"rollout_schedule": "in_order", "num_partial_batches": 2},
+            "leave num_partial_batches out",
+        ),
         ({"rollout_schedule": "random"}, "rollout_schedule='random'"),
     ],
 )

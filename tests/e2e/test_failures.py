@@ -129,7 +129,7 @@ def test_pieces_as_completed_begin_anew(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "max_lag": 1,
         "rollout_schedule": "as_completed",
-        "rollout_pieces": 2,
+        "num_partial_batches": 2,
         "total_episodes": 24,
         "save_strategy": "steps",
         "output_dir": str(tmp_path),

@@ -29,7 +29,7 @@ ENDLESS = """
     from kedge.cli.train.ppo import learn
     from tests.e2e.small import small
 
-    pieces = {"rollout_schedule": "as_completed", "rollout_pieces": 2}
+    pieces = {"rollout_schedule": "as_completed", "num_partial_batches": 2}
     made = small(
         output_dir=os.environ["RUN"], total_episodes=400, save_strategy="steps", save_steps=1,
         response_length=60, stop_token=None, preflight=False, max_lag=int(os.environ["LAG"]),

@@ -31,7 +31,7 @@ def counting() -> Any:
         {"max_lag": 0},
         {"max_lag": 1},
         {"max_lag": 3},
-        {"max_lag": 1, "rollout_schedule": "as_completed", "rollout_pieces": 1},
+        {"max_lag": 1, "rollout_schedule": "as_completed", "num_partial_batches": 1},
     ],
 )
 def test_a_row_of_metrics_has_the_records_of_its_own_batch(

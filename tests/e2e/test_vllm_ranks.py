@@ -33,7 +33,7 @@ def work(folder: str, out: str) -> None:
         rollout_schedule=os.environ.get("SCHEDULE", "in_order"),
     )
     made.train()
-    assert made.engine.rollout_engine.service.version() >= UPDATES - made.args.max_lag
+    assert made.engine.rollout_engine.service.version() >= UPDATES - 1 - made.args.max_lag
     made.engine.rollout_engine.close()  # leaves the learner's process group
     keys = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "grad_norm")
     rows = [{k: row[k] for k in keys} for row in made.state.log_history if "grad_norm" in row]

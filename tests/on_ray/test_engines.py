@@ -19,6 +19,7 @@ from kedge.backends.rollout import ShardedEngine
 from kedge.errors import ConfigError, RolloutError
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
+from tests.contract.engines import build_named
 from tests.contract.test_rollout_engine import prompts
 from tests.e2e.small import VOCAB, rows, small
 from tests.on_ray.clusters import local, needs_ray
@@ -140,13 +141,11 @@ class StopAt(TrainerCallback):
 
 
 def engine_of(count=2, **limits):
-    from kedge.backends.ray.build import ray_engines
     from kedge.config.ppo import PPOConfig
-    from kedge.config.rollout import rollout_options
 
     asked = {**ON_RAY, **QUICK, "vllm_num_engines": count, **limits}
-    options = rollout_options(PPOConfig(output_dir="unused", **asked))
-    return ray_engines(tiny_policy("llama", initializer_range=0.3), options, pad_id=0)
+    args = PPOConfig(output_dir="unused", **asked)
+    return build_named(args, tiny_policy("llama", initializer_range=0.3), pad_id=0)
 
 
 def test_a_fault_in_the_middle_of_a_batch_changes_nothing(llamas):

@@ -84,7 +84,7 @@ def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_
 
 def test_learners_train_on_what_is_done_first_each_from_engines_of_its_own(tmp_path):
     options = {"max_lag": 1, "total_episodes": 40, "output_dir": str(tmp_path)}
-    job = jobs.AsDone(options | {"rollout_pieces": 2})
+    job = jobs.AsDone(options | {"num_partial_batches": 2})
     found, trained, pids = on_two(job, engines=2)
     assert [row["episode"] for row in found] == [8, 16, 24, 32, 40]
     assert all(0 <= row["rollout/lag"] <= 1 for row in found)

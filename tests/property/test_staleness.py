@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.engine.hooks import NoHooks, StepReport
+from kedge.engine.hooks import Hooks, StepReport
 from kedge.engine.loop import Engine
 from kedge.engine.rollout.collector import Sample
 from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
@@ -122,7 +122,7 @@ class Run(Engine):
         return {}
 
 
-class Checkpoints(NoHooks):
+class Checkpoints(Hooks):
     """Keeps state and what is in flight every few updates, and stops where a schedule says."""
 
     def __init__(self, run: Run, every: int, stop: int) -> None:

@@ -190,7 +190,7 @@ def test_grpo_weights_by_loss_type() -> None:
         "dr_grpo": (-4 + 3) / (2 * 8),
     }
     for kind, loss in want.items():
-        algorithm = grpo(loss_type=kind, max_length=8)  # type: ignore[arg-type]
+        algorithm = grpo(loss_type=kind, response_length=8)  # type: ignore[arg-type]
         batch = micro_batch(algorithm, compute_advantages, mask, old=zero)
         found = algorithm.loss(output(zero, mask), batch)
         assert found.total.item() == pytest.approx(loss), kind
@@ -236,7 +236,9 @@ def test_grpo_kl_in_the_loss(estimator: str, value: float, slope: float) -> None
     found = loss_of(grpo(beta=0.1, kl_estimator=estimator), 0.0, 0.0, ref=ref)
     assert found == pytest.approx((0.1 * value, 0.1 * slope))
     # With the ratio in front, what is differentiated is an expectation under the old policy.
-    weighed = loss_of(grpo(beta=0.1, kl_estimator=estimator, unbiased_kl=True), 0.0, 0.0, ref=ref)
+    weighed = loss_of(
+        grpo(beta=0.1, kl_estimator=estimator, use_bias_correction_kl=True), 0.0, 0.0, ref=ref
+    )
     assert weighed == pytest.approx((0.1 * value, 0.1 * (slope + value)))
 
 
@@ -256,7 +258,7 @@ def test_gspo_clips_the_geometric_mean_of_a_response() -> None:
 
 
 def test_grpo_overlong_responses_lose_score() -> None:
-    algorithm = grpo(overlong_buffer=4, max_length=8, scale_rewards="none")
+    algorithm = grpo(overlong_buffer=4, response_length=8, scale_rewards="none")
     found = advantages(
         algorithm.compute_advantages(evidence([1.0, 1.0], [0, 0], lengths=[2, 6]), 0.0)
     )
@@ -282,8 +284,8 @@ def test_truncated_responses_and_uniform_groups_are_not_trained_on() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: grpo(loss_type="dr_grpo"), "max_length"),
-        (lambda: grpo(overlong_buffer=9, max_length=8), "overlong_buffer .* got 9"),
+        (lambda: grpo(loss_type="dr_grpo"), "response_length"),
+        (lambda: grpo(overlong_buffer=9, response_length=8), "overlong_buffer .* got 9"),
         (lambda: grpo(delta=1.1), "delta=1.1"),
         (lambda: grpo(beta=0.1, reference=False), "beta=0.1"),
         (lambda: grpo(kl_estimator="k4"), "k4"),

@@ -141,10 +141,10 @@ RULES: dict[str, Algorithm] = {
     "rloo token": BUILTIN["rloo"](ratio_level="token"),
     "reinforce_pp sequence": BUILTIN["reinforce_pp"](ratio_level="sequence", beta=0.1),
     **{
-        f"grpo {kind}": grpo(loss_type=kind, max_length=5, beta=0.1)  # type: ignore[arg-type]
+        f"grpo {kind}": grpo(loss_type=kind, response_length=5, beta=0.1)  # type: ignore[arg-type]
         for kind in ("grpo", "dr_grpo", "cispo")
     },
-    "gspo": grpo(importance_sampling_level="sequence", beta=0.1, unbiased_kl=True),
+    "gspo": grpo(importance_sampling_level="sequence", beta=0.1, use_bias_correction_kl=True),
 }
 
 

@@ -1,112 +1,17 @@
 """Callbacks see the events, the state and the control that transformers.Trainer gives them."""
 
-import json
 import math
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
-from kedge.backends.trackers import Memory
 from kedge.engine.checkpoint import checkpoint
 from kedge.engine.hooks import StepReport
-from kedge.errors import CheckpointError, ConfigError
-from kedge.trainers.reporting.trackers import build_tables
-from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
-from kedge.trainers.run.hooks import TrainerHooks
-from kedge.types import PromptBatch, Rollout
-
-EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-
-
-class Spy(TrainerCallback):
-    def __init__(self):
-        self.events = []
-        self.seen = {}
-
-    def __getattribute__(self, name):
-        if name not in EVENTS:
-            return super().__getattribute__(name)
-
-        def event(args, state, control, **kwargs):
-            self.events.append(name)
-            self.seen[name] = kwargs
-
-        return event
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
-
-
-def args(folder, **kwargs):
-    defaults = {"save_strategy": "no", "logging_steps": 1, "report_to": "none", "use_cpu": True}
-    return TrainingArguments(output_dir=str(folder), **(defaults | kwargs))
-
-
-class Run:
-    """A loop without models: the score is the step, evaluations return ``evals`` in turn."""
-
-    def __init__(self, arguments, callbacks=(), *, max_steps=4, steps_per_epoch=2.0, evals=()):
-        self.memory, self.max_steps = Memory(), max_steps
-        self.callbacks = Callbacks(arguments, callbacks, tracker=self.memory, model="the model")
-        self.evals, self.saved, self.evaluated_at = iter(evals), [], []
-        self.steps_per_epoch = steps_per_epoch
-
-    @property
-    def state(self):
-        return self.callbacks.state
-
-    def evaluate(self):
-        self.evaluated_at.append(self.state.global_step)
-        metrics = {"eval_objective/scores": next(self.evals, 0.0)}
-        self.callbacks.evaluated(metrics)
-        return metrics
-
-    def save(self):
-        self.saved.append(self.state.global_step)
-        return checkpoint.save(
-            self.callbacks.args.output_dir,
-            self.state.global_step,
-            {"n": self.state.global_step},
-            write_models=self.callbacks.write_state,
-        )
-
-    def train(self, resume=None):
-        if resume is not None:
-            self.callbacks.restore(resume)
-        self.callbacks.begin(
-            max_steps=self.max_steps, epochs=self.max_steps / self.steps_per_epoch, batch_size=8
-        )
-        hooks = TrainerHooks(
-            self.callbacks,
-            steps_per_epoch=self.steps_per_epoch,
-            evaluate=self.evaluate,
-            save=self.save,
-            clock=iter(range(1000)).__next__,
-        )
-        hooks.evaluate_at_start()
-        for step in range(self.state.global_step, self.max_steps):
-            hooks.on_step_begin(step)
-            hooks.on_sample(step, None, None)
-            hooks.on_optimizer_step()
-            metrics = {
-                "objective/scores": float(step + 1),
-                "episode": (step + 1) * 8.0,
-                "lr": 1 / 2**step,
-            }
-            report = StepReport(step=step + 1, metrics=metrics, rollout=None, reward_output=None)
-            if hooks.on_step_end(report):
-                break
-        hooks.end_pass()
-        self.callbacks.fire("on_train_end")
-        return self
-
+from kedge.errors import ConfigError
+from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows
+from kedge.trainers.run.hooks import RunHooks
+from tests.unit.callback_runs import Run, Spy, StopAt, args
 
 # ---------------------------------------------------------------------- order and kwargs
 
@@ -136,6 +41,7 @@ def test_events_come_in_the_order_of_the_transformers_trainer(tmp_path):
 def test_the_optimizer_itself_fires_the_event_before_its_step(tmp_path):
     spy = Spy()
     callbacks = Callbacks(args(tmp_path), [spy])
+    callbacks.start(model="the model")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     callbacks.watch(optimizer, "schedule")
     optimizer.step()
@@ -201,9 +107,8 @@ def test_should_epoch_stop_is_refused_aloud(tmp_path):
 def test_a_flag_set_on_another_rank_counts_here(tmp_path):
     run = Run(args(tmp_path))
     run.callbacks.begin(max_steps=4, epochs=2, batch_size=8)
-    hooks = TrainerHooks(
-        run.callbacks, steps_per_epoch=2.0, total=lambda x: x + torch.tensor([1.0, 0, 0, 0])
-    )
+    run.learner.world_size, run.learner.total = 2, lambda x: x + torch.tensor([1.0, 0, 0, 0])
+    hooks = RunHooks(run)
     hooks.on_step_begin(0)
     report = StepReport(step=1, metrics={}, rollout=None, reward_output=None)
     assert hooks.on_step_end(report) is True
@@ -323,180 +228,3 @@ def test_an_unknown_best_metric_is_named(tmp_path):
     arguments = args(tmp_path, **(BEST | {"metric_for_best_model": "scores"}))
     with pytest.raises(ConfigError, match=r"'scores' must be a metric .* eval_objective/scores"):
         Run(arguments).train()
-
-
-# -------------------------------------------------------------------------------- measures
-
-
-def rollout_of(prompt_lengths, response_lengths):
-    def mask(lengths, width):
-        return torch.arange(width) < torch.tensor(lengths)[:, None]
-
-    n, P, R = len(prompt_lengths), 4, 6
-    prompts = PromptBatch(
-        ids=torch.zeros(n, P, dtype=torch.long),
-        mask=mask(prompt_lengths, P).flip(1),
-        group=torch.arange(n),
-        row=torch.arange(n),
-    )
-    present = mask(response_lengths, R)
-    return Rollout(
-        prompts=prompts,
-        ids=torch.zeros(n, R, dtype=torch.long),
-        loss_mask=present,
-        response_mask=present,
-        terminated=present[:, 0],
-        version=torch.zeros(n),
-    )
-
-
-@pytest.mark.parametrize(
-    ("include", "want"), [("no", None), ("all", 2 * 2 * 20), (True, 80), ("non_padding", 2 * 2 * 9)]
-)
-def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
-    run = Run(args(tmp_path, include_num_input_tokens_seen=include))
-    run.callbacks.begin(max_steps=4, epochs=2, batch_size=2)
-    hooks = TrainerHooks(run.callbacks, steps_per_epoch=2.0, total=lambda x: 2 * x)
-    for step in (1, 2):
-        hooks.on_step_begin(step - 1)
-        rollout = rollout_of([1, 3], [2, 3])
-        hooks.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, reward_output=None))
-    assert run.state.num_input_tokens_seen == (want or 0)
-    assert run.memory.rows[-1].get("num_input_tokens_seen") == want
-
-
-def test_peak_memory_is_logged_when_asked(tmp_path):
-    row = Run(args(tmp_path, skip_memory_metrics=False)).train().memory.rows[-1]
-    assert 50 < row["memory/peak_cpu"] < 1e6  # MiB of a process that has imported torch
-    assert "memory/peak_cpu" not in Run(args(tmp_path)).train().memory.rows[-1]
-
-
-# ------------------------------------------------------------------------ state and resume
-
-
-class Counter(TrainerCallback, ExportableState):
-    def __init__(self, by=1):
-        self.by, self.count = by, 0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.count += self.by
-
-    def state(self):
-        return {"args": {"by": self.by}, "attributes": {"count": self.count}}
-
-
-def test_a_resumed_run_logs_what_the_uninterrupted_one_logs(tmp_path):
-    settings = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4}
-    whole = Run(args(tmp_path / "a", **settings), max_steps=8).train()
-    half = Run(args(tmp_path / "b", **settings), [StopAt(4)], max_steps=8).train()
-    assert half.state.global_step == 4
-    rest = Run(args(tmp_path / "b", **settings), max_steps=8)
-    rest.train(resume=tmp_path / "b" / "checkpoint-4")
-
-    def rows(run):
-        return [{k: v for k, v in r.items() if k != "eps"} for r in run.state.log_history]
-
-    assert rows(rest) == rows(whole)
-    assert [r["step"] for r in rest.memory.rows] == [6, 8]
-    assert rest.memory.rows[-1]["eps"] == (64 - 32) / 4  # of this process alone
-
-
-def test_callbacks_get_their_state_back_when_asked(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    Run(args(tmp_path, **saving), [Counter(2), Counter(5)]).train()
-    for restore, counts in ((True, [8, 20]), (False, [0, 0])):
-        arguments = args(tmp_path, **saving, restore_callback_states_from_checkpoint=restore)
-        callbacks = Callbacks(arguments, [Counter(2), Counter(5)])
-        callbacks.restore(tmp_path / "checkpoint-4")
-        found = [c for c in callbacks.handler.callbacks if isinstance(c, Counter)]
-        assert [c.count for c in found] == counts
-        assert [c.by for c in found] == [2, 5]
-    callbacks = Callbacks(args(tmp_path, restore_callback_states_from_checkpoint=True))
-    with pytest.warns(UserWarning, match="not in this run: Counter"):
-        callbacks.restore(tmp_path / "checkpoint-4")
-
-
-def test_trainer_state_is_readable_by_transformers(tmp_path):
-    Run(args(tmp_path, save_strategy="steps", save_steps=4)).train()
-    data = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    for name in ("episode", "pending", "num_tokens", "loss_sum"):
-        del data[name]
-    state = TrainerState(**data)
-    assert state.global_step == 4
-    assert len(state.log_history) == 4
-
-
-def test_another_rank_restores_what_rank_0_wrote_but_stays_itself(tmp_path):
-    Run(args(tmp_path, save_strategy="steps", save_steps=4)).train()
-    memory = Memory()
-    callbacks = Callbacks(args(tmp_path), tracker=memory, rank=3, local_rank=1)
-    callbacks.restore(tmp_path / "checkpoint-4")
-    assert callbacks.state.global_step == 4
-    assert not callbacks.state.is_world_process_zero
-    assert not callbacks.state.is_local_process_zero
-    callbacks.log({"lr": 1.0})
-    assert memory.rows == []
-
-
-def test_a_damaged_trainer_state_is_named(tmp_path):
-    (tmp_path / "trainer_state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"cannot read .*trainer_state.json"):
-        Callbacks(args(tmp_path)).restore(tmp_path)
-
-
-def test_add_pop_and_remove(tmp_path):
-    callbacks = Callbacks(args(tmp_path), [Counter])
-    extra = StopAt(3)
-    callbacks.add(extra)
-    assert callbacks.pop(Counter).by == 1
-    assert callbacks.pop(Counter) is None
-    callbacks.remove(extra)
-    assert [type(c).__name__ for c in callbacks.handler.callbacks] == ["DefaultFlowCallback"]
-
-
-# ------------------------------------------------------------------------------ report_to
-
-
-def test_tensorboard_gets_the_rows(tmp_path):
-    run = Run(args(tmp_path, report_to="tensorboard"), max_steps=2).train()
-    assert [type(c).__name__ for c in run.callbacks.handler.callbacks][1] == "TensorBoardCallback"
-    run.callbacks.begin(max_steps=2, epochs=1, batch_size=8)  # opens the writer again
-    build_tables(run.callbacks).table("completions", [{"query": "q"}], step=2)
-    run.callbacks.fire("on_train_end")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (folder,) = (tmp_path / "runs").iterdir()
-    events = EventAccumulator(str(folder)).Reload()
-    assert [e.value for e in events.Scalars("train/objective/scores")] == [1.0, 2.0]
-    (text,) = events.Tensors("completions/text_summary")
-    assert b"| q |" in text.tensor_proto.string_val[0]
-
-
-@pytest.mark.parametrize("nothing", [None, "none", [], ["none"]])
-def test_report_to_nothing(nothing):
-    assert reporting_callbacks(nothing) == []
-
-
-def test_report_to_all_takes_what_is_installed():
-    assert "TensorBoardCallback" in [type(c).__name__ for c in reporting_callbacks("all")]
-
-
-def test_a_missing_package_is_named_with_its_extra():
-    with pytest.raises(ConfigError, match=r"pip install 'kedge\[wandb\]'"):
-        reporting_callbacks(["wandb"])
-
-
-def test_an_unknown_integration_is_named():
-    with pytest.raises(ConfigError, match="report_to='wandbb'"):
-        reporting_callbacks("wandbb")
-
-
-# ----------------------------------------------------------------------------- bad inputs
-
-
-@pytest.mark.parametrize("bad", [print, "EarlyStopping", 3, dict])
-def test_what_is_no_callback_is_named(tmp_path, bad):
-    with pytest.raises(ConfigError, match=r"a callback must be a transformers.TrainerCallback"):
-        Callbacks(args(tmp_path), [bad])
-    with pytest.raises(ConfigError, match=r"transformers.TrainerCallback"):
-        Callbacks(args(tmp_path)).add(bad)

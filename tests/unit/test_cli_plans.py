@@ -27,7 +27,7 @@ def test_a_plan_needs_no_weights(tiny):
     )
     made = options(*flags.split())
     _, batches, facts, needs = plan(made, processes=2)
-    assert (batches.batch_size, batches.updates, batches.local_mini_rows) == (8, 3, 2)
+    assert (batches.batch_size, batches.iterations, batches.local_mini_rows) == (8, 3, 2)
     assert facts == {"longest prompt, assumed": 3}
     policy, reference, value, reward = needs
     # embed 40x16, head 16x40, 2 layers of q16x16 kv2x16x8 o16x16 mlp 3x16x24 2 norms; 1 norm

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kedge import GRPOConfig, RLOOConfig
+from kedge.algorithms import grpo, rloo
 from kedge.backends.hf.compatibility import check_length
 from kedge.config.declare import Alias
-from kedge.config.grpo import resolve_grpo
 from kedge.config.options import foreign
 from kedge.config.ppo import PPOConfig
-from kedge.config.resolve import batch_options
-from kedge.config.rloo import DEFAULTS, PAIRS, resolve_rloo
+from kedge.config.rloo import DEFAULTS, PAIRS, reward_bounds
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
+from kedge.trainers.spec import shared_kwargs
 
 CONFIGS = [RLOOConfig, GRPOConfig]
 
@@ -94,7 +94,7 @@ def test_a_settled_config_makes_itself_again(given: dict[str, Any], out: dict[st
 )
 def test_reward_clip_range(given: Any, bounds: Any, out: dict[str, Any]) -> None:
     made = RLOOConfig(**out, reward_clip_range=given)
-    assert resolve_rloo(made).rloo.reward_clip_range == bounds
+    assert reward_bounds(made.reward_clip_range) == bounds
 
 
 @pytest.mark.parametrize("given", [(2, 1), -1.0, "ten", (1, 2, 3), [True]])
@@ -110,7 +110,7 @@ def test_one_ratio_for_many_advantages_is_refused(out: dict[str, Any]) -> None:
 
 def test_options_reach_the_algorithm(out: dict[str, Any]) -> None:
     made = RLOOConfig(**out, epsilon=0.1, epsilon_high=0.3, normalize_advantages=True)
-    found = asdict(resolve_rloo(made).rloo)
+    found = shared_kwargs(made, rloo)
     assert (found["cliprange"], found["cliprange_high"]) == (0.1, 0.3)
     assert found["normalize_advantage"] is True
 
@@ -122,8 +122,9 @@ def test_options_reach_the_algorithm(out: dict[str, Any]) -> None:
 @pytest.mark.parametrize("given", [{"steps_per_generation": 6}, {"generation_batch_size": 48}])
 def test_sizes_of_a_generation(config: Any, given: dict[str, Any], out: dict[str, Any]) -> None:
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    batch = batch_options(config(**out, **sizes, **given))
-    assert (batch.per_device, batch.accumulation, batch.num_mini_batches) == (8, 6, 3)
+    made = config(**out, **sizes, **given)
+    assert made.per_device_train_batch_size == 8
+    assert (made.gradient_accumulation_steps, made.num_mini_batches) == (6, 3)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +164,9 @@ def test_a_vllm_that_is_too_old_is_refused_at_the_start(out, monkeypatch) -> Non
     monkeypatch.setattr("kedge.config.rollout.installed", lambda package: True)
     monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.31.2")
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer, got 0\.31\.2"):
-        resolve_grpo(GRPOConfig(**out, rollout_engine="vllm"))
+        GRPOConfig(**out, rollout_engine="vllm")
     monkeypatch.setattr("kedge.config.rollout.installed_vllm", lambda: "0.32.0rc1")
-    resolve_grpo(GRPOConfig(**out, rollout_engine="vllm"))
+    GRPOConfig(**out, rollout_engine="vllm")
 
 
 def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
@@ -174,16 +175,13 @@ def test_grpo_options_reach_the_algorithm(out: dict[str, Any]) -> None:
         scale_rewards=False,
         max_completion_length=64,
         overlong_buffer=16,
-        sampler_correction="mask",
-        sampler_correction_high=5.0,
         min_p=None,
         log_completions=False,
     )
-    found = resolve_grpo(made, eos_token_ids=(0,))
-    assert (found.grpo.scale_rewards, found.grpo.max_length) == ("none", 64)
-    assert (found.grpo.overlong_buffer, found.sampling.max_new_tokens) == (16, 64)
-    assert found.correction is not None
-    assert (found.correction.kind, found.correction.high) == ("mask", 5.0)
+    found = shared_kwargs(made, grpo)
+    assert (found["scale_rewards"], found["response_length"]) == ("none", 64)
+    assert found["overlong_buffer"] == 16
+    assert found["use_bias_correction_kl"] is True
     assert (made.min_p, made.num_sample_generations) == (0.0, 0)
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.algorithms import ppo
-from kedge.config.grpo import resolve_grpo
+from kedge.algorithms import grpo, ppo
+from kedge.config.rollout_engines import find_engine
 from kedge.engine.stages import make_experience
 from kedge.errors import ConfigError, RolloutError
 from kedge.math.importance import Correction, importance_weights
 from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.trainers.build.correction import build_correction
 from kedge.types import RewardOutput, Rollout
 from tests.unit.text_toys import word_tokenizer
 from tests.unit.toys import ToyEngine, ToyLearner, ToyPrompts
@@ -175,6 +176,11 @@ def test_when_weights_are_on_and_their_bounds(kind, options, want, tmp_path, cap
 VLLM = {"rollout_engine": "http://127.0.0.1:1"}
 
 
+def correction_of(args: Any) -> Correction | None:
+    vllm = find_engine(args).vllm
+    return build_correction(args, grpo(), engine="it", vllm=vllm, logprobs="sampled")
+
+
 @pytest.mark.parametrize(
     ("options", "want"),
     [
@@ -185,19 +191,19 @@ VLLM = {"rollout_engine": "http://127.0.0.1:1"}
         ({"vllm_importance_sampling_clip_max": None}, ("mask", "sequence", math.inf, 0.0)),
         ({"vllm_importance_sampling_correction": False}, None),
         ({"sampler_correction": "off"}, None),
-        ({"sampler_correction": "truncate"}, ("truncate", None, None, 0.0)),
-        ({"max_lag": 2}, ("truncate", None, None, 0.0)),
+        ({"sampler_correction": "truncate"}, ("truncate", "token", 2.0, 0.0)),
+        ({"max_lag": 2}, ("truncate", "token", 2.0, 0.0)),
     ],
 )
 def test_grpo_with_vllm_has_the_weights_of_trl(options, want, tmp_path) -> None:
-    found = resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **VLLM, **options)).correction
+    found = correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **options))
     if want is None:
         assert found is None
     else:
         assert found is not None
         assert (found.kind, found.level, found.high, found.low) == want
     without = {k: v for k, v in options.items() if k.startswith("vllm")}
-    assert resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **without)).correction is None
+    assert correction_of(GRPOConfig(output_dir=str(tmp_path), **without)) is None
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_grpo_with_vllm_has_the_weights_of_trl(options, want, tmp_path) -> None:
 def test_weights_of_trl_that_cannot_be(options, words, tmp_path) -> None:
     given = {f"vllm_importance_sampling_{k}": v for k, v in options.items()}
     with pytest.raises(ConfigError, match=words):
-        resolve_grpo(GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
+        correction_of(GRPOConfig(output_dir=str(tmp_path), **VLLM, **given))
 
 
 def test_truncation_has_a_lower_bound_too() -> None:

@@ -192,7 +192,7 @@ def test_value_learning_rate_is_its_own():
 
 def test_schedule_moves_once_per_batch():
     args = arguments(lr_scheduler_type="linear", warmup_steps=0, learning_rate=1.0)
-    found = learner(args=args, total_updates=4)
+    found = learner(args=args, total_iterations=4)
     rates = []
     for _ in range(4):
         step(found)
@@ -204,7 +204,7 @@ def test_schedule_moves_once_per_batch():
 def test_warmup_is_a_count_or_a_share_of_the_updates():
     for warmup in (2, 0.5):
         args = arguments(lr_scheduler_type="constant_with_warmup", warmup_steps=warmup)
-        found = learner(args=args, total_updates=4)
+        found = learner(args=args, total_iterations=4)
         rates = []
         for _ in range(4):
             rates.append(step(found)["lr"])
@@ -339,7 +339,7 @@ def test_autocast_keeps_float32_weights():
     low = HFLearner(
         tiny_policy(vocab_size=VOCAB),
         arguments(bf16=True),
-        LearnerSettings(total_updates=10),
+        LearnerSettings(total_iterations=10),
         value=load_value(tiny_reward_model(vocab_size=VOCAB)),
         accelerator=Accelerator(cpu=True, mixed_precision="bf16"),
     )

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from kedge import GRPOConfig
+from kedge import GRPOConfig, GRPOTrainer
 from kedge.backends.hf import load
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
-from kedge.trainers.build import data
+from kedge.trainers.build import loading
 from kedge.trainers.build.inputs import TrainerInputs
-from kedge.trainers.build.reference import check_reference
+from kedge.trainers.build.learner import check_reference_workers
 from tests.e2e.small import VOCAB, rows
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
@@ -54,7 +54,7 @@ def test_everything_of_from_pretrained_is_handed_on(
     make: Any, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
-    real, tokenizer = load.load_whole, data._load_tokenizer
+    real, tokenizer = load.load_whole, loading._load_tokenizer
 
     def spy(kind: Any, what: str, source: str, **options: Any) -> Any:
         seen.update(options)
@@ -65,7 +65,7 @@ def test_everything_of_from_pretrained_is_handed_on(
         return tokenizer(name, trust, None)
 
     monkeypatch.setattr(load, "load_whole", spy)
-    monkeypatch.setattr(data, "_load_tokenizer", tokens)
+    monkeypatch.setattr(loading, "_load_tokenizer", tokens)
     wanted = {"revision": "v2", "torch_dtype": "float32", "low_cpu_mem_usage": True}
     make(model=folder, processing_class=None, model_init_kwargs=wanted)
     assert seen == {
@@ -140,12 +140,19 @@ def test_the_command_takes_them(folder: str, tmp_path: Path) -> None:
 
 
 def test_workers_on_ray_take_a_reference_by_name_without_options_for_loading() -> None:
-    settings: Any = SimpleNamespace(rollout=SimpleNamespace(ray=SimpleNamespace(ref_workers=1)))
-    rule: Any = SimpleNamespace(needs_reference=True, needs_full_kl=False)
+    algorithm: Any = SimpleNamespace(needs_reference=True, needs_full_kl=False)
 
     def check(**options: Any) -> None:
         args = GRPOConfig(output_dir="unused", beta=0.1, use_cpu=True, **options)
-        check_reference(TrainerInputs(args=args, model="policy", ref_model="base"), settings, rule)
+        inputs = TrainerInputs(spec=GRPOTrainer.SPEC, args=args, model="policy", ref_model="base")
+        check_reference_workers(
+            SimpleNamespace(
+                inputs=inputs,
+                args=args,
+                algorithm=algorithm,
+                loading=loading.loading_options(inputs),
+            )
+        )
 
     check()
     with pytest.raises(ConfigError, match="without model_init_kwargs"):

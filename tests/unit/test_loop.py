@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kedge.algorithms import ppo
 from kedge.engine.batch_sizes import BatchSizes
-from kedge.engine.hooks import NoHooks, StepReport
+from kedge.engine.hooks import Hooks, StepReport
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.engine.metrics import check_known
@@ -23,7 +23,7 @@ from kedge.types import PromptBatch, Receipt, RewardOutput, Rollout, Sampling
 from .toys import ToyEngine, ToyLearner, ToyPrompts
 
 PLAN = BatchSizes(
-    world_size=1, micro_rows=2, local_rows=6, minibatches=2, epochs=2, group=2, updates=100
+    world_size=1, micro_rows=2, local_rows=6, minibatches=2, epochs=2, group=2, iterations=100
 )
 
 
@@ -51,7 +51,7 @@ def order(max_lag: int, steps: int = 3) -> list[str]:
     e = engine(
         max_lag,
         batch_sizes=BatchSizes(
-            world_size=1, micro_rows=6, local_rows=6, minibatches=1, epochs=1, group=2, updates=9
+            world_size=1, micro_rows=6, local_rows=6, minibatches=1, epochs=1, group=2, iterations=9
         ),
     )
     e.run(steps)
@@ -70,7 +70,7 @@ def test_synchronous_order() -> None:
 
 
 def test_every_sample_is_as_old_as_the_lag_allows_and_no_older() -> None:
-    class Versions(NoHooks):
+    class Versions(Hooks):
         def __init__(self) -> None:
             self.lags: list[float] = []
 
@@ -90,7 +90,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int) -> None:
     whole.run(6)
     first = engine(max_lag)
 
-    class StopAfterThree(NoHooks):
+    class StopAfterThree(Hooks):
         def on_step_end(self, report: StepReport) -> bool:
             return report.step == 3
 
@@ -109,7 +109,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(max_lag: int) -> None:
 def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
     first = engine(2)
 
-    class StopAfterThree(NoHooks):
+    class StopAfterThree(Hooks):
         def on_step_end(self, report: StepReport) -> bool:
             return report.step == 3
 
@@ -139,7 +139,7 @@ def test_training_reaches_the_reward() -> None:
 
 
 def test_metrics_are_known_and_true() -> None:
-    class Keep(NoHooks):
+    class Keep(Hooks):
         report: StepReport
 
         def on_step_end(self, report: StepReport) -> bool:

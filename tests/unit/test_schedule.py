@@ -3,7 +3,7 @@
 import pytest
 
 from kedge.config.ppo import PPOConfig
-from kedge.config.schedule import build_schedule, warmup_updates
+from kedge.config.schedule import build_schedule, warmup_iterations
 from kedge.errors import ConfigError
 
 
@@ -17,16 +17,16 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(("steps", "want"), [(0, 0), (0.1, 2), (0.11, 3), (1, 1), (5, 5)])
 def test_warm_up_in_updates_or_as_a_fraction(config, steps, want):
-    assert warmup_updates(config(warmup_steps=steps), 20) == want
+    assert warmup_iterations(config(warmup_steps=steps), 20) == want
 
 
-def due(c, what, updates=20):
-    return [i for i in range(1, updates + 1) if getattr(c, what)(i)]
+def due(c, what, iterations=20):
+    return [i for i in range(1, iterations + 1) if getattr(c, what)(i)]
 
 
 def test_cadence_counts_updates(config):
     made = config(logging_steps=6, save_steps=0.25, eval_strategy="epoch", logging_first_step=True)
-    c = build_schedule(made, updates=20, updates_per_epoch=2.5)
+    c = build_schedule(made, iterations=20, iterations_per_epoch=2.5)
     assert due(c, "logs") == [1, 6, 12, 18, 20]
     assert due(c, "saves") == [5, 10, 15, 20]
     assert due(c, "evaluates") == [3, 5, 8, 10, 13, 15, 18, 20]
@@ -35,15 +35,15 @@ def test_cadence_counts_updates(config):
 
 def test_cadence_can_be_silent(config):
     made = config(logging_strategy="no", save_strategy="no", num_sample_generations=0)
-    c = build_schedule(made, updates=20, updates_per_epoch=None)
+    c = build_schedule(made, iterations=20, iterations_per_epoch=None)
     assert [due(c, w) for w in ("logs", "saves", "evaluates", "samples")] == [[], [], [], []]
     with pytest.raises(ConfigError, match="needs a dataset with a length"):
-        build_schedule(config(save_strategy="epoch"), updates=20, updates_per_epoch=None)
+        build_schedule(config(save_strategy="epoch"), iterations=20, iterations_per_epoch=None)
 
 
 def test_evaluation_can_start_late(config):
     made = config(eval_strategy="steps", eval_steps=4, eval_delay=9)
-    assert due(build_schedule(made, updates=20, updates_per_epoch=None), "evaluates") == [
+    assert due(build_schedule(made, iterations=20, iterations_per_epoch=None), "evaluates") == [
         12,
         16,
         20,

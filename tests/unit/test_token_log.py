@@ -91,7 +91,7 @@ def test_a_long_run_writes_a_hundred_times_at_most() -> None:
     from kedge.config.schedule import build_schedule
 
     made = PPOConfig(output_dir="unused", logging_steps=1, use_cpu=True)
-    when = build_schedule(made, updates=1000, updates_per_epoch=None)
+    when = build_schedule(made, iterations=1000, iterations_per_epoch=None)
     due = [i for i in range(1, 1001) if when.writes_tokens(i)]
     assert due == [1, *range(10, 1001, 10)]
 

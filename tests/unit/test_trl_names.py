@@ -11,10 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from kedge.backends.hf.value_head import scalar_model
 from kedge.engine.metrics import TRL_NAMES
 from kedge.testing import tiny_policy
-from kedge.trainers.build.models import build_value_model
-from kedge.trainers.trl_names import trl_names
+from kedge.trainers.build.models import in_float32
+from kedge.trainers.metric_names import trl_names
 from tests.unit.text_toys import word_tokenizer
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(3, 20)]
@@ -166,9 +167,6 @@ def test_a_value_model_in_bfloat16_trains_in_float32(caplog: Any) -> None:
         )
         return LlamaForSequenceClassification(config).bfloat16()
 
-    made = build_value_model(value(), None, None, None)
+    made = in_float32(scalar_model(value()))
     assert {p.dtype for p in made.parameters()} == {torch.float32}
     assert caplog.text.count("value_model has weights in bfloat16; converting them to float32") == 1
-    assert next(
-        build_value_model(value(), None, None, None, allow_low=True).parameters()
-    ).dtype == (torch.bfloat16)

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from kedge import PPOConfig
-from kedge.backends.vllm.build import check_vllm, gpus_of_servers
+from kedge.backends.vllm.build import check_local, gpus_of_servers
 from kedge.backends.vllm.inprocess import _rank_args, device_args
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.server import Server, find_version, flags
 from kedge.backends.vllm.service import check_version
 from kedge.config import rollout
+from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
+from kedge.trainers.spec import shared_kwargs
 from kedge.types import Sampling
 from tests.contract.engines import policy, trained
 
@@ -112,9 +114,9 @@ def test_the_command_line_takes_the_options(tmp_path, monkeypatch, file):
     else:
         argv += ["--rollout_engine", "vllm_server", "--worker_timeout", "7"]
         argv += ["--vllm_engine_args", '{"max_model_len": 9}']
-    found = rollout.rollout_options(parse(argv, prog="kedge ppo").config)
-    assert (found.kind, found.patience) == ("vllm_server", 7.0)
-    assert found.engine_args == {"max_model_len": 9}
+    found = parse(argv, prog="kedge ppo").config
+    assert (found.rollout_engine, found.worker_timeout) == ("vllm_server", 7.0)
+    assert rollout.engine_args(found.vllm_engine_args) == {"max_model_len": 9}
 
 
 @pytest.mark.parametrize(
@@ -151,15 +153,14 @@ def test_servers_of_one_learner_are_its_own(monkeypatch):
 
 
 def test_nccl_without_gpus_is_refused(monkeypatch):
-    from kedge.config.rollout import rollout_options
-
     for module in ("rollout", "ray"):
         monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
     asked = {"output_dir": "unused", "rollout_engine": "ray", "vllm_transfer": "nccl"}
+    args, sampling = PPOConfig(**asked), Sampling(max_new_tokens=1)
     with pytest.raises(ConfigError, match=r"vllm_transfer='nccl' needs a GPU"):
-        check_vllm(rollout_options(PPOConfig(**asked)), Sampling(max_new_tokens=1), model=policy())
+        check_local(policy(), sampling, **shared_kwargs(args, check_local))
     with pytest.raises(ConfigError, match="vllm_transfer='nccl' has no effect with"):
-        rollout_options(PPOConfig(**asked | {"rollout_engine": "vllm_server"}))
+        PPOConfig(**asked | {"rollout_engine": "vllm_server"})
 
 
 @pytest.mark.parametrize(
@@ -171,14 +172,13 @@ def test_nccl_without_gpus_is_refused(monkeypatch):
     ],
 )
 def test_learners_that_cannot_have_engines_of_their_own(options, said, monkeypatch):
-    from kedge.config.rollout import rollout_options
-    from kedge.trainers.build.rollout import own_engines
+    from kedge.trainers.build.rollout import engines_per_rank
 
     for module in ("rollout", "ray"):
         monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
-    asked = rollout_options(PPOConfig(output_dir="unused", **options))
+    asked = PPOConfig(output_dir="unused", **options)
     with pytest.raises(ConfigError, match=said):
-        own_engines(asked, ranks=2)
+        engines_per_rank(asked, find_engine(asked), ranks=2)
 
 
 def test_more_servers_than_gpus_are_refused(monkeypatch):
@@ -215,9 +215,9 @@ def test_ranks_that_cannot_have_a_vllm_each(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    assert _rank_args({}) == {"distributed_executor_backend": "external_launcher"}
+    assert _rank_args(1) == {"distributed_executor_backend": "external_launcher"}
     with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 .* 2 ranks.*set it to 1"):
-        _rank_args({"tensor_parallel_size": 2})
+        _rank_args(2)
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match="accelerate launch or torchrun, which sets LOCAL_RANK"):
-        _rank_args({})
+        _rank_args(1)

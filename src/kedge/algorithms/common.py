@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from kedge.math.losses import Clip
 from kedge.math.masked import standardize
 from kedge.types import MicroBatch, PolicyOutput
 
-Bounds = float | tuple[float, float] | None
+Bounds = float | Sequence[float] | None
 
 
 def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tensor:
@@ -20,7 +22,7 @@ def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tenso
     Args:
         e: the batch.
         normalize: (score - mean) / (std + 1e-4).
-        clip: bounds ``(low, high)``, or one number for ``(-clip, clip)``.
+        clip: bounds ``(low, high)``, or one number c, also as ``(c,)``, for ``(-c, c)``.
 
     Returns:
         float32 [B], 0 where not valid.
@@ -30,7 +32,8 @@ def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tenso
         scores = standardize(scores, e.reward_output.valid, total=e.total)
     if clip is None:
         return scores
-    low, high = clip if isinstance(clip, tuple) else (-clip, clip)
+    bounds = [float(clip)] if isinstance(clip, int | float) else [*map(float, clip)]
+    low, high = bounds if len(bounds) == 2 else (-bounds[0], bounds[0])
     return torch.where(e.reward_output.valid, scores.clamp(low, high), 0.0)
 
 

@@ -34,11 +34,11 @@ def grpo(  # noqa: PLR0913
     delta: float | None = None,
     beta: float = 0.0,
     kl_estimator: str = "k3",
-    unbiased_kl: bool = False,
+    use_bias_correction_kl: bool = False,
     loss_type: LossType = "dapo",
     scale_rewards: Literal["group", "batch", "none"] = "group",
     importance_sampling_level: Literal["token", "sequence"] = "token",
-    max_length: int | None = None,
+    response_length: int | None = None,
     mask_truncated_completions: bool = False,
     drop_uniform_groups: bool = False,
     dynamic_sampling: int = 0,
@@ -51,9 +51,9 @@ def grpo(  # noqa: PLR0913
         L = sum_{i,t} w_{i,t} (-min(rho_{i,t} A_i, clip(rho_{i,t}) A_i) + beta KL_{i,t})
 
     Weights w by ``loss_type``, over one optimizer step and all ranks: "grpo" 1 / (rows length_i),
-    "dapo" 1 / tokens, "dr_grpo" 1 / (rows max_length).  "bnpo" equals "dapo": they differ only if
-    the loss depends on the micro-batch size, which it does not here.  "cispo" has the weights of
-    "dapo" and the loss -sg(min(rho, epsilon_high)) A log p instead of the clipped one.
+    "dapo" 1 / tokens, "dr_grpo" 1 / (rows response_length).  "bnpo" equals "dapo": they differ
+    only if the loss depends on the micro-batch size, which it does not here.  "cispo" has the
+    weights of "dapo" and the loss -sg(min(rho, epsilon_high)) A log p instead of the clipped one.
 
     Args:
         epsilon: ratio clip below 1.
@@ -64,16 +64,16 @@ def grpo(  # noqa: PLR0913
         beta: coefficient of the KL in the loss.  The trainer's ``kl_coef`` is that of the KL in the
             reward (k1).
         kl_estimator: estimator of the KL in the loss: "k1", "k2", "k3" or "abs".
-        unbiased_kl: multiply the KL in the loss by the ratio (arXiv:2512.02556).
+        use_bias_correction_kl: multiply the KL in the loss by the ratio (arXiv:2512.02556).
         loss_type: see above.
         scale_rewards: divide by the standard deviation of the group, of the batch, or not at all.
         importance_sampling_level: "sequence" is GSPO: the geometric mean of a response's ratios.
-        max_length: longest possible response, in tokens; for "dr_grpo" and ``overlong_buffer``.
+        response_length: limit of a response in tokens, for "dr_grpo" and ``overlong_buffer``.
         mask_truncated_completions: responses truncated by the length limit count for baselines but
             are not trained on.
         drop_uniform_groups: exclude groups of equal scores from the loss and its weights.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
-        overlong_buffer: tokens before ``max_length`` over which the score falls by up to 1.
+        overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
         reference: whether there is a reference policy.
 
     Raises:
@@ -83,7 +83,7 @@ def grpo(  # noqa: PLR0913
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
         raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
-    longest = _longest(max_length, loss_type, overlong_buffer)
+    longest = _longest(response_length, loss_type, overlong_buffer)
     clip = Clip(epsilon, high, delta)
     top = 5.0 if epsilon_high is None else epsilon_high
     level: RatioLevel = "token" if importance_sampling_level == "token" else "sequence_mean"
@@ -127,7 +127,7 @@ def grpo(  # noqa: PLR0913
         }
         if beta:
             kl = ESTIMATORS[kl_estimator](new.logprobs, require(x.ref_logprobs, "reference"))
-            kl = (w * (kl * ratio if unbiased_kl else kl)).sum()
+            kl = (w * (kl * ratio if use_bias_correction_kl else kl)).sum()
             parts["kl"], metrics["loss/kl_avg"] = beta * kl, kl
         return Loss(parts=parts, metrics=metrics)
 
@@ -151,15 +151,16 @@ def _check_kl(beta: float, reference: bool, kl_estimator: str) -> None:
         )
 
 
-def _longest(max_length: int | None, loss_type: str, overlong_buffer: int) -> int:
-    if max_length is None:
+def _longest(response_length: int | None, loss_type: str, overlong_buffer: int) -> int:
+    if response_length is None:
         if loss_type == "dr_grpo" or overlong_buffer:
             raise ValueError(
-                "dr_grpo and overlong_buffer need max_length, the longest response in tokens"
+                "dr_grpo and overlong_buffer need response_length, the longest response in tokens"
             )
         return 1
-    if not 0 <= overlong_buffer <= max_length:
+    if not 0 <= overlong_buffer <= response_length:
         raise ValueError(
-            f"overlong_buffer must be between 0 and max_length={max_length}, got {overlong_buffer}"
+            f"overlong_buffer must be between 0 and response_length={response_length}, got"
+            f" {overlong_buffer}"
         )
-    return max_length
+    return response_length

@@ -165,7 +165,7 @@ def make_learner(
         model.pretrained_model,
         cast(TrainingArguments, BareArguments()),  # optimizer and schedule are given
         LearnerSettings(
-            total_updates=config.total_ppo_epochs,
+            total_iterations=config.total_ppo_epochs,
             max_grad_norm=config.max_grad_norm or 0.0,
             forward_rows=config.mini_batch_size,
             gradient_checkpointing=config.gradient_checkpointing,
@@ -200,7 +200,7 @@ def make_batch_sizes(config: PPOConfig) -> BatchSizes:
         minibatches=config.batch_size // (config.backward_batch_size or config.batch_size),
         epochs=config.ppo_epochs,
         group=1,
-        updates=config.total_ppo_epochs,
+        iterations=config.total_ppo_epochs,
     )
 
 

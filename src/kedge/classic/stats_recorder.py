@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.engine.hooks import NoHooks
+from kedge.engine.hooks import Hooks
 from kedge.math.masked import masked_mean, moments
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
@@ -72,7 +72,7 @@ _FROM_LOSS = (
 )
 
 
-class StatsRecorder(NoHooks):
+class StatsRecorder(Hooks):
     """Records advantage inputs and outputs and every optimizer step of an iteration."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -15,6 +15,7 @@ from kedge.config.compat.trl import TRL
 from kedge.config.declare import Foreign, option
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import engine_args
+from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -206,8 +207,8 @@ def _convert_schedule(c: Any) -> None:
 
 
 def _convert_engine_args(c: Any) -> None:
-    on_ray = c.rollout_engine == "ray" and c.ray_engine == "vllm"
-    if on_ray and c.vllm_sync_backend == "gloo":
+    reads = find_engine(c).reads
+    if "vllm_transfer" in reads and c.vllm_sync_backend == "gloo":
         c.vllm_transfer = "host"
     options = {
         "enforce_eager": c.vllm_enforce_eager or None,
@@ -217,8 +218,7 @@ def _convert_engine_args(c: Any) -> None:
     options = {name: value for name, value in options.items() if value is not None}
     if not options:
         return
-    starts_vllm = c.rollout_engine in ("vllm", "vllm_server") or on_ray
-    if not starts_vllm:
+    if "vllm_engine_args" not in reads:
         logger.warning("%s: no effect, since Kedge starts no vLLM in this run", ", ".join(options))
         return
-    c.vllm_engine_args = options | dict(engine_args(c.vllm_engine_args))
+    c.vllm_engine_args = options | engine_args(c.vllm_engine_args)

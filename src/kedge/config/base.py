@@ -36,7 +36,7 @@ from kedge.config.options import (
     equal,
     foreign,
 )
-from kedge.config.rollout import rollout_options
+from kedge.config.rollout import check_rollout
 from kedge.config.validate import check_values
 from kedge.config.values import shown
 from kedge.errors import ConfigError
@@ -89,7 +89,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         self._resolve_precision()
         self._fill_defaults()
         check_values(self)
-        rollout_options(self)
+        check_rollout(self)
         requested, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
             self.use_cpu = True  # otherwise the ranks would not form a process group
@@ -143,6 +143,11 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         """The name of ``response_length`` to use in messages."""
         return "response_length"
 
+    @property
+    def loss_kl_coef(self) -> float:
+        """Weight of the KL in the loss, in addition to ``kl_coef`` in the reward."""
+        return 0.0
+
     def __getattr__(self, name: str) -> Any:
         entry = foreign(type(self)).get(name)
         if isinstance(entry, Alias) and entry.convert is None:
@@ -185,7 +190,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
                 )
         check_inherited(config, log=False)
         check_values(config)
-        rollout_options(config)
+        check_rollout(config)
         return config
 
     def validate(self) -> None:

@@ -228,7 +228,7 @@ class CommonArguments(RolloutArguments):
         "With max_lag: train on whole batches in order, or on partial batches as they complete, "
         "which is faster if lengths differ much, but depends on timing.",
     )
-    rollout_pieces: int | None = _engine(
+    num_partial_batches: int | None = _engine(
         None,
         "Partial batches per iteration, for as_completed. Unset: up to 4 per engine.",
         ge=1,

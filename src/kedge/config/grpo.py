@@ -15,7 +15,6 @@ from kedge.config.base import OnPolicyConfig
 from kedge.config.common import KLEstimator
 from kedge.config.compat.trl import CONVERTED, TRL_GRPO, NewerArguments, convert_newer
 from kedge.config.declare import Foreign, option
-from kedge.config.resolve import RunSettings, shared_parts
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -119,6 +118,11 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         """The name of ``response_length`` to use in messages."""
         return "max_completion_length"
 
+    @property
+    def loss_kl_coef(self) -> float:
+        """Weight of the KL in the loss, in addition to ``kl_coef`` in the reward."""
+        return self.beta
+
     def _check_grpo(self) -> None:
         if self.kl_estimator == "full":
             raise ConfigError(
@@ -146,64 +150,3 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
                 f"delta={self.delta} must be above 1 + epsilon_high={1 + high:g}; otherwise"
                 " the clip at epsilon_high has no effect"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOOptions:
-    """Keyword arguments of ``kedge.algorithms.grpo`` that the config sets."""
-
-    epsilon: float
-    epsilon_high: float | None
-    delta: float | None
-    beta: float
-    kl_estimator: str
-    unbiased_kl: bool
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]
-    scale_rewards: Literal["group", "batch", "none"]
-    importance_sampling_level: Literal["token", "sequence"]
-    max_length: int
-    mask_truncated_completions: bool
-    drop_uniform_groups: bool
-    dynamic_sampling: int
-    overlong_buffer: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOSettings(RunSettings):
-    """All settings of a GRPO run."""
-
-    grpo: GRPOOptions
-
-    @property
-    def loss_kl_coef(self) -> float:
-        """Weight of the KL in the loss, in addition to the one in the reward."""
-        return self.grpo.beta
-
-
-def resolve_grpo(
-    config: GRPOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
-) -> GRPOSettings:
-    """Resolve a config into typed settings.
-
-    Args, Raises: as for ``kedge.config.resolve.resolve``.
-    """
-    parts = shared_parts(config, world_size=world_size, eos_token_ids=eos_token_ids)
-    return GRPOSettings(
-        **parts,
-        grpo=GRPOOptions(
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            delta=config.delta,
-            beta=config.beta,
-            kl_estimator=config.kl_estimator,
-            unbiased_kl=config.use_bias_correction_kl,
-            loss_type=config.loss_type,
-            scale_rewards=config.scale_rewards,
-            importance_sampling_level=config.importance_sampling_level,
-            max_length=config.response_length,
-            mask_truncated_completions=config.mask_truncated_completions,
-            drop_uniform_groups=config.drop_uniform_groups,
-            dynamic_sampling=config.dynamic_sampling,
-            overlong_buffer=config.overlong_buffer,
-        ),
-    )

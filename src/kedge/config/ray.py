@@ -1,25 +1,36 @@
 """Options of rollout engines and workers on Ray."""
 
+# ruff: noqa: RUF009  (option() returns dataclasses.field)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kedge.config.declare import option
 from kedge.config.options import installed
+from kedge.config.rollout_engines import RAY_ENGINE_NAMES, RolloutEngineSpec
 from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
 
 _ray = partial(option, acts_in="rollout engine")
+
+if TYPE_CHECKING:
+    RayEngineName = str
+else:
+    RayEngineName = Literal[RAY_ENGINE_NAMES]
 
 
 @dataclass
 class RayArguments:
     """Ray options of every config."""
 
-    ray_engine: Literal["vllm", "embedded"] = _ray(
-        "vllm", "Rollout engine in each actor, with rollout_engine=ray: vllm or embedded."
+    ray_engine: RayEngineName = _ray(
+        "vllm",
+        "Rollout engine in each actor, with rollout_engine=ray: "
+        + " or ".join(RAY_ENGINE_NAMES)
+        + ".",
     )
     ray_address: str | None = _ray(
         None,
@@ -48,31 +59,17 @@ class RayArguments:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayOptions:
-    """Actors on Ray, their resources and how long to wait for them."""
-
-    engine: str
-    address: str | None
-    reward_workers: int
-    reward_gpus: float
-    ref_workers: int
-    ref_gpus: float
-    wait_seconds: float
-
-
-def ray_options(config: Any) -> RayOptions:
-    """The Ray options of a config, checked.
+def check_ray(config: Any, engine: RolloutEngineSpec) -> None:
+    """Check the Ray options of a config with this rollout engine.
 
     Raises:
         ConfigError: options without effect, or Ray is not installed.
     """
-    on_ray = config.rollout_engine == "ray"
     rewards, references = config.ray_reward_workers > 0, config.ray_ref_workers > 0
-    uses_ray = on_ray or rewards or references
+    uses_ray = engine.actors or rewards or references
     any_of = "rollout_engine='ray', ray_reward_workers or ray_ref_workers"
     readers = {
-        "ray_engine": (on_ray, "rollout_engine='ray'"),
+        "ray_engine": (engine.actors, "rollout_engine='ray'"),
         "ray_reward_gpus": (rewards, "ray_reward_workers"),
         "ray_ref_gpus": (references, "ray_ref_workers"),
         "ray_address": (uses_ray, any_of),
@@ -88,12 +85,3 @@ def ray_options(config: Any) -> RayOptions:
             f" ray_reward_workers={config.ray_reward_workers} and"
             f" ray_ref_workers={config.ray_ref_workers} needs Ray: pip install 'kedge[ray]'"
         )
-    return RayOptions(
-        engine=config.ray_engine,
-        address=config.ray_address,
-        reward_workers=config.ray_reward_workers,
-        reward_gpus=config.ray_reward_gpus,
-        ref_workers=config.ray_ref_workers,
-        ref_gpus=config.ray_ref_gpus,
-        wait_seconds=config.ray_wait_seconds,
-    )

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat.trl import CONVERTED, TRL_RLOO, NewerArguments, convert_newer
 from kedge.config.declare import Foreign, option
-from kedge.config.resolve import RunSettings, shared_parts
 from kedge.errors import ConfigError
 
 _RLOO = "algorithm: kedge.algorithms.rloo"
@@ -232,50 +231,3 @@ def reward_bounds(value: Any) -> tuple[float, float] | None:
     if len(numbers) != 2:
         raise ConfigError(f"reward_clip_range={value!r} must be one number or low, high")
     return float(numbers[0]), float(numbers[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RLOOOptions:
-    """Keyword arguments of ``kedge.algorithms.rloo`` that the config sets."""
-
-    cliprange: float
-    cliprange_high: float | None
-    kl_estimator: str
-    ratio_level: Literal["sequence", "token"] | None
-    token_level_kl: bool
-    normalize_reward: bool
-    reward_clip_range: tuple[float, float] | None
-    normalize_advantage: bool
-    mask_truncated_completions: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RLOOSettings(RunSettings):
-    """All settings of an RLOO run."""
-
-    rloo: RLOOOptions
-
-
-def resolve_rloo(
-    config: RLOOConfig, *, world_size: int | None = None, eos_token_ids: Sequence[int] = ()
-) -> RLOOSettings:
-    """Resolve a config into typed settings.
-
-    Args, Raises: as for ``kedge.config.resolve.resolve``.
-    """
-    parts = shared_parts(config, world_size=world_size, eos_token_ids=eos_token_ids)
-    assert config.cliprange is not None  # set in __post_init__
-    return RLOOSettings(
-        **parts,
-        rloo=RLOOOptions(
-            cliprange=config.cliprange,
-            cliprange_high=config.cliprange_high,
-            kl_estimator=config.kl_estimator,
-            ratio_level=config.ratio_level,
-            token_level_kl=config.token_level_kl,
-            normalize_reward=config.normalize_reward,
-            reward_clip_range=reward_bounds(config.reward_clip_range),
-            normalize_advantage=bool(config.normalize_advantage),
-            mask_truncated_completions=config.mask_truncated_completions,
-        ),
-    )

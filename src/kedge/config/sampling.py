@@ -16,7 +16,7 @@ _NEED_STOP = (
 )
 
 
-def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
+def build_sampling(config: Any, eos_token_ids: Sequence[int]) -> Sampling:
     """Sampling distribution of responses and where they end.
 
     Raises:

@@ -16,7 +16,7 @@ MOST_TOKEN_TABLES = 100  # per run, since they are large
 class IntervalSchedule:
     """When to log, evaluate, save and sample, given the number of finished iterations, from 1."""
 
-    updates: int
+    iterations: int
     log_every: Every
     log_first: bool
     eval_every: Every
@@ -53,24 +53,24 @@ class IntervalSchedule:
             return False
         # The interval may be a fraction ("epoch" of 2.5 iterations): due when a multiple is passed.
         passed = math.floor(done / every + 1e-9) > math.floor((done - 1) / every + 1e-9)
-        return passed or (at_end and done == self.updates)
+        return passed or (at_end and done == self.iterations)
 
 
-def warmup_updates(config: OnPolicyConfig, updates: int) -> int:
+def warmup_iterations(config: OnPolicyConfig, iterations: int) -> int:
     """Iterations of learning-rate warmup; ``warmup_steps`` below 1 is a fraction of the run."""
     steps = config.warmup_steps
-    return int(steps) if steps >= 1 else math.ceil(updates * steps)
+    return int(steps) if steps >= 1 else math.ceil(iterations * steps)
 
 
 def build_schedule(
-    config: OnPolicyConfig, *, updates: int, updates_per_epoch: float | None
+    config: OnPolicyConfig, *, iterations: int, iterations_per_epoch: float | None
 ) -> IntervalSchedule:
     """When to log, evaluate, save and show samples.
 
     Args:
         config: the options; steps below 1 are fractions of the run.
-        updates: iterations of the whole run.
-        updates_per_epoch: iterations per epoch, for strategy "epoch"; None if the dataset has no
+        iterations: iterations of the whole run.
+        iterations_per_epoch: iterations per epoch, for strategy "epoch"; None if the dataset has no
             length.
 
     Raises:
@@ -81,30 +81,30 @@ def build_schedule(
         strategy = getattr(config, f"{name}_strategy")
         kind = str(getattr(strategy, "value", strategy))
         if kind == "epoch":
-            if updates_per_epoch is None:
+            if iterations_per_epoch is None:
                 raise ConfigError(
                     f"{name}_strategy='epoch' needs a dataset with a length; set "
                     f"{name}_strategy='steps' and {name}_steps"
                 )
-            return max(1.0, updates_per_epoch)
+            return max(1.0, iterations_per_epoch)
         if kind == "best":
             return every("eval", config.eval_steps)
         if kind != "steps" or not steps:
             return None
-        return float(max(1, math.ceil(updates * steps))) if steps < 1 else float(steps)
+        return float(max(1, math.ceil(iterations * steps))) if steps < 1 else float(steps)
 
     tables = config.num_sample_generations
     logging = every("logging", config.logging_steps)
     return IntervalSchedule(
-        updates=updates,
+        iterations=iterations,
         log_every=logging,
         log_first=config.logging_first_step,
         eval_every=every("eval", config.eval_steps),
         eval_delay=config.eval_delay,
         eval_on_start=config.eval_on_start,
         save_every=every("save", config.save_steps),
-        sample_every=max(1, updates // tables) if tables else None,
-        tokens_every=max(logging, math.ceil(updates / MOST_TOKEN_TABLES))
+        sample_every=max(1, iterations // tables) if tables else None,
+        tokens_every=max(logging, math.ceil(iterations / MOST_TOKEN_TABLES))
         if logging and config.log_token_rows
         else None,
     )

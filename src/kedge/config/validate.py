@@ -131,10 +131,11 @@ def _rollout_folders(c: Any) -> None:
 
 def _schedule(c: Any) -> None:
     if c.rollout_schedule == "in_order":
-        if c.rollout_pieces is not None:
+        if c.num_partial_batches is not None:
             raise ConfigError(
-                f'rollout_pieces={c.rollout_pieces} needs rollout_schedule="as_completed", got'
-                ' "in_order"; set it, or leave rollout_pieces out'
+                f"num_partial_batches={c.num_partial_batches} needs"
+                ' rollout_schedule="as_completed", got "in_order"; set it, or leave'
+                " num_partial_batches out"
             )
     elif c.max_lag == 0:
         raise ConfigError(

@@ -26,8 +26,8 @@ class BatchSizes:
         minibatches: optimizer steps per epoch over a batch.
         epochs: passes over each batch.
         group: responses per prompt.
-        updates: iterations in the run.
-        updates_per_epoch: iterations that use every prompt once; None: unknown.
+        iterations: iterations in the run.
+        iterations_per_epoch: iterations that use every prompt once; None: unknown.
     """
 
     world_size: int
@@ -36,8 +36,8 @@ class BatchSizes:
     minibatches: int
     epochs: int
     group: int
-    updates: int
-    updates_per_epoch: float | None = None
+    iterations: int
+    iterations_per_epoch: float | None = None
 
     @property
     def batch_size(self) -> int:
@@ -75,25 +75,25 @@ class BatchSizes:
         return self.batch_size // self.group
 
     @property
-    def optimizer_steps_per_update(self) -> int:
+    def optimizer_steps_per_iteration(self) -> int:
         """Optimizer steps in one iteration."""
         return self.epochs * self.minibatches
 
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps in the run."""
-        return self.updates * self.optimizer_steps_per_update
+        return self.iterations * self.optimizer_steps_per_iteration
 
     @property
     def episodes(self) -> int:
         """Responses generated in the run."""
-        return self.updates * self.batch_size
+        return self.iterations * self.batch_size
 
     def derived(self) -> dict[str, int]:
         """The sizes by their names in PPOConfig."""
         return {
             "world_size": self.world_size,
-            "num_total_batches": self.updates,
+            "num_total_batches": self.iterations,
             "micro_batch_size": self.micro_batch_size,
             "local_batch_size": self.local_rows,
             "batch_size": self.batch_size,
@@ -104,8 +104,8 @@ class BatchSizes:
 
 def compute_batch_sizes(
     *,
-    per_device: int,
-    accumulation: int = 1,
+    per_device_train_batch_size: int,
+    gradient_accumulation_steps: int = 1,
     world_size: int = 1,
     num_mini_batches: int = 1,
     num_ppo_epochs: int = 1,
@@ -122,8 +122,8 @@ def compute_batch_sizes(
     ``num_train_epochs``.
 
     Args:
-        per_device: samples per rank in one forward and backward pass.
-        accumulation: such passes per rank that make up one batch.
+        per_device_train_batch_size: samples per rank in one forward and backward pass.
+        gradient_accumulation_steps: such passes per rank that make up one batch.
         world_size: number of ranks.
         num_mini_batches: optimizer steps per epoch over a batch.
         num_ppo_epochs: passes over each batch.
@@ -138,8 +138,8 @@ def compute_batch_sizes(
         ConfigError: sizes that do not divide, or no end of the run.
     """
     for name, size in [
-        ("per_device_train_batch_size", per_device),
-        ("gradient_accumulation_steps", accumulation),
+        ("per_device_train_batch_size", per_device_train_batch_size),
+        ("gradient_accumulation_steps", gradient_accumulation_steps),
         ("world_size", world_size),
         ("num_mini_batches", num_mini_batches),
         ("num_ppo_epochs", num_ppo_epochs),
@@ -147,15 +147,15 @@ def compute_batch_sizes(
     ]:
         if size < 1:
             raise ConfigError(f"{name}={size} must be at least 1")
-    local = per_device * accumulation
+    local = per_device_train_batch_size * gradient_accumulation_steps
     _check_group(num_generations, min_group)
     where = "" if world_size == 1 else f" on each of the {world_size} ranks"
     _check_divides(
         "num_generations",
         num_generations,
         local,
-        f"{where} (per_device_train_batch_size={per_device} x "
-        f"gradient_accumulation_steps={accumulation})",
+        f"{where} (per_device_train_batch_size={per_device_train_batch_size} x "
+        f"gradient_accumulation_steps={gradient_accumulation_steps})",
         at_least=min_group,
     )
     _check_divides(
@@ -168,17 +168,17 @@ def compute_batch_sizes(
     per_epoch = None if dataset_rows is None else dataset_rows * num_generations / batch
     return BatchSizes(
         world_size=world_size,
-        micro_rows=min(per_device, local // num_mini_batches),
+        micro_rows=min(per_device_train_batch_size, local // num_mini_batches),
         local_rows=local,
         minibatches=num_mini_batches,
         epochs=num_ppo_epochs,
         group=num_generations,
-        updates=_updates(batch, total_episodes, max_steps, num_train_epochs, per_epoch),
-        updates_per_epoch=per_epoch,
+        iterations=_iterations(batch, total_episodes, max_steps, num_train_epochs, per_epoch),
+        iterations_per_epoch=per_epoch,
     )
 
 
-def _updates(
+def _iterations(
     batch: int,
     total_episodes: int | None,
     max_steps: int,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from kedge.types import Experience, RewardOutput, Rollout
 
@@ -19,52 +18,24 @@ class StepReport:
     reward_output: RewardOutput
 
 
-class Hooks(Protocol):
-    """Called by the loop, in this order, on every rank."""
+class Hooks:
+    """Called by the loop, in this order, on every rank; these do nothing."""
 
     def on_step_begin(self, step: int) -> None:
         """Iteration ``step`` (from 0) is about to begin."""
-        ...
 
     def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
         """The batch of iteration ``step``, before training on it."""
-        ...
 
     def on_experience(self, step: int, experience: Experience) -> None:
         """The per-token training data of iteration ``step``."""
-        ...
 
     def on_optimizer_step(self) -> None:
         """One optimizer step is done."""
-        ...
 
     def on_step_end(self, report: StepReport) -> bool:
         """An iteration is finished; return True to stop the loop."""
-        ...
-
-    def on_failure(self, step: int, error: Exception) -> None:
-        """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""
-        ...
-
-
-class NoHooks:
-    """Hooks that do nothing."""
-
-    def on_step_begin(self, step: int) -> None:
-        """Ignore."""
-
-    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
-        """Ignore."""
-
-    def on_experience(self, step: int, experience: Experience) -> None:
-        """Ignore."""
-
-    def on_optimizer_step(self) -> None:
-        """Ignore."""
-
-    def on_step_end(self, report: StepReport) -> bool:
-        """Never stop."""
         return False
 
     def on_failure(self, step: int, error: Exception) -> None:
-        """Ignore."""
+        """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""

@@ -13,7 +13,7 @@ import torch
 from kedge.algorithms.base import Algorithm
 from kedge.engine.batch_sizes import BatchSizes
 from kedge.engine.early_stopping import StepLimits
-from kedge.engine.hooks import Hooks, NoHooks
+from kedge.engine.hooks import Hooks
 from kedge.engine.metrics import check_known
 from kedge.engine.rollout.dynamic_sampling import REPLACED
 from kedge.engine.seeds import seed_for
@@ -35,7 +35,7 @@ class Updater:
     algorithm: Algorithm
     kl: KLController
     batch_sizes: BatchSizes
-    hooks: Hooks = field(default_factory=NoHooks)
+    hooks: Hooks = field(default_factory=Hooks)
     seed: int = 0
     value_warmup_steps: int = 0  # first iterations, which train only the value model
     correction: Correction | None = None  # importance weights of tokens

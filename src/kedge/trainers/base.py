@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,44 +19,51 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
-from kedge.config.base import OnPolicyConfig
 from kedge.engine.loop import Engine
 from kedge.errors import ConfigError
+from kedge.trainers.build.build import build_run
 from kedge.trainers.build.data import build_eval_sets
 from kedge.trainers.build.inputs import TrainerInputs
+from kedge.trainers.build.loading import own_or
 from kedge.trainers.reporting.best_effort import required_write
 from kedge.trainers.reporting.hub import build_hub, provenance, write_card
 from kedge.trainers.reporting.run_info import read_run_info, write_run_info
 from kedge.trainers.run.checkpoint import write_models
 from kedge.trainers.run.output_lock import claimed
-from kedge.trainers.run.run import Run
 from kedge.trainers.run.short_errors import short_errors
+from kedge.trainers.spec import TrainerSpec
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerShell:
-    """The public methods of a trainer; subclasses add the constructor.
+    """The public methods of a trainer; subclasses add ``SPEC`` and the constructor's signature.
 
     Args:
-        run: the engine and everything around it.
-        given: the constructor arguments.
-        algorithm_name: for the model card.
+        arguments: the constructor's arguments by name; see ``kedge.PPOTrainer``.
     """
 
-    def __init__(self, run: Run, given: TrainerInputs, algorithm_name: str) -> None:
-        self._run = run
-        self.args: OnPolicyConfig = given.args
-        self.processing_class = given.processing_class
-        self.train_dataset, self.eval_dataset = given.train_dataset, given.eval_dataset
+    SPEC: ClassVar[TrainerSpec]
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        inputs = TrainerInputs.of(self.SPEC, arguments)
+        configure_process(inputs.args)
+        self._run = run = build_run(inputs)
+        self.args = inputs.args
+        self.processing_class = own_or(inputs.processing_class, run.tokenizer)
+        self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset
         self.accelerator = run.learner.accelerator
-        tokenizers = given.reward_processing_class
+        tokenizers = inputs.reward_processing_classes
         self.reward_processing_classes = (
             list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
         )
         self.callbacks = run.callbacks
         self._provenance = provenance(
-            algorithm_name, self.model, given.train_dataset, given.reward_model, given.reward_funcs
+            self.SPEC.name if inputs.algorithm is None else inputs.algorithm.name,
+            self.model,
+            inputs.train_dataset,
+            inputs.reward_model,
+            inputs.reward_funcs,
         )
 
     # -- what users call ------------------------------------------------------------------------
@@ -70,7 +78,7 @@ class TrainerShell:
             ConfigError: another run is writing to ``output_dir``.
         """
         resume = resume_from_checkpoint
-        if not resume and self.engine.step >= (total := self.engine.batch_sizes.updates):
+        if not resume and self.engine.step >= (total := self.engine.batch_sizes.iterations):
             logger.warning(
                 "all %d iterations are done, nothing to train; to train longer, resume with larger"
                 " total_episodes, max_steps or num_train_epochs",
@@ -92,10 +100,8 @@ class TrainerShell:
         evaluator = self._run.evaluator
         sets = evaluator.sets
         if eval_dataset is not None:
-            run = self._run
-            sets = build_eval_sets(
-                eval_dataset, self.args, run.settings, run.tokenizer, self.accelerator
-            )
+            tokenizer = self._run.tokenizer
+            sets = build_eval_sets(eval_dataset, self.args, tokenizer, self.accelerator)
         if not sets:
             raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
         return evaluator.evaluate(sets)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
 from kedge.algorithms import Algorithm, grpo
-from kedge.backends.hf.distributed import accelerator_for
-from kedge.config.grpo import GRPOConfig, resolve_grpo
-from kedge.errors import ConfigError
+from kedge.config.grpo import GRPOConfig
 from kedge.protocols import RolloutEngine
 from kedge.suggestions import named
-from kedge.trainers.base import TrainerShell, configure_process
-from kedge.trainers.build.algorithm import check_unread
-from kedge.trainers.build.build import build_run
-from kedge.trainers.build.data import own_or, text_tokenizer
-from kedge.trainers.build.inputs import TrainerInputs
-from kedge.trainers.build.models import end_tokens, init_kwargs
-from kedge.trainers.trl_names import log_trl_names
+from kedge.trainers.base import TrainerShell
+from kedge.trainers.metric_names import log_trl_names
+from kedge.trainers.spec import TrainerSpec
 
 
 @named("argument", config=GRPOConfig)
@@ -55,6 +48,8 @@ class GRPOTrainer(TrainerShell):
         DataError: invalid prompts.
     """
 
+    SPEC = TrainerSpec(name="GRPO", config=GRPOConfig, algorithm=grpo, metric_names=log_trl_names)
+
     def __init__(  # noqa: PLR0913
         self,
         model: str | nn.Module | None = None,
@@ -75,57 +70,4 @@ class GRPOTrainer(TrainerShell):
         algorithm: Algorithm | None = None,
         quantization_config: Any = None,
     ) -> None:
-        options = checked(args)
-        if algorithm is not None:
-            check_unread(options, algorithm)
-        tokenizer = text_tokenizer(
-            processing_class,
-            model,
-            trust=options.trust_remote_code,
-            revision=init_kwargs(options).get("revision"),
-        )
-        given = TrainerInputs(
-            args=options,
-            processing_class=own_or(processing_class, tokenizer),
-            model=model,
-            ref_model=ref_model,
-            train_dataset=train_dataset,
-            data_collator=data_collator,
-            eval_dataset=eval_dataset,
-            optimizers=optimizers,
-            callbacks=callbacks,
-            peft_config=peft_config,
-            reward_funcs=reward_funcs,
-            reward_weights=reward_weights,
-            reward_processing_class=reward_processing_classes,
-            rollout_engine=rollout_engine,
-            quantization_config=quantization_config,
-        )
-        configure_process(options)
-        accelerator = accelerator_for(options)
-        settings = resolve_grpo(
-            options,
-            world_size=accelerator.num_processes,
-            eos_token_ids=end_tokens(given, tokenizer),
-        )
-        reference = ref_model is not None or settings.kl.coef > 0 or settings.grpo.beta > 0
-        chosen = algorithm or grpo(
-            **asdict(settings.grpo),
-            reference=reference,
-        )
-        run = build_run(given, settings, chosen, tokenizer=tokenizer, accelerator=accelerator)
-        log_trl_names(run)
-        super().__init__(run, given, "GRPO" if algorithm is None else algorithm.name)
-
-
-def checked(args: Any) -> GRPOConfig:
-    """The config, or the default one for None.
-
-    Raises:
-        ConfigError: it has another type.
-    """
-    if args is None:
-        return GRPOConfig()
-    if not isinstance(args, GRPOConfig):
-        raise ConfigError(f"args must be a kedge.GRPOConfig, got a {type(args).__name__}")
-    return args
+        super().__init__(locals())

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
 from kedge.algorithms import Algorithm, ppo
-from kedge.backends.hf.distributed import accelerator_for
 from kedge.config.ppo import PPOConfig
-from kedge.config.resolve import resolve
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.suggestions import named
-from kedge.trainers.base import TrainerShell, configure_process
-from kedge.trainers.build.algorithm import check_unread
-from kedge.trainers.build.build import build_run
-from kedge.trainers.build.data import text_tokenizer
-from kedge.trainers.build.inputs import TrainerInputs
-from kedge.trainers.build.models import end_tokens
+from kedge.trainers.base import TrainerShell
+from kedge.trainers.spec import TrainerSpec
 
 _OLDER_NAMES = {
     "config": "args",
@@ -62,6 +55,8 @@ class PPOTrainer(TrainerShell):
         DataError: invalid prompts.
     """
 
+    SPEC = TrainerSpec(name="PPO", config=PPOConfig, algorithm=ppo)
+
     def __init__(  # noqa: PLR0913
         self,
         args: PPOConfig | None = None,
@@ -83,39 +78,7 @@ class PPOTrainer(TrainerShell):
         rollout_engine: RolloutEngine | None = None,
         algorithm: Algorithm | None = None,
     ) -> None:
-        args = checked(args)
-        if algorithm is not None:
-            check_unread(args, algorithm, value_model=value_model)
-        given = TrainerInputs(
-            args=args,
-            processing_class=processing_class,
-            model=model,
-            ref_model=ref_model,
-            reward_model=reward_model,
-            train_dataset=train_dataset,
-            value_model=value_model,
-            data_collator=data_collator,
-            eval_dataset=eval_dataset,
-            optimizers=optimizers,
-            callbacks=callbacks,
-            peft_config=peft_config,
-            reward_funcs=reward_funcs,
-            reward_weights=reward_weights,
-            reward_processing_class=reward_processing_class,
-            rollout_engine=rollout_engine,
-        )
-        configure_process(args)
-        accelerator = accelerator_for(args)
-        tokenizer = text_tokenizer(processing_class, model)
-        settings = resolve(
-            args,
-            world_size=accelerator.num_processes,
-            eos_token_ids=end_tokens(given, tokenizer),
-        )
-        reference = ref_model is not None or settings.kl.coef > 0 or settings.kl.adaptive
-        chosen = algorithm or ppo(**asdict(settings.ppo), reference=reference)
-        run = build_run(given, settings, chosen, tokenizer=tokenizer, accelerator=accelerator)
-        super().__init__(run, given, "PPO" if algorithm is None else algorithm.name)
+        super().__init__(locals() | {"reward_processing_classes": reward_processing_class})
 
 
 class PPOv2Trainer(PPOTrainer):
@@ -132,19 +95,3 @@ class PPOv2Trainer(PPOTrainer):
                     raise ConfigError(f"{old} is the older name of {new}; pass only one of them")
                 kwargs[new] = kwargs.pop(old)
         super().__init__(*args, **kwargs)
-
-
-def checked(args: Any) -> PPOConfig:
-    """The config, or the default one for None.
-
-    Raises:
-        ConfigError: it has another type.
-    """
-    if args is None:
-        return PPOConfig()
-    if not isinstance(args, PPOConfig):
-        raise ConfigError(
-            f"args must be a kedge.PPOConfig, got a {type(args).__name__}; pass models by keyword:"
-            " model=, ref_model=, reward_model="
-        )
-    return args

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
 from kedge.algorithms import Algorithm, rloo
-from kedge.backends.hf.distributed import accelerator_for
-from kedge.config.rloo import RLOOConfig, resolve_rloo
+from kedge.config.rloo import RLOOConfig
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.suggestions import named
-from kedge.trainers.base import TrainerShell, configure_process
-from kedge.trainers.build.algorithm import check_unread
-from kedge.trainers.build.build import build_run
-from kedge.trainers.build.data import own_or, text_tokenizer
-from kedge.trainers.build.inputs import TrainerInputs
-from kedge.trainers.build.models import end_tokens, init_kwargs
-from kedge.trainers.trl_names import log_trl_names
+from kedge.trainers.base import TrainerShell
+from kedge.trainers.build.loading import load_tokenizer, own_or
+from kedge.trainers.metric_names import log_trl_names
+from kedge.trainers.spec import TrainerSpec
 
 # Name in TRL up to 0.21 -> name in TRL 0.22 and later.
 _PAIRS = {
@@ -71,6 +66,8 @@ class RLOOTrainer(TrainerShell):
         DataError: invalid prompts.
     """
 
+    SPEC = TrainerSpec(name="RLOO", config=RLOOConfig, algorithm=rloo, metric_names=log_trl_names)
+
     def __init__(  # noqa: PLR0913
         self,
         *unnamed: Any,
@@ -98,56 +95,13 @@ class RLOOTrainer(TrainerShell):
                 " order differs between TRL 0.21 and 0.22; use model=, reward_funcs=, args=,"
                 " train_dataset= (or policy=, reward_model=, config=)"
             )
-        newer = {
-            "args": args,
-            "processing_class": processing_class,
-            "model": model,
-            "ref_model": ref_model,
-            "reward_funcs": reward_funcs,
-            "reward_processing_classes": reward_processing_classes,
-        }
-        arguments = one_spelling(newer, older)
-        options = checked(arguments["args"])
-        if algorithm is not None:
-            check_unread(options, algorithm)
-        tokenizer = text_tokenizer(
-            arguments["processing_class"],
-            arguments["model"],
-            trust=options.trust_remote_code,
-            revision=init_kwargs(options).get("revision"),
-        )
-        rewards = arguments["reward_funcs"]
+        arguments = one_spelling(locals(), older)
         if older.get("reward_model") is not None:
-            rewards = of_texts(rewards, tokenizer)
-        given = TrainerInputs(
-            args=options,
-            processing_class=own_or(arguments["processing_class"], tokenizer),
-            model=arguments["model"],
-            ref_model=arguments["ref_model"],
-            train_dataset=train_dataset,
-            data_collator=data_collator,
-            eval_dataset=eval_dataset,
-            optimizers=optimizers,
-            callbacks=callbacks,
-            peft_config=peft_config,
-            reward_funcs=rewards,
-            reward_weights=reward_weights,
-            reward_processing_class=arguments["reward_processing_classes"],
-            rollout_engine=rollout_engine,
-            quantization_config=quantization_config,
-        )
-        configure_process(options)
-        accelerator = accelerator_for(options)
-        settings = resolve_rloo(
-            options,
-            world_size=accelerator.num_processes,
-            eos_token_ids=end_tokens(given, tokenizer),
-        )
-        reference = given.ref_model is not None or settings.kl.coef > 0
-        chosen = algorithm or rloo(**asdict(settings.rloo), reference=reference)
-        run = build_run(given, settings, chosen, tokenizer=tokenizer, accelerator=accelerator)
-        log_trl_names(run)
-        super().__init__(run, given, "RLOO" if algorithm is None else algorithm.name)
+            given = arguments["processing_class"]
+            tokenizer = load_tokenizer(given, arguments["model"], arguments["args"])
+            arguments["processing_class"] = own_or(given, tokenizer)
+            arguments["reward_funcs"] = of_texts(arguments["reward_funcs"], tokenizer)
+        super().__init__(arguments)
 
 
 def one_spelling(newer: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,16 +142,3 @@ def of_texts(reward: Any, tokenizer: Any) -> Any:
 
     scored.__name__ = getattr(reward, "__name__", type(reward).__name__)
     return scored
-
-
-def checked(args: Any) -> RLOOConfig:
-    """The config, or the default one for None.
-
-    Raises:
-        ConfigError: it has another type.
-    """
-    if args is None:
-        return RLOOConfig()
-    if not isinstance(args, RLOOConfig):
-        raise ConfigError(f"args must be a kedge.RLOOConfig, got a {type(args).__name__}")
-    return args

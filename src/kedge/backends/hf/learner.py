@@ -114,7 +114,7 @@ class HFLearner:
         self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
         check_optimizer_covers(self.optimizer, self._trained())
         self.scheduler = optimizers[1] or build_schedule(
-            args, self.optimizer, settings.total_updates
+            args, self.optimizer, settings.total_iterations
         )
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.accelerator.mixed_precision == "fp16"

@@ -15,6 +15,7 @@ from kedge.backends.hf.decode import build_stepper, get_base_model
 from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.backends.hf.sampling import check, draw, restrict, support, uniforms
 from kedge.backends.hf.stopping import Stopper
+from kedge.backends.rollout import EngineInputs
 from kedge.errors import RolloutError
 from kedge.ops.cpu.patch import Kernels
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -171,6 +172,19 @@ class EmbeddedEngine:
             behavior_logprobs=logprobs.masked_fill(~present, 0.0),
             allowed_tokens=_join_support(kept, size, join, present) if kept else None,
         )
+
+
+def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
+    """Samples from the learner's modules; from a copy if sampling runs ahead of training."""
+    return EmbeddedEngine(
+        inputs.policy,
+        pad_id=inputs.pad_id,
+        tokenizer=inputs.tokenizer,
+        shares_weights=max_lag == 0,
+        chunk_rows=inputs.chunk_rows,
+        autocast=inputs.dtype,
+        extra_slot=inputs.extra_slot,
+    )
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ class LearnerSettings:
     """How the learner computes; the optimizer's own settings are TrainingArguments.
 
     Args:
-        total_updates: iterations that the learning-rate schedule covers.
+        total_iterations: iterations that the learning-rate schedule covers.
         temperature: logits are divided by it, as in sampling.
         min_new_tokens: stop tokens are banned before this many tokens.
         stop_ids: the stop tokens.
@@ -40,7 +40,7 @@ class LearnerSettings:
         allow_low_precision_weights: let bf16 and fp16 weights train.
     """
 
-    total_updates: int
+    total_iterations: int
     temperature: float = 1.0
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()

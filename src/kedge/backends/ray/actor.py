@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kedge.backends.ray.cluster import cause
-from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, KedgeError, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -30,16 +29,6 @@ class ActorLimits:
     heartbeat: float = 5.0  # between health checks
     patience: float = 60.0  # without a response; then it counts as hung
     call: float = 3600.0  # for one call, even if health checks succeed
-
-
-def actor_limits(options: RolloutOptions) -> ActorLimits:
-    """The timeouts set by the options."""
-    return ActorLimits(
-        start=options.start_timeout,
-        heartbeat=options.heartbeat,
-        patience=options.patience,
-        call=options.timeout,
-    )
 
 
 class Actor:

@@ -16,10 +16,8 @@ logger = logging.getLogger(__name__)
 def connect(address: str | None = None, *, cpus: float = 0) -> bool:
     """Connect to a cluster unless this process is connected; whether this call did.
 
-    Args:
-        address: of a running cluster, e.g. ``auto`` or ``ray://host:10001``.  None: that of
-            ``RAY_ADDRESS``, or a new local cluster.
-        cpus: minimum CPU slots of a new local cluster, even if the machine has fewer cores.
+    ``address`` is that of a running cluster, e.g. ``auto`` or ``ray://host:10001``; None: that of
+    ``RAY_ADDRESS``, or a new local cluster with at least ``cpus`` CPU slots.
 
     Raises:
         ConfigError: Ray is not installed, or no cluster responds.

@@ -23,12 +23,9 @@ class RayEngine:
     rows again, with the same results.
 
     Args:
-        name: of the actor, for messages.
+        name: for messages; with ``options`` and ``limits`` as for ``Actor``.
         policy: ``ray.ObjectRef`` of the policy, on the CPU.
         settings: keyword arguments of ``EmbeddedEngine``.
-        options: of the actor: resources and placement.
-        limits: timeouts of the actor.
-        shared_weights: weights shared by all engines.
     """
 
     shares_weights: Literal[False] = False

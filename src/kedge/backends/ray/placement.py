@@ -75,16 +75,7 @@ def plan_seats(
 ) -> PlacementPlan:
     """Bundles: one per node of learners, one per engine, one per worker.
 
-    Args:
-        learners: ranks on each node; each has one GPU if there are GPUs.
-        engines: rollout engines.
-        rewards: reward workers.
-        references: reference workers.
-        gpus: whether the cluster has GPUs.
-        gpus_per_engine: GPUs per engine.
-        gpus_per_reward: GPUs per reward worker; may be a fraction.
-        gpus_per_reference: GPUs per reference worker; may be a fraction.
-        single_gpu_mode: learner and engines share one GPU.
+    The arguments are those of ``launch``, and whether the cluster has ``gpus``.
 
     Raises:
         ConfigError: single_gpu_mode with several learners or several GPUs per engine.
@@ -166,10 +157,6 @@ class Placement:
 
 def place(plan: PlacementPlan, *, wait_seconds: float) -> Placement:
     """Reserve the resources of a plan on the cluster.
-
-    Args:
-        plan: bundles to reserve.
-        wait_seconds: timeout in seconds.
 
     Raises:
         ConfigError: the cluster lacks resources; with what is missing.

@@ -13,9 +13,8 @@ from kedge.backends.hf.logprobs import reference_logprobs
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.ray.placement import plan_seats
-from kedge.backends.ray.resources import ActorPool, reserve
+from kedge.backends.ray.resources import ActorPool, RayCluster
 from kedge.backends.rollout.rows import without_columns
-from kedge.config.rollout import RolloutOptions
 from kedge.ops.cpu.patch import Kernels
 from kedge.types import Rollout
 
@@ -105,8 +104,10 @@ class RayReference:
 def ray_reference(
     model: nn.Module | str,
     settings: LearnerSettings,
-    options: RolloutOptions,
+    cluster: RayCluster,
     *,
+    workers: int,
+    gpus: float,
     autocast: torch.dtype | None,
     quick: bool,
     trust: bool,
@@ -116,7 +117,9 @@ def ray_reference(
     Args:
         model: the reference, or the folder or Hub name to load it from.
         settings: of the learner's forward pass.
-        options: number of workers and timeouts.
+        cluster: where the workers run.
+        workers: number of actors.
+        gpus: of each worker.
         autocast: dtype of mixed precision; None is float32.
         quick: whether to use the learner's CPU kernels.
         trust: whether custom code of the model may run.
@@ -126,16 +129,14 @@ def ray_reference(
     """
     import ray
 
-    count = options.ray.ref_workers
-    plan = plan_seats(references=count, gpus_per_reference=options.ray.ref_gpus)
-    resources = reserve("reference", options, plan, count=count, option="ray_ref_workers")
+    plan = plan_seats(references=workers, gpus_per_reference=gpus)
+    resources = cluster.reserve("reference", plan, count=workers, option="ray_ref_workers")
     model_ref = ray.put(model)
     arguments = {"autocast": autocast, "quick": quick, "trust": trust}
-    return RayReference(
-        ActorPool(
-            "reference",
-            resources,
-            options,
-            lambda handle: handle.build.remote(ReferenceActor, model_ref, settings, **arguments),
-        )
+    pool = ActorPool(
+        "reference",
+        resources,
+        cluster.limits,
+        lambda handle: handle.build.remote(ReferenceActor, model_ref, settings, **arguments),
     )
+    return RayReference(pool)

@@ -10,12 +10,62 @@ from functools import partial
 from typing import Any
 
 from kedge.backends.ray import cluster
-from kedge.backends.ray.actor import Actor, actor_limits
+from kedge.backends.ray.actor import Actor, ActorLimits
 from kedge.backends.ray.context import get_context
 from kedge.backends.ray.placement import Placement, PlacementPlan, Role, Seat, place
 from kedge.backends.rollout import start_all
-from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """The cluster that the actors of a rank run on, and how long to wait for them, in seconds.
+
+    Fields are named as in the config; ``actors`` are those of all roles, for each of which a new
+    local cluster gets a CPU.
+    """
+
+    actors: int
+    ray_address: str | None
+    ray_wait_seconds: float
+    worker_start_timeout: float
+    worker_heartbeat: float
+    worker_timeout: float
+    rollout_timeout: float
+
+    @property
+    def limits(self) -> ActorLimits:
+        """The timeouts of an actor."""
+        return ActorLimits(
+            start=self.worker_start_timeout,
+            heartbeat=self.worker_heartbeat,
+            patience=self.worker_timeout,
+            call=self.rollout_timeout,
+        )
+
+    @property
+    def address(self) -> str | None:
+        """Address of the configured cluster, if any."""
+        return self.ray_address or os.environ.get("RAY_ADDRESS")
+
+    def allocate(self, role: Role, plan: Callable[[bool], PlacementPlan]) -> ActorResources:
+        """Reserve a plan's resources, on a new local cluster if none is configured.
+
+        ``plan`` is given whether the cluster has GPUs.
+
+        Raises:
+            ConfigError: no cluster, or it lacks resources.
+        """
+        cluster.connect(self.ray_address, cpus=self.actors)
+        placement = place(plan(cluster.has_gpus()), wait_seconds=self.ray_wait_seconds)
+        return ActorResources(placement, placement.plan.of(role), placement.release)
+
+    def reserve(
+        self, role: Role, plan: PlacementPlan, *, count: int, option: str
+    ) -> ActorResources:
+        """``from_launch``, or outside a launch ``allocate``."""
+        reserved = from_launch(role, count=count, option=option)
+        return reserved if reserved is not None else self.allocate(role, lambda _: plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +102,6 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
     return ActorResources(at.placement, seats[first : first + count], _keep)
 
 
-def allocate(
-    role: Role, options: RolloutOptions, plan: Callable[[bool], PlacementPlan]
-) -> ActorResources:
-    """Reserve a plan's resources on the configured cluster, or on a new local one.
-
-    ``plan`` is given whether the cluster has GPUs.
-
-    Raises:
-        ConfigError: no cluster, or it lacks resources.
-    """
-    cluster.connect(options.ray.address, cpus=options.actors)
-    placement = place(plan(cluster.has_gpus()), wait_seconds=options.ray.wait_seconds)
-    return ActorResources(placement, placement.plan.of(role), placement.release)
-
-
-def address(options: RolloutOptions) -> str | None:
-    """Address of the configured cluster, if any."""
-    return options.ray.address or os.environ.get("RAY_ADDRESS")
-
-
-def reserve(
-    role: Role, options: RolloutOptions, plan: PlacementPlan, *, count: int, option: str
-) -> ActorResources:
-    """``from_launch``, or outside a launch ``allocate``."""
-    reserved = from_launch(role, count=count, option=option)
-    return reserved if reserved is not None else allocate(role, options, lambda _: plan)
-
-
 def _keep() -> None:
     """``launch`` itself releases what it reserved."""
 
@@ -87,18 +109,15 @@ def _keep() -> None:
 class ActorPool:
     """The workers of one role, which share the rows of each batch.
 
-    Args:
-        role: of the workers.
-        resources: one seat per worker; released if a worker does not start.
-        options: timeouts.
-        build: called with an actor's handle; starts to build the actor's object.
+    ``resources`` have a seat for each, and are released if one does not start; ``build`` is called
+    with an actor's handle and starts to build the actor's object.
     """
 
     def __init__(
         self,
         role: Role,
         resources: ActorResources,
-        options: RolloutOptions,
+        limits: ActorLimits,
         build: Callable[[Any], Any],
     ) -> None:
         self._release = resources.release
@@ -108,7 +127,7 @@ class ActorPool:
                 f"{role} worker {seat.index}",
                 build,
                 options=resources.placement.options(seat),
-                limits=actor_limits(options),
+                limits=limits,
             )
             for seat in resources.seats
         ]

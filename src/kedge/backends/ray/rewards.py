@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kedge.backends.ray.placement import plan_seats
-from kedge.backends.ray.resources import ActorPool, reserve
+from kedge.backends.ray.resources import ActorPool, RayCluster
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
-from kedge.config.rollout import RolloutOptions
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.types import Metrics, RewardOutput, Rollout
 
@@ -66,10 +65,8 @@ class RayRewards:
     Each worker scores a share of the batch; responses to one prompt stay together.  A worker that
     dies or hangs is restarted and repeats its share.
 
-    Args:
-        pool: workers with a ``RewardActor`` each.
-        log: receives metrics and columns that functions log.
-        trainer_state: returns the ``trainer_state`` to pass to functions.
+    ``log`` receives metrics and columns that functions log; ``trainer_state`` returns the value to
+    pass to functions.
     """
 
     def __init__(
@@ -109,8 +106,10 @@ class RayRewards:
 
 def ray_rewards(
     recipe: Recipe,
-    options: RolloutOptions,
+    cluster: RayCluster,
     *,
+    workers: int,
+    gpus: float,
     log: RewardLog,
     trainer_state: Callable[[], object],
 ) -> RayRewards:
@@ -118,19 +117,19 @@ def ray_rewards(
 
     Args:
         recipe: of the reward source that each worker builds.
-        options: number of workers and timeouts.
+        cluster: where the workers run.
+        workers: number of actors.
+        gpus: of each worker.
         log: receives metrics and columns that functions log.
         trainer_state: returns the ``trainer_state`` to pass to functions.
 
     Raises:
-        ConfigError: the cluster lacks resources, the reward source cannot be pickled or built, or
-            a worker does not start.
+        ConfigError: the cluster lacks resources, or a worker does not start.
     """
     import ray
 
-    count = options.ray.reward_workers
-    plan = plan_seats(rewards=count, gpus_per_reward=options.ray.reward_gpus)
-    resources = reserve("reward", options, plan, count=count, option="ray_reward_workers")
+    plan = plan_seats(rewards=workers, gpus_per_reward=gpus)
+    resources = cluster.reserve("reward", plan, count=workers, option="ray_reward_workers")
     try:
         recipe_ref = ray.put(recipe)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -142,7 +141,7 @@ def ray_rewards(
     pool = ActorPool(
         "reward",
         resources,
-        options,
+        cluster.limits,
         lambda handle: handle.build.remote(RewardActor, recipe_ref),
     )
     return RayRewards(pool, log=log, trainer_state=trainer_state)

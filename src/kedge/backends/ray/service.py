@@ -22,13 +22,9 @@ class RayService:
     With ``connect``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
 
     Args:
-        name: of the actor, for messages.
+        name: for messages; with ``options`` and ``limits`` as for ``Actor``.
         spec: ``ray.ObjectRef`` of the ``PolicySpec``.
         weights: ``ray.ObjectRef`` of the initial weights, version 0.
-        engine_args: engine arguments of vLLM by name.
-        options: of the actor: resources and placement.
-        limits: timeouts of the actor.
-        shared_weights: weights shared by all engines.
         connect: creates the NCCL transfer, given the vLLM's ``Control``.
     """
 
@@ -130,12 +126,7 @@ class RayService:
 
 
 class ActorControl:
-    """Control of a vLLM in an actor during weight transfer.
-
-    Args:
-        actor: holds an ``InProcess``.
-        limit: timeout of a call, in seconds.
-    """
+    """``Control`` of the ``InProcess`` in an actor; ``limit`` is in seconds, for each call."""
 
     def __init__(self, actor: Actor, limit: float) -> None:
         self._actor, self._limit = actor, limit

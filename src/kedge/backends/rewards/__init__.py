@@ -1,6 +1,6 @@
 """Reward models and reward functions."""
 
-from kedge.backends.rewards.build import FunctionOptions, ModelOptions, reward_source
+from kedge.backends.rewards.build import FunctionOptions, ModelOptions, check_sources, reward_source
 from kedge.backends.rewards.eos import EosPenalty
 from kedge.backends.rewards.function import RewardFunction
 from kedge.backends.rewards.log import MetricCapturingSource, RewardLog
@@ -18,6 +18,7 @@ __all__ = [
     "RewardLog",
     "RewardModel",
     "TextCache",
+    "check_sources",
     "columns_read",
     "reward_source",
 ]

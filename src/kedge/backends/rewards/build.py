@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from kedge.backends.rewards.call import Signature, function_name
 from kedge.backends.rewards.eos import EosPenalty
 from kedge.backends.rewards.function import OnError, RewardFunction
 from kedge.backends.rewards.load import (
@@ -86,9 +87,7 @@ def reward_source(
     Raises:
         ConfigError: no source, an unsupported kind of source, or lists of different lengths.
     """
-    items = [*_list(reward_model), *_list(reward_funcs)]
-    if not items:
-        raise ConfigError("no reward is configured: pass reward_model or reward_funcs")
+    items = _items(reward_model, reward_funcs)
     builder = _Builder(models or ModelOptions(), functions or FunctionOptions(), policy_tokenizer)
     mixture: RewardSource = Mixture(
         builder.sources(items, _weights(weights, len(items)), tokenizers), on_unscored=on_unscored
@@ -101,6 +100,29 @@ def reward_source(
         non_eos_penalty=non_eos_penalty,
         penalty_reward_value=penalty_reward_value,
     )
+
+
+def check_sources(
+    reward_model: Any,
+    reward_funcs: Any,
+    *,
+    weights: Sequence[float] | None = None,
+    dataset_columns: Collection[str] | None = None,
+) -> None:
+    """Check the sources as far as possible without loading models; see ``reward_source``.
+
+    Raises:
+        ConfigError: as ``reward_source``.
+    """
+    items = _items(reward_model, reward_funcs)
+    _weights(weights, len(items))
+    for item in items:
+        if isinstance(item, (str, Path)) and not names_function(str(item)):
+            continue  # a model
+        source = _load(item, trust_remote_code=False)
+        is_function = not isinstance(source, nn.Module) and not hasattr(source, "score")
+        if is_function and dataset_columns is not None:
+            Signature(source, function_name(source)).check(dataset_columns)
 
 
 class _Builder:
@@ -152,6 +174,13 @@ class _Builder:
             autocast=options.autocast,
             name=Path(item if has_name else getattr(model, "name_or_path", "") or "").name or None,
         )
+
+
+def _items(reward_model: Any, reward_funcs: Any) -> list[Any]:
+    items = [*_list(reward_model), *_list(reward_funcs)]
+    if not items:
+        raise ConfigError("no reward is configured: pass reward_model or reward_funcs")
+    return items
 
 
 def _list(value: Any) -> list[Any]:

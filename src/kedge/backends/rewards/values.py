@@ -37,8 +37,8 @@ def read_values(
         returned: list, tuple, array or tensor: per row a number, None, or a number per token.
         lengths: response tokens of each row.
         width: columns of the padded response tensor; rows of a 2-D tensor may be that long.
-        name: name of the function, for messages.
-        values: add the rows to these; None: to a new ``Values``.
+        name: of the function, for messages.
+        values: rows are added to these.
         first: number of the first row.
 
     Raises:

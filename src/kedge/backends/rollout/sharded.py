@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from kedge.backends.rollout.rows import join_rollouts, split_rows
 from kedge.errors import SyncError
@@ -16,6 +18,29 @@ from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInputs:
+    """What every rollout engine is built from.
+
+    Args:
+        policy: a transformers causal language model with its current weights.
+        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
+        tokenizer: needed for stop strings only.
+        dtype: precision of the learner; None is float32.
+        extra_slot: leave one slot after the longest response.
+        chunk_rows: rows that an embedded engine samples at a time.
+        rank: the rank that these engines belong to; None: all ranks share them.
+    """
+
+    policy: nn.Module
+    pad_id: int
+    tokenizer: Any = None
+    dtype: torch.dtype | None = None
+    extra_slot: bool = False
+    chunk_rows: int = 64
+    rank: int | None = None
 
 
 class ShardedEngine:

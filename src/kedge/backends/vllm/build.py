@@ -1,4 +1,4 @@
-"""Builds the vLLM rollout engine from its options."""
+"""Builds rollout engines of vLLM; options are named as in the config."""
 
 from __future__ import annotations
 
@@ -12,46 +12,55 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.fingerprint import policy_weights
 from kedge.backends.hf.rollout import check_prompts
-from kedge.backends.rollout import ShardedEngine, start_all
+from kedge.backends.rollout import EngineInputs, ShardedEngine, start_all
 from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
 from kedge.backends.vllm.inprocess import InProcess
 from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
 from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.server import Server
 from kedge.backends.vllm.service import Service
-from kedge.config.rollout import RolloutOptions
+from kedge.config.rollout import engine_args
 from kedge.errors import ConfigError
+from kedge.protocols import RolloutEngine
 from kedge.types import Sampling
 
 # Supported by vLLM 0.32's attention on CPUs; other sizes crash the engine at its first token.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def check_vllm(options: RolloutOptions, sampling: Sampling, *, model: Any) -> None:
-    """Check options and sampling before any weights are loaded.
+def check_local(
+    model: Any, sampling: Sampling, *, vllm_sleep: bool, vllm_transfer: str = "auto"
+) -> None:
+    """Check a vLLM that Kedge starts, before any weights are loaded.
 
     Args:
-        options: of the rollout engine.
-        sampling: the sampling distribution.
         model: the policy, or the folder or Hub name to load it from.
+        sampling: the sampling distribution.
+        vllm_sleep: see ``PPOConfig``.
+        vllm_transfer: see ``PPOConfig``.
 
     Raises:
         ConfigError: naming the option, its value and what to set.
     """
-    if options.kind == "url" and sampling.min_new_tokens:
-        raise ConfigError(
-            f"min_new_tokens={sampling.min_new_tokens} is not supported with the server at"
-            f" {options.url}: vLLM would ban its model's EOS token even if it is not a stop token;"
-            " set it to 0, or use rollout_engine='vllm_server'"
-        )
-    if options.kind != "url" and not torch.cuda.is_available():
-        check_head_size(model.config if isinstance(model, nn.Module) else _config_of(model))
-    if options.transfer == "nccl" and not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        return
+    check_head_size(model.config if isinstance(model, nn.Module) else _config_of(model))
+    if vllm_transfer == "nccl":
         raise ConfigError(
             "vllm_transfer='nccl' needs a GPU, and this machine has none; set it to 'auto'"
         )
-    if options.sleep and not torch.cuda.is_available():
+    if vllm_sleep:
         raise ConfigError("vllm_sleep=True needs a GPU: vLLM on CPUs cannot sleep; leave it out")
+
+
+def check_remote(model: Any, sampling: Sampling, *, rollout_engine: str) -> None:
+    """Check a running server at the address ``rollout_engine``; see ``check_local``."""
+    if sampling.min_new_tokens:
+        raise ConfigError(
+            f"min_new_tokens={sampling.min_new_tokens} is not supported with the server at"
+            f" {rollout_engine}: vLLM would ban its model's EOS token even if it is not a stop"
+            " token; set it to 0, or use rollout_engine='vllm_server'"
+        )
 
 
 def check_head_size(config: Any) -> None:
@@ -79,121 +88,158 @@ def _config_of(name: Any) -> Any:
 
 
 Start = Callable[[], Service]
+# (policy spec, weights, engine arguments) -> one function per vLLM that starts it
 Starts = Callable[[PolicySpec, Mapping[str, Tensor], Mapping[str, Any]], Sequence[Start]]
 
 
-def vllm_engine(
-    policy: nn.Module,
-    options: RolloutOptions,
+def build_vllm(
+    inputs: EngineInputs,
+    starts: Starts,
     *,
-    pad_id: int,
-    tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
-    extra_slot: bool = False,
-    share: bool = False,
-    starts: Starts | None = None,
+    arguments: Mapping[str, Any],
+    tolerance: float | None,
+    sleep: bool = False,
     on_close: Callable[[], None] | None = None,
 ) -> VLLMEngine | ShardedEngine:
     """One vLLM engine with a copy of the policy, or several that share the rows of a batch.
 
     Args:
-        policy: a transformers causal language model with its current weights.
-        options: of the rollout engine.
-        pad_id: token id that fills ``Rollout.ids`` after the end of a response.
-        tokenizer: only needed for stop strings.
-        dtype: precision of the learner; None is float32.
-        extra_slot: leave one slot after the longest response.
-        share: every rank has its engines, rather than all ranks together.
-        starts: maps (policy spec, weights, engine arguments) to one function per vLLM that starts
-            it; None: as set in ``options``.
+        inputs: the policy and what all engines need.
+        starts: starts one vLLM or several.
+        arguments: engine arguments of vLLM.
+        tolerance: largest gap of log-probabilities after a weight sync; None: by precision.
+        sleep: free the GPU memory while it does not sample.
         on_close: called after all engines are closed.
 
     Raises:
         ConfigError: vLLM rejects the model or the arguments.
     """
-    arguments: dict[str, Any] = {
-        "dtype": str(dtype or weights_dtype(policy)).removeprefix("torch."),
-        **({"enable_sleep_mode": True} if options.sleep else {}),
+    arguments = {
+        "dtype": str(inputs.dtype or weights_dtype(inputs.policy)).removeprefix("torch."),
+        **({"enable_sleep_mode": True} if sleep else {}),
+        **arguments,
     }
-    arguments |= options.engine_args
-    spec = PolicySpec.of(policy, tokenizer, dtype=arguments["dtype"])
+    spec = PolicySpec.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"])
     low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
     default = LOW_PRECISION if low else FULL_PRECISION
-    weights = policy_weights(policy)
 
     def make(start: Start) -> VLLMEngine:
         return VLLMEngine(
             start(),
             spec,
-            pad_id=pad_id,
-            tolerance=default if options.tolerance is None else options.tolerance,
-            extra_slot=extra_slot,
-            sleeps=options.sleep,
+            pad_id=inputs.pad_id,
+            tolerance=default if tolerance is None else tolerance,
+            extra_slot=inputs.extra_slot,
+            sleeps=sleep,
         )
 
-    if starts is None:
-        per_server = int(arguments.get("tensor_parallel_size", 1))
-        gpus = (
-            gpus_of_servers(options.num_engines, per_server, share=share)
-            if options.kind == "vllm_server"
-            else [None]
-        )
-        service_starts: Sequence[Start] = [
-            partial(_service, spec, weights, options, arguments, devices) for devices in gpus
-        ]
-        if len(service_starts) == 1:
-            return make(service_starts[0])
-    else:
-        service_starts = starts(spec, weights, arguments)
+    service_starts = starts(spec, policy_weights(inputs.policy), arguments)
+    if len(service_starts) == 1 and on_close is None:
+        return make(service_starts[0])
     engines = start_all([partial(make, start) for start in service_starts], undo=on_close)
-    config: Any = policy.config
+    config: Any = inputs.policy.config
     return ShardedEngine(
         engines,
-        pad_id=pad_id,
+        pad_id=inputs.pad_id,
         check=partial(check_prompts, config=config),
         on_close=on_close,
     )
 
 
-def _service(
-    spec: PolicySpec,
-    weights: Mapping[str, Tensor],
-    options: RolloutOptions,
-    arguments: Mapping[str, Any],
-    devices: str | None,
-) -> Service:
-    if options.kind == "vllm":
-        return InProcess(spec, weights, arguments)
-    if options.kind == "vllm_server":
-        return Server(
-            spec,
-            weights,
-            arguments,
-            python=options.python,
-            folder=options.sync_folder,
-            start_timeout=options.start_timeout,
-            heartbeat=options.heartbeat,
-            patience=options.patience,
-            devices=devices,
-        )
-    remote = Remote(
-        options.url,
-        folder=options.sync_folder,
-        heartbeat=options.heartbeat,
-        patience=options.patience,
-        slow=options.start_timeout,
+def build_in_process(
+    inputs: EngineInputs,
+    *,
+    vllm_engine_args: Any,
+    vllm_tensor_parallel_size: int,
+    vllm_sleep: bool,
+    vllm_tolerance: float | None,
+) -> RolloutEngine:
+    """A vLLM in this process."""
+    return build_vllm(
+        inputs,
+        lambda *model: [partial(InProcess, *model)],
+        arguments=engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size),
+        tolerance=vllm_tolerance,
+        sleep=vllm_sleep,
     )
-    try:
-        remote.check(
-            tied=spec.tied is not None and spec.adapter is None,
-            precision=str(arguments["dtype"]),
-            adapter=spec.adapter is not None,
+
+
+def build_servers(
+    inputs: EngineInputs,
+    *,
+    vllm_num_engines: int,
+    vllm_engine_args: Any,
+    vllm_tensor_parallel_size: int,
+    vllm_sleep: bool,
+    vllm_tolerance: float | None,
+    vllm_python: str | None,
+    weight_sync_folder: str | None,
+    worker_start_timeout: float,
+    worker_heartbeat: float,
+    worker_timeout: float,
+) -> RolloutEngine:
+    """One vLLM server or several, each in its own process."""
+    arguments = engine_args(vllm_engine_args, tensor_parallel_size=vllm_tensor_parallel_size)
+    gpus = gpus_of_servers(
+        vllm_num_engines,
+        int(arguments.get("tensor_parallel_size", 1)),
+        share=inputs.rank is not None,
+    )
+
+    def starts(*model: Any) -> list[Start]:
+        server = partial(
+            Server,
+            *model,
+            python=vllm_python,
+            folder=weight_sync_folder,
+            start_timeout=worker_start_timeout,
+            heartbeat=worker_heartbeat,
+            patience=worker_timeout,
         )
-        remote.load(spec.payload(weights), 0)
-    except BaseException:
-        remote.close()
-        raise
-    return remote
+        return [partial(server, devices=devices) for devices in gpus]
+
+    return build_vllm(
+        inputs, starts, arguments=arguments, tolerance=vllm_tolerance, sleep=vllm_sleep
+    )
+
+
+def build_remote(
+    inputs: EngineInputs,
+    *,
+    rollout_engine: str,
+    vllm_tolerance: float | None,
+    weight_sync_folder: str | None,
+    worker_start_timeout: float,
+    worker_heartbeat: float,
+    worker_timeout: float,
+) -> RolloutEngine:
+    """A running vLLM server at the address ``rollout_engine``, with the policy's weights."""
+
+    def connect(
+        spec: PolicySpec, weights: Mapping[str, Tensor], arguments: Mapping[str, Any]
+    ) -> Service:
+        remote = Remote(
+            rollout_engine,
+            folder=weight_sync_folder,
+            heartbeat=worker_heartbeat,
+            patience=worker_timeout,
+            slow=worker_start_timeout,
+        )
+        try:
+            remote.check(
+                tied=spec.tied is not None and spec.adapter is None,
+                precision=str(arguments["dtype"]),
+                adapter=spec.adapter is not None,
+            )
+            remote.load(spec.payload(weights), 0)
+        except BaseException:
+            remote.close()
+            raise
+        return remote
+
+    return build_vllm(
+        inputs, lambda *model: [partial(connect, *model)], arguments={}, tolerance=vllm_tolerance
+    )
 
 
 def gpus_of_servers(count: int, each: int, *, share: bool = False) -> list[str | None]:

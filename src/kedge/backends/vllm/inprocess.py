@@ -64,8 +64,11 @@ class InProcess:
         spec.write(folder, weights)
         arguments = fixed_args(spec) | device_args(shares_gpu=shares_gpu) | dict(engine_args or {})
         self._joins = dist.is_initialized() and dist.get_world_size() > 1
+        self._workers = int(arguments.get("tensor_parallel_size", 1))
         if self._joins:
-            arguments |= _rank_args(arguments)
+            arguments |= _rank_args(self._workers)
+        elif self._workers > 1:  # not Ray's, which would need GPUs beyond those of its actor
+            arguments = {"distributed_executor_backend": "mp"} | arguments
         self._eager = bool(arguments.get("enforce_eager"))
         try:
             self._llm = _start(str(folder), arguments, self._quiet)
@@ -130,12 +133,18 @@ class InProcess:
             with self._quiet():
                 if payload.adapter is not None:
                     self._adapter = self._add_adapter(payload)
-                else:
-                    arguments = {"weights_iterator": payload.tensors()}
-                    self._llm.collective_rpc("reload_weights", kwargs=arguments)
+                elif self._workers == 1:
+                    self._reload(weights_iterator=payload.tensors())
+                else:  # worker processes
+                    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+                        payload.write(Path(folder))
+                        self._reload(weights_path=folder)
         except (ValueError, RuntimeError, KeyError, AssertionError, NotImplementedError) as error:
             raise SyncError(f"vLLM rejected the weights of version {version}: {error!r}") from error
         self.finish_load(version)
+
+    def _reload(self, **source: Any) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs=source)
 
     def transfer(self, method: str, **arguments: Any) -> None:
         """Call a method of vLLM's weight transfer on every worker process of this vLLM.
@@ -236,17 +245,16 @@ def device_args(*, shares_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _rank_args(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _rank_args(workers: int) -> dict[str, Any]:
     """Engine arguments of a vLLM on each rank of a process group.
 
     Raises:
         ConfigError: tensor parallelism, which would make the ranks sample the same prompts, or no
             launcher.
     """
-    size = arguments.get("tensor_parallel_size", 1)
-    if size > 1:
+    if workers > 1:
         raise ConfigError(
-            f"vllm_tensor_parallel_size={size} with rollout_engine='vllm' and"
+            f"vllm_tensor_parallel_size={workers} with rollout_engine='vllm' and"
             f" {dist.get_world_size()} ranks: each rank has a vLLM on its own GPU; set it to 1, or"
             " use rollout_engine='ray' or 'vllm_server'"
         )

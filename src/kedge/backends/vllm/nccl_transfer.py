@@ -114,13 +114,9 @@ def free_port() -> int:
 
 
 def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
-    """Whether NCCL can send weights to a vLLM: both have GPUs, and not the same one.
+    """Whether NCCL can send the learner's weights to a vLLM with ``gpus`` GPUs.
 
-    A vLLM with a fraction of a GPU may share the learner's.
-
-    Args:
-        weights: the learner's.
-        gpus: of the vLLM.
+    Both need GPUs, and not the same one; a vLLM with a fraction of a GPU may share the learner's.
     """
     return gpus >= 1 and all(x.is_cuda for x in weights.values())
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Flags, Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.planning import memory
@@ -16,15 +16,18 @@ from kedge.cli.train.async_ppo import parse_options
 from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
-from kedge.config.grpo import GRPOConfig, GRPOSettings, resolve_grpo
+from kedge.config.grpo import GRPOConfig
 from kedge.config.options import elsewhere
-from kedge.config.ppo import PPOConfig, PPOv2Config
-from kedge.config.resolve import PPOSettings, RunSettings, resolve
-from kedge.config.rloo import RLOOConfig, resolve_rloo
-from kedge.config.schedule import warmup_updates
+from kedge.config.ppo import PPOv2Config
+from kedge.config.rloo import RLOOConfig
+from kedge.config.sampling import build_sampling
+from kedge.config.schedule import warmup_iterations
 from kedge.engine.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.errors import ConfigError
 from kedge.trl_scripts import get_peft_config
+
+if TYPE_CHECKING:
+    from kedge.trainers.spec import TrainerSpec
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {
     "async-ppo": AsyncPPOConfig,
@@ -85,13 +88,13 @@ def plan(
         revision=flags.model_revision,
         trust_remote_code=flags.trust_remote_code,
     )
-    settings = _settings(options.config, processes, ends)
-    algorithm = load_algorithm(options.script.algorithm, options.script.algorithm_kwargs)
-    default = 1 if isinstance(settings, PPOSettings) else 2
-    min_group = default if algorithm is None else algorithm.min_group
-    batches, facts, columns = _batches(options, settings, tokenizer, min_group)
+    build_sampling(options.config, ends)
+    custom = load_algorithm(options.script.algorithm, options.script.algorithm_kwargs)
+    algorithm = find_spec(options.config).build_algorithm(options.config, custom)
+    world_size = processes or options.config.world_size or 1
+    batches, facts, columns = _batches(options, tokenizer, world_size, algorithm.min_group)
     _check(options, names, longest(facts), columns)
-    needs = estimate_needs(options, settings, batches, names, longest(facts))
+    needs = estimate_needs(options, algorithm, batches, names, longest(facts))
     return options, batches, facts, needs
 
 
@@ -119,13 +122,14 @@ def _check(options: Options, names: Names, prompt: int, columns: list[str] | Non
         )
 
 
-def _settings(config: OnPolicyConfig, processes: int | None, ends: Sequence[int]) -> RunSettings:
-    if isinstance(config, RLOOConfig):
-        return resolve_rloo(config, world_size=processes, eos_token_ids=ends)
-    if isinstance(config, GRPOConfig):
-        return resolve_grpo(config, world_size=processes, eos_token_ids=ends)
-    assert isinstance(config, PPOConfig)
-    return resolve(config, world_size=processes, eos_token_ids=ends)
+def find_spec(config: OnPolicyConfig) -> TrainerSpec:
+    """The spec of the trainer that takes this config."""
+    from kedge.trainers.grpo import GRPOTrainer
+    from kedge.trainers.ppo import PPOTrainer
+    from kedge.trainers.rloo import RLOOTrainer
+
+    trainers = (PPOTrainer, RLOOTrainer, GRPOTrainer)
+    return next(t.SPEC for t in trainers if isinstance(config, t.SPEC.config))
 
 
 def longest(facts: dict[str, int]) -> int:
@@ -134,56 +138,56 @@ def longest(facts: dict[str, int]) -> int:
 
 
 def _batches(
-    options: Options, settings: RunSettings, tokenizer: Any, min_group: int
+    options: Options, tokenizer: Any, world_size: int, min_group: int
 ) -> tuple[BatchSizes, dict[str, int], list[str] | None]:
     """Sizes, facts about the prompts, and the dataset's columns; None without a dataset."""
+    from kedge.trainers.build.data import build_prompts
+    from kedge.trainers.spec import shared_kwargs
+
+    config = options.config
     if options.script.dataset_name is None and not options.script.dataset_mixer_list:
-        if settings.batch.total_episodes is None and settings.batch.max_steps <= 0:
+        if config.total_episodes is None and config.max_steps <= 0:
             raise ConfigError(
                 "the length of the run is unknown; set --dataset_name, --total_episodes or "
                 "--max_steps"
             )
-        guess = settings.data.max_prompt_length or PROMPT_GUESS
-        batches = compute_batch_sizes(**asdict(settings.batch), min_group=min_group)
-        return batches, {"longest prompt, assumed": guess}, None
-    from kedge.trainers.build.data import build_prompt_data
-
+        sizes = shared_kwargs(config, compute_batch_sizes) | {"world_size": world_size}
+        batches = compute_batch_sizes(**sizes, min_group=min_group)
+        return batches, {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}, None
     train, _ = load_prompts(options)
-    here: Any = SimpleNamespace(process_index=0, num_processes=settings.batch.world_size)
-    prompts = build_prompt_data(train, tokenizer, settings, here, min_group=min_group)
-    report = prompts.source.report
+    here: Any = SimpleNamespace(process_index=0, num_processes=world_size)
+    prompts, batches = build_prompts(train, config, tokenizer, here, min_group=min_group)
+    report = prompts.report
     facts = {
         "prompts": report.rows - report.dropped,
         "prompts dropped": report.dropped,
         "prompts truncated": report.truncated,
         "longest prompt": report.longest,
     }
-    return prompts.plan, facts, prompts.source.columns
+    return batches, facts, prompts.columns
 
 
 def estimate_needs(
-    options: Options, settings: RunSettings, batches: BatchSizes, names: Names, prompt: int
+    options: Options, algorithm: Algorithm, batches: BatchSizes, names: Names, prompt: int
 ) -> list[memory.Need]:
     """The memory of every model of the run."""
-    learner, flags = settings.learner, options.model
+    config, flags = options.config, options.model
     read = partial(memory.read_config, trust_remote_code=flags.trust_remote_code)
     policy = read(names.policy)
     shape = memory.read_shape(policy)
-    width = 4 if learner.precision == "no" else 2
-    response = settings.sampling.max_new_tokens
-    length = prompt + response
+    width = 2 if config.bf16 or config.fp16 else 4
+    length = prompt + config.response_length
     tile = min(
-        memory.TILE_BYTES.get(options.config.device.type, memory.TILE_BYTES["cuda"]),
-        batches.micro_rows * response * shape.vocab * 4,
+        memory.TILE_BYTES.get(config.device.type, memory.TILE_BYTES["cuda"]),
+        batches.micro_rows * config.response_length * shape.vocab * 4,
     )
-    rows = min(batches.local_rows, learner.chunk)
-    optim = options.config.optim
-    state = memory.optimizer_bytes(str(getattr(optim, "value", optim)))
+    rows = min(batches.local_rows, config.local_rollout_forward_batch_size)
+    state = memory.optimizer_bytes(str(getattr(config.optim, "value", config.optim)))
     activations = partial(
         memory.activation_bytes,
         tokens=batches.micro_rows * length,
         width=width,
-        checkpointing=learner.gradient_checkpointing,
+        checkpointing=bool(config.gradient_checkpointing),
     )
     adapter = get_peft_config(flags)
     counts = memory.count_parameters(policy, head="causal", adapter=adapter)
@@ -200,21 +204,20 @@ def estimate_needs(
             generation=rows * (length * shape.layers * shape.cache * width + shape.vocab * 8.0),
         )
     ]
-    kl_in_loss = settings.grpo.beta if isinstance(settings, GRPOSettings) else 0.0
-    if settings.kl.coef + kl_in_loss > 0 and adapter is None:
+    if config.kl_coef + config.loss_kl_coef > 0 and adapter is None:
         needs.append(memory.frozen("reference", counts[0], base))
-    if isinstance(settings, PPOSettings):
+    if algorithm.needs_values:
         value = options.script.value_model_path
-        if value is None and settings.value.source != "policy":
+        if value is None and getattr(config, "value_source", "policy") != "policy":
             value = names.reward
         trained = partial(memory.trained, weight_bytes=4.0, state_bytes=state)
         if value is None:
             size = memory.count_head(shape.hidden)
             needs.append(trained("value head", (size, size), training=0.0))
         else:
-            config = read(value)
-            counts = memory.count_parameters(config, head="score")
-            training = activations(memory.read_shape(config))
+            model = read(value)
+            counts = memory.count_parameters(model, head="score")
+            training = activations(memory.read_shape(model))
             needs.append(trained("value", counts, training=training))
     if names.reward is not None:
         count, _ = memory.count_parameters(read(names.reward), head="score")
@@ -262,7 +265,7 @@ def size_rows(
     """Every size with its name and where it comes from."""
     response = options.config.response_length
     per_update = batches.batch_size * (longest(facts) + response)
-    warmup = warmup_updates(options.config, batches.updates)
+    warmup = warmup_iterations(options.config, batches.iterations)
     return [
         ("processes", f"{batches.world_size:,}", ""),
         *((name, f"{value:,}", "") for name, value in facts.items()),
@@ -281,10 +284,10 @@ def size_rows(
         ),
         (
             "optimizer steps per update",
-            f"{batches.optimizer_steps_per_update:,}",
+            f"{batches.optimizer_steps_per_iteration:,}",
             f"{batches.epochs} passes x {batches.minibatches} mini-batches",
         ),
-        ("updates", f"{batches.updates:,}", f"{warmup} of them warm-up"),
+        ("updates", f"{batches.iterations:,}", f"{warmup} of them warm-up"),
         ("optimizer steps", f"{batches.optimizer_steps:,}", ""),
         ("episodes", f"{batches.episodes:,}", "responses generated"),
         ("tokens per update", f"{per_update:,}", "at most, prompt and response"),

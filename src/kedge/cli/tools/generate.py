@@ -134,7 +134,7 @@ def answered(
 
 
 def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
-    from kedge.trainers.build.data import pad_id
+    from kedge.trainers.build.setup import pad_id
 
     pad = pad_id(tokenizer)
     if kind == "embedded":

@@ -14,6 +14,7 @@ from kedge.cli.data import note
 from kedge.cli.train import ppo
 from kedge.cli.train.async_data import dressed, load_mixed
 from kedge.config.async_ppo import AsyncPPOConfig
+from kedge.config.rollout_engines import find_engine
 from kedge.errors import ConfigError
 
 
@@ -57,7 +58,7 @@ def on_ray(config: AsyncPPOConfig) -> bool:
     if any(n < 1 for n in learners):
         raise ConfigError(f"actor_num_gpus_per_node={learners} must be 1 or more for each node")
     launched = "RANK" in os.environ  # by accelerate: this process is one of its ranks
-    return not launched and (config.rollout_engine == "ray" or sum(learners) > 1)
+    return not launched and (find_engine(config).actors or sum(learners) > 1)
 
 
 def learn_on_ray(argv: list[str], options: Options) -> None:
@@ -76,7 +77,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
     steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
     screen = Screen(max(1, steps), bar=not config.disable_tqdm)
-    engines = config.vllm_num_engines if config.rollout_engine == "ray" else 0
+    engines = config.vllm_num_engines if find_engine(config).actors else 0
     try:
         launch(
             partial(learn_from, argv, str(Path.cwd())),

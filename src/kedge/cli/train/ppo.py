@@ -238,7 +238,7 @@ def load_policy(
         ConfigError: it cannot be loaded.
     """
     from kedge.backends.hf import load
-    from kedge.trainers.build.models import split
+    from kedge.trainers.build.loading import split
 
     return load.load_policy(name, **split(_flags(options) | dict(more or {})))
 
@@ -255,7 +255,7 @@ def _flags(options: ModelArguments) -> dict[str, Any]:
 
 def _take_init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
     """Remove ``model_init_kwargs`` from the config, since the trainer gets a loaded model."""
-    from kedge.trainers.build.models import init_kwargs
+    from kedge.trainers.build.loading import init_kwargs
 
     kwargs = init_kwargs(config)
     if kwargs:

@@ -13,7 +13,7 @@ from kedge.config.values import MOST, SECONDS, Range
 _BATCH = "batch sizes and run length"
 _LEARNER = "learner: optimizer and schedule"
 _CHECKPOINTING = "learner: activation checkpointing of the trained models"
-_COMPILE = "learner: torch.compile of the forward pass"
+_COMPILE = "forward pass of the learner: torch.compile"
 _SCHEDULE = "schedule: when to log, evaluate and save; counted in iterations"
 _CHECKPOINT = "checkpoints"
 _HUB = "hub: upload of the model and its card"

@@ -186,7 +186,7 @@ def load(
         tensors: dict[str, Tensor] = {}
         for file in head["files"]:
             tensors |= read_tensors(folder / file)
-        tensors |= read_duplicates(folder, head.get("elsewhere", {}))
+        tensors |= read_duplicates(folder, head.get("duplicates", {}))
         parts = join(head["parts"], tensors)
         if not isinstance(parts, dict):
             raise DamagedCheckpointError(
@@ -350,7 +350,7 @@ def _write_shared(
         "world_size": world_size,
         "settings": dict(settings),
         "files": sorted(groups),
-        "elsewhere": duplicates,
+        "duplicates": duplicates,
         "parts": encoded,
     }
     write_json(folder / STATE, head)

@@ -97,11 +97,11 @@ class AsCompletedScheduler:
     """Partial batches in the order in which they finish, none older than ``max_lag``.
 
     Args:
-        pieces: partial batches per iteration; must divide its prompts.
+        partial_batches: number per iteration; must divide its prompts.
         max_lag: iterations that sampling may be ahead of training, at least 1.
     """
 
-    pieces: int
+    partial_batches: int
     max_lag: int
     collector: RolloutCollector = field(init=False)
     _done: list[PartialBatch] = field(default_factory=list, init=False)
@@ -130,8 +130,8 @@ class AsCompletedScheduler:
     @contextmanager
     def open(self, step: int, until: int) -> Iterator[None]:
         """Context in which to sample; finished partial batches are kept at the end."""
-        self._next = max(self._next, step * self.pieces)
-        self._end = until * self.pieces
+        self._next = max(self._next, step * self.partial_batches)
+        self._end = until * self.partial_batches
         self._newest, self._failure, self._closing, self._paused = None, None, False, False
         threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"rollout {n}", daemon=True)
@@ -176,13 +176,17 @@ class AsCompletedScheduler:
         if self._failure is not None:
             raise self._failure
         picked = chosen(
-            self._done, self._running, step=step, max_lag=self.max_lag, per_step=self.pieces
+            self._done,
+            self._running,
+            step=step,
+            max_lag=self.max_lag,
+            per_step=self.partial_batches,
         )
         if picked is None and not self._running and self._next >= self._bound():
             raise RuntimeError(
                 f"step {step} waits for partial batches that are not being sampled:"
-                f" {len(self._done)} are done and {self._next} started, with {self.pieces} per step"
-                f" and max_lag={self.max_lag}"
+                f" {len(self._done)} are done and {self._next} started, with"
+                f" {self.partial_batches} per step and max_lag={self.max_lag}"
             )
         return picked
 
@@ -190,7 +194,7 @@ class AsCompletedScheduler:
         """How many partial batches of the run may have started by now."""
         if self._newest is None:
             return self._next + 1  # waits for the first weights
-        return min(self._end, (self._newest.step + self.max_lag + 1) * self.pieces)
+        return min(self._end, (self._newest.step + self.max_lag + 1) * self.partial_batches)
 
     def mark_consumed(self) -> None:
         """Does nothing: a sample leaves the scheduler when it is taken."""
@@ -202,7 +206,7 @@ class AsCompletedScheduler:
             while self._running:
                 self._changed.wait()
             self._drop()
-            self._next = step * self.pieces
+            self._next = step * self.partial_batches
 
     def wait_for_syncs(self) -> None:
         """Does nothing: workers verify each sync before they sample."""
@@ -234,23 +238,25 @@ class AsCompletedScheduler:
             version = sample[0].version
             known = version[version >= 0]
             since = int(known.min()) if len(known) else step
-            restored.append(PartialBatch(number=step * self.pieces + n, since=since, sample=sample))
-        size = len(self.collector.source.batch(step)) // self.pieces
+            restored.append(
+                PartialBatch(number=step * self.partial_batches + n, since=since, sample=sample)
+            )
+        size = len(self.collector.source.batch(step)) // self.partial_batches
         wrong = [len(p.sample[0]) for p in restored if p.sample and len(p.sample[0]) != size]
         if wrong:
             raise CheckpointError(
                 f"samples in the checkpoint must be partial batches of {size} responses, got"
-                f" {wrong[0]}: resume with the same rollout_schedule and rollout_pieces"
+                f" {wrong[0]}: resume with the same rollout_schedule and num_partial_batches"
             )
         for later in range(self.max_lag + 1):
             due = sum(p.since + self.max_lag <= step + later for p in restored)
             overdue = any(p.since + self.max_lag < step for p in restored)
-            if due > (later + 1) * self.pieces or overdue:
+            if due > (later + 1) * self.partial_batches or overdue:
                 raise CheckpointError(
                     f"samples in the checkpoint are too old for max_lag={self.max_lag}: resume"
                     " with the same max_lag"
                 )
-        self._done, self._next = restored, step * self.pieces + len(restored)
+        self._done, self._next = restored, step * self.partial_batches + len(restored)
 
     # -- in the worker threads --------------------------------------------------------------------
 
@@ -293,7 +299,7 @@ class AsCompletedScheduler:
             moved = newest.moves > worker.moves and worker.fingerprint != ""
             worker.fingerprint = verify_sync(receipt, newest, held=worker.fingerprint, moved=moved)
             worker.version, worker.moves = newest.version, newest.moves
-        step, index = divmod(part.number, self.pieces)
+        step, index = divmod(part.number, self.partial_batches)
         sample = self.collector.draw(step, worker.engine, self._rows(step, index))
         version = sample[0].version
         if bool(((version >= 0) & (version < newest.version)).any()):
@@ -304,4 +310,4 @@ class AsCompletedScheduler:
         return sample
 
     def _rows(self, step: int, index: int) -> Tensor:
-        return split_groups(self.collector.source.batch(step), self.pieces)[index]
+        return split_groups(self.collector.source.batch(step), self.partial_batches)[index]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 
 from kedge import verifiers
+from kedge.algorithms import Algorithm
 from kedge.backends.data.table import read_table
 from kedge.config.base import OnPolicyConfig
-from kedge.config.compat.trl import NewerArguments
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
+from kedge.trainers.spec import TrainerSpec
 from kedge.verifiers.base import Verifier
 from kedge.verifiers.by_column import ByColumn
 
@@ -22,7 +23,8 @@ from kedge.verifiers.by_column import ByColumn
 class TrainerInputs:
     """The constructor arguments of a trainer; see ``kedge.PPOTrainer``."""
 
-    args: OnPolicyConfig
+    spec: TrainerSpec
+    args: OnPolicyConfig  # the trainer's checked copy
     processing_class: Any = None
     model: str | nn.Module | None = None
     ref_model: str | nn.Module | None = None
@@ -36,22 +38,37 @@ class TrainerInputs:
     peft_config: Any = None
     reward_funcs: Any = None
     reward_weights: Sequence[float] | None = None
-    reward_processing_class: Any = None
+    reward_processing_classes: Any = None
     rollout_engine: RolloutEngine | None = None
+    algorithm: Any = None
     quantization_config: Any = None
 
     def __post_init__(self) -> None:
         check_kinds(self)
         check_verifiers(self)
 
+    @classmethod
+    def of(cls, spec: TrainerSpec, arguments: Mapping[str, Any]) -> TrainerInputs:
+        """The arguments by name; names that are not arguments of a trainer are left out."""
+        names = {f.name for f in fields(cls)}
+        args = spec.checked_args(arguments["args"])
+        values = {name: x for name, x in arguments.items() if name in names}
+        return cls(**values | {"spec": spec, "args": args})
 
-def check_kinds(given: TrainerInputs) -> None:
+    def build_algorithm(self) -> Algorithm:
+        """The algorithm; see ``TrainerSpec.build_algorithm``."""
+        return self.spec.build_algorithm(
+            self.args, self.algorithm, ref_model=self.ref_model, value_model=self.value_model
+        )
+
+
+def check_kinds(inputs: TrainerInputs) -> None:
     """Check the type of each argument before anything is loaded.
 
     Raises:
         ConfigError: an argument has the wrong type.
     """
-    pair = given.optimizers
+    pair = inputs.optimizers
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(
             f"optimizers={_shown(pair)} must be a pair (optimizer, scheduler), each may be None"
@@ -61,32 +78,32 @@ def check_kinds(given: TrainerInputs) -> None:
         ("optimizers[1]", pair[1], ("step", "state_dict")),
         (
             "rollout_engine",
-            given.rollout_engine,
+            inputs.rollout_engine,
             ("shares_weights", "logprobs", "generate", "load_weights"),
         ),
-        ("peft_config", given.peft_config, ("peft_type",)),
-        ("data_collator", given.data_collator, ("__call__",)),
+        ("peft_config", inputs.peft_config, ("peft_type",)),
+        ("data_collator", inputs.data_collator, ("__call__",)),
     ):
         missing = [method for method in methods if not hasattr(value, method)]
         if value is not None and (missing or isinstance(value, type)):
             lacks = f" (missing: {', '.join(missing)})" if missing else ""
             raise ConfigError(f"{name}={_shown(value)} must be {_WANTED[name]}{lacks}")
-    if not isinstance(given.callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks={_shown(given.callbacks)} must be a list of callbacks")
-    task = getattr(given.peft_config, "task_type", None)
+    if not isinstance(inputs.callbacks, list | tuple | None):
+        raise ConfigError(f"callbacks={_shown(inputs.callbacks)} must be a list of callbacks")
+    task = getattr(inputs.peft_config, "task_type", None)
     task = getattr(task, "value", task)
     if task not in (None, "CAUSAL_LM"):
         raise ConfigError(f"peft_config must have task_type='CAUSAL_LM', got {task!r}")
 
 
-def check_verifiers(given: TrainerInputs) -> None:
+def check_verifiers(inputs: TrainerInputs) -> None:
     """Check that verifiers can run here, and that all verifiers named by dataset rows exist.
 
     Raises:
         RewardError: names the row with an unknown verifier.
         ConfigError: names what this machine lacks.
     """
-    functions = given.reward_funcs
+    functions = inputs.reward_funcs
     functions = functions if isinstance(functions, list | tuple) else [functions]
     for function in functions:
         builtin = isinstance(function, str) and function.startswith("kedge.verifiers:")
@@ -94,7 +111,7 @@ def check_verifiers(given: TrainerInputs) -> None:
         if isinstance(verifier, Verifier):
             verifier.prepare()
     for verifier in (f for f in functions if isinstance(f, ByColumn)):
-        for dataset in (given.train_dataset, given.eval_dataset):
+        for dataset in (inputs.train_dataset, inputs.eval_dataset):
             named = isinstance(dataset, Mapping) and verifier.column not in dataset
             for part in dataset.values() if named else [dataset]:
                 table = None if part is None else read_table(part)
@@ -118,8 +135,3 @@ _WANTED = {
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"a {type(value).__name__}"
-
-
-def trusts(config: OnPolicyConfig) -> bool:
-    """Whether code from model repositories may run."""
-    return isinstance(config, NewerArguments) and config.trust_remote_code

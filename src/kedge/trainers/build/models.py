@@ -1,10 +1,10 @@
-"""Builds the policy, reference and value model of a run, and checks all models."""
+"""Builds the policy, the reference and the value model of a run, and checks all models."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ from kedge.backends.hf.compatibility import (
     check_vocabulary,
     vocabulary,
 )
-from kedge.backends.hf.end_tokens import eos_token_ids
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.model import causal_parts
 from kedge.backends.hf.reference import AdapterReference, FrozenModel, Reference, frozen_copy
+from kedge.backends.hf.sharding import sharding_strategy
 from kedge.backends.hf.value_head import (
     ScalarHead,
     ScalarModel,
@@ -31,12 +31,9 @@ from kedge.backends.hf.value_head import (
 )
 from kedge.backends.rewards.load import load_tokenizer
 from kedge.backends.rewards.model import same_tokens
-from kedge.config.base import OnPolicyConfig
-from kedge.config.compat.trl import NewerArguments
-from kedge.config.resolve import ValueOptions
-from kedge.config.rollout import json_object, vllm_limit
+from kedge.config.rollout import vllm_limit
 from kedge.errors import ConfigError
-from kedge.trainers.build.inputs import TrainerInputs, trusts
+from kedge.trainers.build.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -49,99 +46,118 @@ class Models:
 
     policy: nn.Module
     reference: Reference | None
-    fresh_reference: bool  # the reference was made from the policy's weights
+    fresh_reference: bool  # the reference has the policy's initial weights
     value: ScalarModel | ScalarHead | None
+    policy_copy: nn.Module | None  # for the rollout engine, if the learner shards the policy
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids of the policy; None if unknown."""
+        return vocabulary(self.policy)
 
 
-def build_policy(
-    model: str | nn.Module | None,
-    peft_config: Any,
-    adapter: str | None,
-    *,
-    loading: Mapping[str, Any] | None = None,
-) -> nn.Module:
-    """The policy, with its adapter if any; ``loading`` are arguments of ``load_policy``.
-
-    Raises:
-        ConfigError: no model is given, or a PEFT model together with a peft_config.
-    """
-    if model is None:
-        raise ConfigError("model=None: pass the policy as a model, a folder or a hub name")
-    policy = load_policy(model, **loading or {})
-    if peft_config is None and adapter is None and not hasattr(policy, "peft_config"):
-        return policy
-    from kedge.backends.hf.peft import with_adapter
-
-    return with_adapter(policy, peft_config, adapter)
-
-
-def build_reference(
-    policy: nn.Module,
-    ref_model: str | nn.Module | None,
-    adapter: str | None,
-    *,
-    wanted: bool,
-    new_adapter: bool = False,
-    loading: Mapping[str, Any] | None = None,
-) -> tuple[Reference | None, bool]:
-    """The reference, and whether it equals the initial policy.
-
-    A policy with an adapter equals its base only if the adapter is new (``new_adapter``).
+class ModelStage:
+    """Policy, reference and value model.
 
     Raises:
-        ConfigError: the reference is the trained module or shares weights with it.
+        ConfigError: models and options that contradict each other.
     """
-    if ref_model is policy:
-        raise ConfigError(
-            "model and ref_model must not be the same object: the reference would be trained too;"
-            " pass ref_model=None for a frozen copy, or a second model"
+
+    def __init__(self, setup: Setup) -> None:
+        inputs, args = setup.inputs, setup.args
+        self.setup, self.loading = setup, setup.loading
+        self.remote = args.ray_ref_workers > 0
+        self.reward = first_reward(
+            inputs.reward_model, inputs.reward_processing_classes, setup.tokenizer
         )
+        if inputs.ref_model is inputs.model and isinstance(inputs.model, nn.Module):
+            raise ConfigError(
+                "model and ref_model must not be the same object: the reference would be trained"
+                " too; pass ref_model=None for a frozen copy, or a second model"
+            )
+        if not isinstance(inputs.model, str):
+            _check_adapter(inputs.model, args.ref_adapter_name)
+        value_source = getattr(args, "value_source", "policy")
+        if setup.algorithm.needs_values and inputs.value_model is None:
+            if value_source == "reward":
+                self.reward.check()
+            elif value_source == "policy":
+                self.reward = NO_REWARD
+
+    def build(self) -> Models:
+        """Load the models and check that they fit together."""
+        setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
+        assert inputs.model is not None  # load_tokenizer refuses it
+        policy: nn.Module = load_policy(inputs.model, **self.loading)
+        if args.model_adapter_name or inputs.peft_config or hasattr(policy, "peft_config"):
+            from kedge.backends.hf.peft import with_adapter
+
+            policy = with_adapter(policy, inputs.peft_config, args.model_adapter_name)
+        _check_adapter(policy, args.ref_adapter_name)
+        reference, fresh = self._build_reference(policy)
+        models = Models(
+            policy=policy,
+            reference=reference,
+            fresh_reference=fresh,
+            value=self._build_value(policy) if setup.algorithm.needs_values else None,
+            policy_copy=self._copy_policy(policy),
+        )
+        check_models(models, setup)
+        return models
+
+    def _build_reference(self, policy: nn.Module) -> tuple[Reference | None, bool]:
+        """The reference, and whether it equals the initial policy."""
+        inputs, adapter = self.setup.inputs, self.setup.args.ref_adapter_name
+        if self.remote or not self.setup.algorithm.needs_reference:
+            return None, self.remote and inputs.ref_model is None
+        if inputs.ref_model is not None:
+            reference = load_policy(inputs.ref_model, **self.loading)
+            check_no_shared_weights({"model": policy}, {"ref_model": reference})
+            return FrozenModel(reference), False
+        if hasattr(policy, "peft_config"):
+            # a policy with an adapter equals its base only if the adapter is new
+            fresh = adapter is None and inputs.peft_config is not None
+            return AdapterReference(policy, adapter), fresh
+        return frozen_copy(policy), True
+
+    def _build_value(self, policy: nn.Module) -> ScalarModel | ScalarHead:
+        """The value model: given, initialized from the reward model, or a head on the policy.
+
+        With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
+        that is not causal, has no per-token head, or has another tokenizer than the policy.
+        """
+        inputs, args = self.setup.inputs, self.setup.args
+        if inputs.value_model is not None:
+            value = load_value(inputs.value_model)
+            return value if args.allow_low_precision_weights else in_float32(value)
+        if self.reward.model is not None:
+            try:
+                return self.reward.value_model()
+            except ConfigError as problem:
+                if args.value_source == "reward":
+                    raise
+                logger.warning(
+                    "the value model is a head on the policy instead of the reward model: %s",
+                    problem,
+                )
+        return value_from_trunk(causal_parts(policy))
+
+    def _copy_policy(self, policy: nn.Module) -> nn.Module | None:
+        """A full copy for the rollout engine, made before the learner shards the policy."""
+        setup = self.setup
+        copies = setup.engine.copies_weights or setup.args.max_lag > 0
+        sharded = sharding_strategy(setup.accelerator) != "none"
+        if not (copies and sharded) or setup.inputs.rollout_engine is not None:
+            return None
+        return copy.deepcopy(policy).requires_grad_(False).to(setup.accelerator.device)
+
+
+def _check_adapter(policy: Any, adapter: str | None) -> None:
     if adapter is not None and adapter not in getattr(policy, "peft_config", {}):
         raise ConfigError(
             f"ref_adapter_name={adapter!r} must be an adapter of the policy; load it, or leave it"
             " unset to use the base model without adapter as the reference"
         )
-    if not wanted:
-        return None, False
-    if ref_model is not None:
-        reference = load_policy(ref_model, **loading or {})
-        check_no_shared_weights({"model": policy}, {"ref_model": reference})
-        return FrozenModel(reference), False
-    if hasattr(policy, "peft_config"):
-        return AdapterReference(policy, adapter), adapter is None and new_adapter
-    return frozen_copy(policy), True
-
-
-def build_value_model(
-    value_model: str | nn.Module | None,
-    reward: FirstReward,
-    policy: nn.Module,
-    options: ValueOptions,
-    *,
-    allow_low: bool = False,
-) -> ScalarModel | ScalarHead:
-    """The value model: given, initialized from the reward model, or a head on the policy.
-
-    With ``value_source="auto"`` a reward model that cannot be a value model is not used: one that
-    is not causal, has no per-token head, or has another tokenizer than the policy.
-
-    Raises:
-        ConfigError: ``value_source="reward"`` without a reward model to start from.
-    """
-    if value_model is not None:
-        value = load_value(value_model)
-        return value if allow_low else in_float32(value)
-    if options.source == "policy" or (options.source == "auto" and reward.model is None):
-        return value_from_trunk(causal_parts(policy))
-    try:
-        return _value_from(reward)
-    except ConfigError as problem:
-        if options.source == "reward":
-            raise
-        logger.warning(
-            "the value model is a head on the policy instead of the reward model: %s", problem
-        )
-        return value_from_trunk(causal_parts(policy))
 
 
 def in_float32(value: ScalarModel) -> ScalarModel:
@@ -166,12 +182,13 @@ class FirstReward:
     tokenizer: Any  # None: the policy's, or the one saved with a model given by name
     policy_tokenizer: Any
 
-    def check_tokens(self) -> None:
-        """Check that the reward model uses the policy's tokenizer.
-
-        Raises:
-            ConfigError: it does not, so it cannot initialize the value model.
-        """
+    def check(self) -> None:
+        """Check that there is a reward model with the policy's tokenizer."""
+        if self.model is None:
+            raise ConfigError(
+                'value_source="reward" needs a reward model; pass value_model, or set'
+                ' value_source="policy" for a value head on the policy'
+            )
         tokenizer = self.tokenizer
         if tokenizer is None and isinstance(self.model, str):
             tokenizer = load_tokenizer(self.model)
@@ -180,6 +197,21 @@ class FirstReward:
                 "the value model must use the policy's tokenizer, but the reward model has another "
                 'one; set value_source="policy", or pass value_model'
             )
+
+    def value_model(self) -> ScalarModel:
+        """A value model that starts from the reward model.
+
+        Raises:
+            ConfigError: it cannot be one.
+        """
+        self.check()
+        if isinstance(self.model, str):
+            return load_value(self.model)
+        assert self.model is not None
+        return scalar_model(_trainable_copy(self.model))
+
+
+NO_REWARD = FirstReward(model=None, tokenizer=None, policy_tokenizer=None)
 
 
 def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> FirstReward:
@@ -194,34 +226,14 @@ def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> F
     return FirstReward(model=model, tokenizer=tokenizer, policy_tokenizer=policy_tokenizer)
 
 
-def _value_from(reward: FirstReward) -> ScalarModel:
-    if reward.model is None:
-        raise ConfigError(
-            'value_source="reward" needs a reward model; pass value_model, or set'
-            ' value_source="policy" for a value head on the policy'
-        )
-    reward.check_tokens()
-    if isinstance(reward.model, str):
-        return load_value(reward.model)
-    return scalar_model(_trainable_copy(reward.model))
-
-
-def check_models(
-    models: Models, rewards: Iterable[Any], sources: Iterable[Any], *, tokens: int, args: Any
-) -> None:
+def check_models(models: Models, setup: Setup) -> None:
     """Check vocabularies, context lengths, and that frozen and trained models share no weights.
-
-    Args:
-        models: the trained models and the reference.
-        rewards: reward models, functions, or lists of them.
-        sources: prompts of training and evaluation.
-        tokens: size of the policy's tokenizer.
-        args: the config; gives the response length and the name of that option.
 
     Raises:
         ConfigError: names the model, the value and the fix.
         DataError: a prompt has a token outside the policy's vocabulary.
     """
+    inputs, args = setup.inputs, setup.args
     all_models = {"the policy": models.policy}
     trained = {"model": models.policy}
     if isinstance(models.value, ScalarModel):
@@ -230,14 +242,15 @@ def check_models(
     if models.reference is not None and models.reference.separate_models:
         all_models["the reference"] = models.reference.separate_models[0]
         check_no_shared_weights(trained, {"ref_model": models.reference.separate_models[0]})
-    for group in rewards:
-        for reward in group if isinstance(group, list | tuple) else [group]:
-            if isinstance(reward, nn.Module):
-                check_no_shared_weights(trained, {"reward_model": reward})
-    known = vocabulary(models.policy)
+    for reward in (*_listed(inputs.reward_model), *_listed(inputs.reward_funcs)):
+        if isinstance(reward, nn.Module):
+            check_no_shared_weights(trained, {"reward_model": reward})
+    known = models.vocabulary
     if known is not None:
-        check_vocabulary(all_models, tokens=min(tokens, known))
-    for source in sources:
+        check_vocabulary(all_models, tokens=min(len(setup.tokenizer), known))
+    if inputs.data_collator is not None:  # its prompts are made later
+        return
+    for source in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
         if not isinstance(source, DatasetPrompts):
             continue
         check_length(
@@ -250,6 +263,10 @@ def check_models(
             source.check_tokens(known)
 
 
+def _listed(x: Any) -> Iterable[Any]:
+    return x if isinstance(x, list | tuple) else [x]
+
+
 def _trainable_copy(model: nn.Module) -> nn.Module:
     trainable = copy.deepcopy(model)
     for p in trainable.parameters():
@@ -257,82 +274,3 @@ def _trainable_copy(model: nn.Module) -> nn.Module:
             p.data = p.data.to(torch.float32)
             p.requires_grad_(True)
     return trainable
-
-
-NAME = "model_init_kwargs"
-_REFUSED = {
-    "device_map": "accelerate places the models; leave it out",
-    "use_safetensors": "loading pickled weights can run arbitrary code; leave it out",
-    "output_loading_info": "it changes the return value; leave it out",
-}
-
-
-def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
-    """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``.
-
-    Raises:
-        ConfigError: it is not a mapping, or sets a reserved argument.
-    """
-    if not isinstance(config, NewerArguments):
-        return {}
-    kwargs = dict(json_object(NAME, config.model_init_kwargs))
-    for name, reason in _REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ConfigError(f"{NAME} sets {name}={kwargs[name]!r}: {reason}")
-        kwargs.pop(name, None)
-    if "torch_dtype" in kwargs:
-        kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
-    return kwargs
-
-
-def loading_options(given: TrainerInputs) -> dict[str, Any]:
-    """Arguments of ``load_policy`` for the policy and a reference by name.
-
-    Raises:
-        ConfigError: options without effect, or quantized weights without an adapter to train.
-    """
-    kwargs = init_kwargs(given.args)
-    if kwargs and not isinstance(given.model, str):
-        raise ConfigError(
-            f"{NAME} sets {', '.join(kwargs)}, but the model is already loaded; pass them when you"
-            f" load it, or leave {NAME} unset"
-        )
-    if given.quantization_config is not None:
-        if "quantization_config" in kwargs:
-            raise ConfigError(
-                f"quantization_config is set in the trainer and in {NAME}; set it once"
-            )
-        if not isinstance(given.model, str):
-            raise ConfigError(
-                "quantization_config is set, but the model is already loaded; pass it when"
-                " you load it"
-            )
-        kwargs["quantization_config"] = given.quantization_config
-    if "quantization_config" in kwargs and given.peft_config is None:
-        raise ConfigError(
-            "quantization_config freezes the weights; pass a peft_config to train an adapter"
-        )
-    return split(kwargs) | {
-        "trust_remote_code": kwargs.get("trust_remote_code", trusts(given.args))
-    }
-
-
-def end_tokens(given: TrainerInputs, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that ``stop_token="eos"`` means for the policy, before its weights are loaded."""
-    options = init_kwargs(given.args)
-    assert given.model is not None  # text_tokenizer refuses it
-    return eos_token_ids(
-        given.model,
-        tokenizer,
-        revision=options.get("revision"),
-        trust_remote_code=options.get("trust_remote_code", trusts(given.args)),
-    )
-
-
-def split(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arguments of ``from_pretrained`` to those of ``load_policy``."""
-    names = {"dtype", "revision", "attn_implementation", "trust_remote_code"}
-    arguments = {name: x for name, x in options.items() if name in names}
-    arguments["quantization"] = options.get("quantization_config")
-    rest = {n: x for n, x in options.items() if n not in names and n != "quantization_config"}
-    return arguments | {"more": rest}

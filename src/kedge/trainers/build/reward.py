@@ -2,82 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-from accelerate import Accelerator
-
+from kedge.backends.data import DatasetPrompts
 from kedge.backends.rewards import (
     FunctionOptions,
     MetricCapturingSource,
     ModelOptions,
     RewardLog,
+    check_sources,
     reward_source,
 )
-from kedge.config.resolve import RunSettings
 from kedge.protocols import RewardSource
-from kedge.trainers.build.inputs import TrainerInputs, trusts
-from kedge.trainers.build.rollout import DTYPES
+from kedge.trainers.build.loading import trusts
+from kedge.trainers.build.models import Models
+from kedge.trainers.build.setup import Setup
 
 
-def build_reward_source(
-    given: TrainerInputs,
-    settings: RunSettings,
-    tokenizer: Any,
-    accelerator: Accelerator,
-    *,
-    tokens: int,
-    trainer_state: Callable[[], object],
-    columns: Collection[str] | None,
-) -> RewardSource:
-    """Combine reward models, functions and penalties into one reward source.
+class RewardStage:
+    """Reward models, functions and penalties, combined into one reward source.
 
-    Args:
-        given: the constructor arguments.
-        settings: the resolved config.
-        tokenizer: the policy's.
-        accelerator: device and ranks.
-        tokens: number of token ids that the policy can sample.
-        trainer_state: returns the argument ``trainer_state`` of reward functions.
-        columns: dataset columns that reward functions can take as arguments.
+    Raises:
+        ConfigError: no reward, weights of another number, or a function that needs other columns.
     """
-    options, weights, log = settings.reward, given.reward_weights, RewardLog()
-    mixture: dict[str, Any] = {
-        "policy_tokenizer": tokenizer,
-        "weights": options.weights if weights is None else weights,
-        "tokenizers": given.reward_processing_class,
-        "missing_eos_penalty": options.penalty if options.missing_stop == "subtract" else None,
-        "non_eos_penalty": options.missing_stop == "replace",
-        "penalty_reward_value": options.penalty,
-    }
-    models: dict[str, Any] = {
-        "chunk_rows": options.chunk,
-        "trust_remote_code": trusts(given.args),
-        "autocast": DTYPES[settings.learner.precision],
-        "policy_vocab_size": tokens,
-    }
-    functions: dict[str, Any] = {
-        "on_error": options.on_error,
-        "error_score": options.error_score,
-        "dataset_columns": columns,
-    }
-    if settings.rollout.ray.reward_workers:
-        from kedge.backends.ray.rewards import Recipe, ray_rewards
 
-        recipe = Recipe(
-            reward_model=given.reward_model,
-            reward_funcs=given.reward_funcs,
-            models=models,
-            functions=functions,
-            mixture=mixture,
+    def __init__(self, setup: Setup) -> None:
+        inputs = setup.inputs
+        self.setup, self.weights = setup, inputs.reward_weights
+        if self.weights is None:
+            self.weights = setup.args.reward_weights
+        check_sources(
+            inputs.reward_model,
+            inputs.reward_funcs,
+            weights=self.weights,
+            dataset_columns=setup.prompts.columns,
         )
-        workers = ray_rewards(recipe, settings.rollout, log=log, trainer_state=trainer_state)
-        return MetricCapturingSource(workers, log)
-    source = reward_source(
-        given.reward_model,
-        given.reward_funcs,
-        models=ModelOptions(device=accelerator.device, **models),
-        functions=FunctionOptions(log=log, trainer_state=trainer_state, **functions),
-        **mixture,
-    )
-    return MetricCapturingSource(source, log)
+
+    def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
+        """Load the reward models, here or in workers.
+
+        Args:
+            models: the policy, whose tokens are scored.
+            trainer_state: returns the argument ``trainer_state`` of reward functions.
+        """
+        setup, inputs, args, log = self.setup, self.setup.inputs, self.setup.args, RewardLog()
+        mixture: dict[str, Any] = {
+            "policy_tokenizer": setup.tokenizer,
+            "weights": self.weights,
+            "tokenizers": inputs.reward_processing_classes,
+            "missing_eos_penalty": args.missing_eos_penalty,
+            "non_eos_penalty": args.non_eos_penalty,
+            "penalty_reward_value": args.penalty_reward_value,
+        }
+        tokens = len(setup.tokenizer)
+        model_options: dict[str, Any] = {
+            "chunk_rows": args.local_rollout_forward_batch_size,
+            "trust_remote_code": trusts(args),
+            "autocast": setup.dtype,
+            "policy_vocab_size": min(tokens, models.vocabulary or tokens),
+        }
+        function_options: dict[str, Any] = {
+            "on_error": args.on_reward_error,
+            "error_score": args.reward_error_score,
+            "dataset_columns": setup.prompts.columns,
+        }
+        source: RewardSource
+        if args.ray_reward_workers:
+            from kedge.backends.ray.rewards import Recipe, ray_rewards
+
+            recipe = Recipe(
+                reward_model=inputs.reward_model,
+                reward_funcs=inputs.reward_funcs,
+                models=model_options,
+                functions=function_options,
+                mixture=mixture,
+            )
+            source = ray_rewards(
+                recipe,
+                setup.ray_cluster,
+                workers=args.ray_reward_workers,
+                gpus=args.ray_reward_gpus,
+                log=log,
+                trainer_state=trainer_state,
+            )
+        else:
+            source = reward_source(
+                inputs.reward_model,
+                inputs.reward_funcs,
+                models=ModelOptions(device=setup.accelerator.device, **model_options),
+                functions=FunctionOptions(log=log, trainer_state=trainer_state, **function_options),
+                **mixture,
+            )
+        if args.remove_unused_columns:
+            self._keep_columns(getattr(source, "columns", None))
+        return MetricCapturingSource(source, log)
+
+    def _keep_columns(self, columns: Any) -> None:
+        """Drop the dataset columns that the reward does not read."""
+        setup = self.setup
+        for prompts in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
+            if isinstance(prompts, DatasetPrompts):
+                prompts.keep(columns)

@@ -2,255 +2,160 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-from torch import nn
-
-from kedge.algorithms import Algorithm
 from kedge.backends.hf.learner import HFLearner
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.hf.sharding import sharding_strategy
-from kedge.backends.rollout import build_shared_engine
-from kedge.config.correction import HIGH
-from kedge.config.resolve import RunSettings
-from kedge.config.rollout import RolloutOptions
-from kedge.engine.batch_sizes import BatchSizes
+from kedge.backends.rollout import EngineInputs, build_shared_engine
+from kedge.config.rollout_engines import RolloutEngineSpec, load_function
+from kedge.engine.checkpoint.replay import Replay, Replayed
 from kedge.engine.rollout.as_completed import num_workers
 from kedge.errors import ConfigError
-from kedge.math.importance import Correction
 from kedge.protocols import RolloutEngine
-from kedge.trainers.build.inputs import TrainerInputs
-
-logger = logging.getLogger(__name__)
+from kedge.trainers.build.correction import build_correction
+from kedge.trainers.build.models import Models
+from kedge.trainers.build.setup import Setup
+from kedge.trainers.run.checkpoint import recording_fingerprint
+from kedge.trainers.spec import shared_kwargs
 
 PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
-DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_rollout_engine(given: TrainerInputs, settings: RunSettings) -> None:
-    """Check the rollout engine before any weight is loaded.
-
-    Raises:
-        ConfigError: names the option, its value and the fix.
-    """
-    kind = settings.rollout.kind
-    if kind == "embedded":
-        return
-    if given.rollout_engine is not None:
-        raise ConfigError(
-            f"rollout_engine={kind!r} is set in the config and an engine is passed to the trainer;"
-            " remove one of them"
-        )
-    if settings.rollout.uses_vllm:
-        from kedge.backends.vllm.build import check_vllm
-
-        check_vllm(settings.rollout, settings.sampling, model=given.model)
-
-
-def whole_copy(
-    policy: nn.Module, given: TrainerInputs, settings: RunSettings, accelerator: Accelerator
-) -> nn.Module | None:
-    """A full copy of the policy for the rollout engine, made before the policy is sharded.
-
-    None if the engine samples from the learner's modules, or can copy them later.
-    """
-    copies = settings.rollout.kind != "embedded" or settings.max_lag > 0
-    if not copies or given.rollout_engine is not None or sharding_strategy(accelerator) == "none":
-        return None
-    return copy.deepcopy(policy).requires_grad_(False).to(accelerator.device)
-
-
-def check_resampling(algorithm: Algorithm, sizes: BatchSizes) -> None:
-    """Check that no group is spread over ranks if groups are resampled.
+class RolloutStage:
+    """The rollout engine: a recording, the one passed by the user, or the one the config names.
 
     Raises:
-        ConfigError: names the option, its value and the fix.
+        ConfigError: an engine that cannot work with these options, or two engines.
+        CheckpointError: the recording belongs to another run.
     """
-    if algorithm.resample and sizes.local_rows % sizes.group:
-        raise ConfigError(
-            f"dynamic_sampling={algorithm.resample} needs whole groups on each rank, but"
-            f" {sizes.local_rows} responses per rank are not a multiple of {sizes.group};"
-            " change per_device_train_batch_size, or set dynamic_sampling=0"
-        )
 
-
-def build_rollout_engine(
-    given: TrainerInputs,
-    learner: HFLearner,
-    settings: RunSettings,
-    algorithm: Algorithm,
-    *,
-    tokenizer: Any,
-    pad_id: int,
-    policy: nn.Module | None = None,
-) -> RolloutEngine:
-    """The engine passed by the user, or the one that the config names.
-
-    Args:
-        given: the constructor arguments.
-        learner: holds the policy.
-        settings: the resolved config.
-        algorithm: the algorithm.
-        tokenizer: the policy's.
-        pad_id: pads responses.
-        policy: result of ``whole_copy``.
-
-    Raises:
-        ConfigError: it cannot be started, or cannot be divided among ranks.
-    """
-    if given.rollout_engine is not None:
-        return given.rollout_engine
-    dtype = DTYPES[settings.learner.precision]
-    options = settings.rollout
-    if options.kind == "embedded":
-        return learner.wrap_engine(
-            EmbeddedEngine(
-                policy or learner.policy,
-                pad_id=pad_id,
-                tokenizer=tokenizer,
-                shares_weights=settings.max_lag == 0,
-                chunk_rows=settings.learner.chunk,
-                autocast=dtype,
-                extra_slot=algorithm.extra_slot,
+    def __init__(self, setup: Setup) -> None:
+        args, given = setup.args, setup.inputs.rollout_engine
+        self.setup, self.spec = setup, setup.engine
+        if given is not None and self.spec.copies_weights:
+            raise ConfigError(
+                f"rollout_engine={args.rollout_engine!r} is set in the config and an engine is"
+                " passed to the trainer; remove one of them"
             )
+        if self.spec.check is not None:
+            check = load_function(self.spec.check)
+            check(setup.inputs.model, setup.sampling, **shared_kwargs(args, check))
+        self.as_completed = args.rollout_schedule == "as_completed"
+        separate = self.spec.per_rank or (self.as_completed and self.spec.copies_weights)
+        self.separate = separate and self.ranks > 1
+        self.options = shared_kwargs(args, load_function(self.spec.build))
+        if self.separate and not self.spec.per_rank:
+            self.options["vllm_num_engines"] = engines_per_rank(args, self.spec, ranks=self.ranks)
+        self._check_groups()
+        self.replayed = None if args.replay_rollouts is None else self._build_replay()
+        ready = self.replayed or given
+        self.correction = build_correction(
+            args,
+            setup.algorithm,
+            engine=type(ready).__name__,
+            vllm=self.spec.vllm,
+            logprobs="sampled" if ready is None else ready.logprobs,
         )
-    make = partial(
-        _build_copying_engine,
-        policy or learner.policy,
-        pad_id=pad_id,
-        tokenizer=tokenizer if settings.sampling.stop_strings else None,
-        dtype=dtype,
-        extra_slot=algorithm.extra_slot,
-        chunk_rows=settings.learner.chunk,
-    )
-    in_process = options.kind == "vllm"  # each rank has a vLLM
-    if learner.world_size > 1 and (settings.as_completed or in_process):
-        return make(options=own_engines(options, ranks=learner.world_size), share=learner.rank)
-    return build_shared_engine(
-        partial(make, options=options),
-        ranks=learner.world_size,
-        timeout=options.timeout + options.start_timeout,
-        extra_slots=int(algorithm.extra_slot),
-    )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.setup.accelerator.num_processes
+
+    def build(self, learner: HFLearner, models: Models) -> RolloutEngine:
+        """Start the rollout engine, with the policy of the learner."""
+        setup, args = self.setup, self.setup.args
+        ready = self.replayed or setup.inputs.rollout_engine
+        if ready is not None:
+            return ready
+        copies = self.spec.copies_weights
+        options: dict[str, Any] = self.options
+        if self.spec.actors:
+            options = options | {"cluster": setup.ray_cluster}
+        inputs = EngineInputs(
+            policy=models.policy_copy or learner.policy,
+            pad_id=setup.pad_id,
+            tokenizer=setup.tokenizer if setup.sampling.stop_strings or not copies else None,
+            dtype=setup.dtype,
+            extra_slot=setup.algorithm.extra_slot,
+            chunk_rows=args.local_rollout_forward_batch_size,
+            rank=learner.rank if self.separate else None,
+        )
+        make = partial(load_function(self.spec.build), inputs, **options)
+        if not copies:
+            return learner.wrap_engine(make())
+        if self.separate:
+            return make()
+        return build_shared_engine(
+            make,
+            ranks=learner.world_size,
+            timeout=args.rollout_timeout + args.worker_start_timeout,
+            extra_slots=int(setup.algorithm.extra_slot),
+        )
+
+    def num_partial_batches(self, engine: RolloutEngine) -> int:
+        """Partial batches per batch if sampled as completed; 0: whole batches in order."""
+        if not self.as_completed:
+            return 0
+        limit = PARTIAL_BATCHES_PER_WORKER * len(num_workers(engine))
+        return self.setup.args.num_partial_batches or max(n for n in self._divisors() if n <= limit)
+
+    def _divisors(self) -> list[int]:
+        prompts = self.setup.sizes.local_prompts
+        return [n for n in range(1, prompts + 1) if prompts % n == 0]
+
+    def _check_groups(self) -> None:
+        """Check that ranks have whole groups, and that partial batches divide their prompts."""
+        sizes, resample = self.setup.sizes, self.setup.algorithm.resample
+        option = (
+            f"dynamic_sampling={resample}"
+            if resample
+            else 'rollout_schedule="as_completed"'
+            if self.as_completed
+            else None
+        )
+        if option and sizes.local_rows % sizes.group:
+            default = "dynamic_sampling=0" if resample else 'rollout_schedule="in_order"'
+            raise ConfigError(
+                f"{option} needs whole groups on each rank, but {sizes.local_rows} responses per"
+                f" rank are not a multiple of {sizes.group}; change per_device_train_batch_size,"
+                f" or set {default}"
+            )
+        number = self.setup.args.num_partial_batches
+        if number is not None and number not in self._divisors():
+            raise ConfigError(
+                f"num_partial_batches={number} must divide the {sizes.local_prompts} prompts of a"
+                f" rank; valid values: {', '.join(map(str, self._divisors()))}"
+            )
+
+    def _build_replay(self) -> Replayed:
+        setup = self.setup
+        replay = Replay(
+            str(setup.args.replay_rollouts),
+            about=recording_fingerprint(setup.sampling),
+            rank=setup.accelerator.process_index,
+            world_size=self.ranks,
+        )
+        return Replayed(replay, rows=setup.sizes.local_rows)
 
 
-def own_engines(options: RolloutOptions, *, ranks: int) -> RolloutOptions:
-    """The rollout options of one rank when each rank has separate engines.
+def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int:
+    """The number of engines of one rank when each rank has separate engines.
 
     Raises:
         ConfigError: the number of engines is not a multiple of the ranks.
     """
-    if options.kind == "vllm":
-        return options
     schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
-    if options.kind not in ("ray", "vllm_server"):
+    if not engine.several:
         raise ConfigError(
-            f"{schedule}, but {options.url or options.kind!r} is a single engine; use"
+            f"{schedule}, but {args.rollout_engine!r} is a single engine; use"
             " rollout_engine='vllm_server' or 'ray' with vllm_num_engines, or"
             ' rollout_schedule="in_order"'
         )
-    if options.num_engines % ranks:
+    count: int = args.vllm_num_engines
+    if count % ranks:
         raise ConfigError(
-            f"{schedule}, but vllm_num_engines={options.num_engines} is not a multiple of {ranks};"
-            f" set it to {ranks * max(1, round(options.num_engines / ranks))}, or"
-            ' rollout_schedule="in_order"'
+            f"{schedule}, but vllm_num_engines={count} is not a multiple of {ranks}; set it to"
+            f' {ranks * max(1, round(count / ranks))}, or rollout_schedule="in_order"'
         )
-    return replace(options, num_engines=options.num_engines // ranks)
-
-
-def _build_copying_engine(
-    policy: nn.Module,
-    *,
-    options: RolloutOptions,
-    chunk_rows: int,
-    share: int | None = None,
-    **about: Any,
-) -> RolloutEngine:
-    """An engine with its own copy of the policy, in this process or another."""
-    if options.kind == "ray":
-        from kedge.backends.ray.build import ray_engines
-
-        return ray_engines(policy, options, chunk_rows=chunk_rows, share=share, **about)
-    from kedge.backends.vllm.build import vllm_engine
-
-    return vllm_engine(policy, options, share=share is not None, **about)
-
-
-def num_partial_batches(settings: RunSettings, sizes: BatchSizes, engine: RolloutEngine) -> int:
-    """Partial batches per batch if sampled as completed; 0: whole batches in order.
-
-    Raises:
-        ConfigError: the prompts of a rank cannot be divided that way.
-    """
-    if not settings.as_completed:
-        return 0
-    if sizes.local_rows % sizes.group:
-        raise ConfigError(
-            f'rollout_schedule="as_completed" needs whole groups on each rank, but'
-            f" {sizes.local_rows} responses per rank are not a multiple of {sizes.group};"
-            ' change per_device_train_batch_size, or set rollout_schedule="in_order"'
-        )
-    prompts, wanted = sizes.local_prompts, settings.pieces
-    divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
-    if wanted is None:
-        return max(
-            n for n in divisors if n <= PARTIAL_BATCHES_PER_WORKER * len(num_workers(engine))
-        )
-    if wanted not in divisors:
-        raise ConfigError(
-            f"rollout_pieces={wanted} must divide the {prompts} prompts of a rank; valid values:"
-            f" {', '.join(map(str, divisors))}"
-        )
-    return wanted
-
-
-def build_correction(
-    settings: RunSettings, algorithm: Algorithm, engine: RolloutEngine
-) -> Correction | None:
-    """The importance-sampling correction between learner and rollout engine, or None; logged.
-
-    Raises:
-        ConfigError: the engine records no log-probabilities, or token-level weights are set for an
-            algorithm with one advantage per response.
-    """
-    requested, recorded = settings.correction, engine.logprobs != "none"
-    name = type(engine).__name__
-    if requested is None or (requested.reason and not recorded):
-        if settings.max_lag > 0 and not recorded:
-            logger.warning(
-                "max_lag=%d trains on samples of older weights, but %s records no"
-                " log-probabilities: the loss does not correct for stale samples",
-                settings.max_lag,
-                name,
-            )
-        return None
-    if not recorded:
-        raise ConfigError(
-            f"sampler_correction={requested.kind!r} needs log-probabilities of the rollout engine,"
-            f" but {name} records none; leave it unset"
-        )
-    level = requested.level or ("sequence" if algorithm.whole_responses else "token")
-    if algorithm.whole_responses and level == "token":
-        raise ConfigError(
-            f"sampler_correction_level='token' needs token-level advantages, but {algorithm.name}"
-            " has one advantage per response; set 'sequence' or 'sequence_mean', or"
-            " ratio_level='token'"
-        )
-    high = HIGH[level] if requested.high is None else requested.high
-    correction = Correction(kind=requested.kind, level=level, high=high, low=requested.low)
-    if requested.reason:
-        logger.warning(
-            "%s: importance weights of learner over rollout engine multiply the advantages (%s, per"
-            ' %s, bounded at %g); sampler_correction="off" disables them',
-            requested.reason,
-            requested.kind,
-            level,
-            high,
-        )
-    return correction
+    return count // ranks

@@ -51,7 +51,7 @@ class TokenLog:
         self.folder, self.rows, self.due = root / FOLDER, rows, due
         self.learner, self.tokenizer = learner, tokenizer
         self._kept: Experience | None = None
-        self._beside = BestEffortWriter()
+        self._best_effort = BestEffortWriter()
 
     def hold(self, step: int, experience: Experience) -> None:
         """Keep the first rows of iteration ``step`` (counted from 0)."""
@@ -69,7 +69,7 @@ class TokenLog:
             return None
         lines = [self._line(kept, after, report, i) for i in range(len(kept))]
         file = self.folder / f"step-{report.step:06d}.jsonl"
-        with self._beside.writing("token logs", self.folder):
+        with self._best_effort.writing("token logs", self.folder):
             write_whole(file, "".join(lines))
             return file
         return None
@@ -108,7 +108,7 @@ class TokenLog:
         return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def token_rows(
+def build_token_log(
     args: Any, when: IntervalSchedule, learner: Learner, tokenizer: Any
 ) -> TokenLog | None:
     """The token log that the config enables, or None."""

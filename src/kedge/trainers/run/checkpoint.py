@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ from transformers.utils import logging
 
 from kedge.backends.data import DatasetPrompts
 from kedge.backends.hf.learner import HFLearner
-from kedge.config.resolve import RunSettings
+from kedge.config.base import OnPolicyConfig
+from kedge.config.declare import resume_values
 from kedge.engine.checkpoint.checkpoint import checkpoints
 from kedge.engine.checkpoint.replay import Recorder
 from kedge.engine.loop import Engine
 from kedge.errors import CheckpointError, way_out
 from kedge.trainers.reporting.best_effort import required_write
+from kedge.types import Sampling
 
 VALUE_FOLDER = "value_model"
 
@@ -74,61 +75,48 @@ def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
     return existing
 
 
-_NOT_NUMERIC = {
-    *("preflight", "save_rollouts", "replay_rollouts", "compile", "num_proc", "chunk"),
-    *("completions", "success", "against_start"),
-}
-
-
-def resume_fingerprint(settings: RunSettings, engine: Engine, learner: HFLearner) -> dict[str, Any]:
+def resume_fingerprint(args: OnPolicyConfig, engine: Engine, learner: HFLearner) -> dict[str, Any]:
     """Everything that affects the numerics, as JSON values, compared when a run resumes.
 
-    Settings, prompts and the weights of the reference; sizes that only cut the same batch into
+    Options, prompts and the weights of the reference; sizes that only cut the same batch into
     other micro-batches are left out.
     """
     sizes = engine.batch_sizes
     values: dict[str, Any] = {
         "algorithm": engine.algorithm.name,
-        "updates": sizes.updates,
+        "iterations": sizes.iterations,
         "batch_size": sizes.batch_size,
         "num_mini_batches": sizes.minibatches,
         "num_ppo_epochs": sizes.epochs,
         "num_generations": sizes.group,
         "optim": type(learner.optimizer).__name__,
+        "stop_ids": engine.sampling.stop_ids,
     }
     if isinstance(engine.source, DatasetPrompts):
         values["prompts"] = engine.source.fingerprint()
     if learner.reference is not None:
         values["reference"] = learner.reference.fingerprint()
-    for part, value in asdict(settings).items():
-        if part == "batch":
-            continue
-        for name, setting in value.items() if isinstance(value, dict) else [(part, value)]:
-            # Learner and value both have a learning_rate; a bare name is the learner's.
-            full = f"value_{name}" if part == "value" else name
-            if name not in _NOT_NUMERIC:
-                values[full] = setting
+    values = resume_values(args) | values
     return json.loads(json.dumps(values, default=str))
 
 
-def recording_fingerprint(settings: RunSettings) -> dict[str, Any]:
+def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
     """Settings that a recording of rollouts must share with the run that replays it."""
-    return {"temperature": settings.sampling.temperature, "stop_ids": [*settings.sampling.stop_ids]}
+    return {"temperature": sampling.temperature, "stop_ids": [*sampling.stop_ids]}
 
 
-def build_recorder(settings: RunSettings, learner: HFLearner) -> Recorder | None:
-    """The recorder of this rank's rollouts, or None without ``save_rollouts``.
+def build_recorder(folder: str | None, sampling: Sampling, learner: HFLearner) -> Recorder | None:
+    """The recorder of this rank's rollouts, or None without a folder.
 
     Raises:
         ConfigError: the folder cannot be created.
     """
-    folder = settings.save_rollouts
     if folder is None:
         return None
     with required_write("save_rollouts", folder):
         return Recorder(
             folder,
-            about=recording_fingerprint(settings),
+            about=recording_fingerprint(sampling),
             rank=learner.rank,
             world_size=learner.world_size,
         )

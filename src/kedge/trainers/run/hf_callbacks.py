@@ -56,8 +56,6 @@ class Callbacks:
         args: the trainer's arguments; set intervals and ``report_to``.
         callbacks: the user's callbacks, objects or classes.
         tracker: gets every logged row after the callbacks.
-        model: the policy, passed to callbacks.
-        processing_class: the tokenizer, passed to callbacks.
         rank: rank of this process.
         local_rank: its rank on this machine.
 
@@ -71,8 +69,6 @@ class Callbacks:
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] | None = None,
         *,
         tracker: Tracker | None = None,
-        model: Any = None,
-        processing_class: Any = None,
         rank: int = 0,
         local_rank: int = 0,
     ) -> None:
@@ -83,11 +79,15 @@ class Callbacks:
             if isinstance(callback, TensorBoardCallback):
                 callback.logging_dir = folder
         all_callbacks += [_checked(callback) for callback in callbacks or ()]
-        self.handler = CallbackHandler(all_callbacks, model, processing_class, None, None)
+        self.handler = CallbackHandler(all_callbacks, None, None, None, None)
         self.control = TrainerControl()
         self.state = RunState(
             is_local_process_zero=local_rank == 0, is_world_process_zero=rank == 0
         )
+
+    def start(self, *, model: Any, processing_class: Any = None) -> None:
+        """Pass the policy and the tokenizer to callbacks from now on; fires on_init_end."""
+        self.handler.model, self.handler.processing_class = model, processing_class
         self.fire("on_init_end")
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:

@@ -7,25 +7,30 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from kedge.backends.trackers import Screen
+from kedge.config.schedule import IntervalSchedule
 from kedge.engine.checkpoint import checkpoint
-from kedge.engine.hooks import StepReport
+from kedge.engine.checkpoint.replay import Recorder
+from kedge.engine.hooks import Hooks, StepReport
 from kedge.errors import CheckpointError
-from kedge.trainers.run.hf_callbacks import Callbacks, merge_rows, share_control
+from kedge.trainers.reporting.token_log import TokenLog
+from kedge.trainers.run.hf_callbacks import RunState, merge_rows, share_control
 from kedge.types import Experience, RewardOutput, Rollout
+
+if TYPE_CHECKING:
+    from kedge.trainers.run.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-class TrainerHooks:
-    """Turns what happens in the loop into events, rows, evaluations and checkpoints.
+class RunHooks(Hooks):
+    """Turns what happens in the loop into events, rows, evaluations and checkpoints of a run.
 
     Order within one iteration, as in ``transformers.Trainer``: on_step_begin; per optimizer step
     on_optimizer_step; on_step_end; then, where control asks for it, on_log, evaluation with
@@ -33,41 +38,35 @@ class TrainerHooks:
     control asks for.
 
     Args:
-        callbacks: the callbacks; ``begin`` was called (and ``restore`` before it on a resume).
-        steps_per_epoch: iterations of one pass over the prompts, may be a fraction.
-        evaluate: runs an evaluation, which calls ``callbacks.evaluated``; returns its metrics.
-        save: writes a checkpoint of the current state, ``trainer_state.json`` (by
-            ``callbacks.write_state``) included; every rank calls it.
+        run: the run; its callbacks were begun, and restored before that on a resume.
+        schedule: when tables of completions are shown; None: never.
         screen: advanced after each iteration, on rank 0.
-        on_sample: called with every batch before it is trained on (recording).
-        on_experience: called with the training data of every iteration (token log).
-        after_step: called after each iteration, before logging (completions tables).
-        total: element-wise sum of a tensor over all ranks; None for one process.
+        recorder: records every batch.
+        token_log: writes some responses token by token.
         clock: seconds.
     """
 
     def __init__(
         self,
-        callbacks: Callbacks,
+        run: Run,
         *,
-        steps_per_epoch: float,
-        evaluate: Callable[[], Mapping[str, float]] | None = None,
-        save: Callable[[], Path] | None = None,
+        schedule: IntervalSchedule | None = None,
         screen: Screen | None = None,
-        on_sample: Callable[[int, Rollout, RewardOutput], None] | None = None,
-        on_experience: Callable[[int, Experience], None] | None = None,
-        after_step: Callable[[StepReport], None] | None = None,
-        total: Callable[[Tensor], Tensor] | None = None,
+        recorder: Recorder | None = None,
+        token_log: TokenLog | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.callbacks, self.steps_per_epoch = callbacks, steps_per_epoch
-        self._evaluate, self._save, self._screen = evaluate, save, screen
-        self._on_sample, self._on_experience = on_sample, on_experience
-        self._after_step = after_step
-        self._total, self._clock = total, clock
-        self._begin, self._first = clock(), callbacks.state.episode
+        self.run, self.args, self.callbacks = run, run.args, run.callbacks
+        self.schedule, self.screen, self.recorder = schedule, screen, recorder
+        self.token_log, self.clock = token_log, clock
+        self._begin, self._first_episode = clock(), self.state.episode
         self._epoch_open = False
-        self._saved = callbacks.state.global_step  # of the last checkpoint
+        self._saved = self.state.global_step  # of the last checkpoint
+
+    @property
+    def state(self) -> RunState:
+        """The state that callbacks see."""
+        return self.callbacks.state
 
     def on_step_begin(self, step: int) -> None:
         """Open a pass over the prompts if none is open, then the step."""
@@ -77,14 +76,17 @@ class TrainerHooks:
         self.callbacks.fire("on_step_begin")
 
     def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
-        """Forward the batch."""
-        if self._on_sample is not None:
-            self._on_sample(step, rollout, reward_output)
+        """Record the batch; check the first one."""
+        if self.recorder is not None:
+            with self.run.best_effort.writing("recorded rollouts", self.recorder.folder):
+                self.recorder.write(step, rollout, reward_output)
+        if step == 0:
+            self.run.check_first_batch(rollout, reward_output)
 
     def on_experience(self, step: int, experience: Experience) -> None:
-        """Forward the experience."""
-        if self._on_experience is not None:
-            self._on_experience(step, experience)
+        """Keep the rows of the token log."""
+        if self.token_log is not None:
+            self.token_log.hold(step, experience)
 
     def on_optimizer_step(self) -> None:
         """Forward the event."""
@@ -92,35 +94,43 @@ class TrainerHooks:
 
     def on_step_end(self, report: StepReport) -> bool:
         """Everything that follows an iteration; True if a callback asks to stop."""
-        state = self.callbacks.state
-        before = math.floor(state.epoch + 1e-9)
+        state = self.state
+        before = math.floor((state.epoch or 0.0) + 1e-9)
         state.global_step = report.step
-        state.epoch = report.step / self.steps_per_epoch
+        state.epoch = report.step / self.run.iterations_per_epoch
         state.episode = int(report.metrics.get("episode", state.episode))
         state.loss_sum += report.metrics.get("loss", 0.0)
-        metrics = {**report.metrics, **self._measure(report)}
-        state.pending.append(metrics)
-        if self._screen is not None:
-            self._screen.advance(report.step, metrics)
-        if self._after_step is not None:
-            self._after_step(report)
+        row = {**report.metrics, **self._measure(report)}
+        if self.screen is not None:
+            self.screen.advance(report.step, row)
+        state.pending.append(row | self.run.metric_names(row))
+        if self.token_log is not None:
+            self.token_log.write(report)
+        if self.schedule is not None and self.schedule.samples(report.step):
+            self.run.evaluator.show_samples(report)
+        self._empty_cache(report.step)
         self.callbacks.fire("on_step_end")
         self._act()
         if math.floor(state.epoch + 1e-9) > before:
             self._end_epoch()
         return self.callbacks.control.should_training_stop
 
+    def _empty_cache(self, step: int) -> None:
+        every = self.args.torch_empty_cache_steps
+        if every and step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def _measure(self, report: StepReport) -> dict[str, float]:
-        state, args = self.callbacks.state, self.callbacks.args
-        elapsed = max(self._clock() - self._begin, 1e-9)
-        metrics: dict[str, float] = {"eps": (state.episode - self._first) / elapsed}
+        state, args = self.state, self.args
+        elapsed = max(self.clock() - self._begin, 1e-9)
+        metrics: dict[str, float] = {"eps": (state.episode - self._first_episode) / elapsed}
         if "rollout/tokens" in report.metrics:
             state.num_tokens += round(report.metrics["rollout/tokens"])
             metrics["num_tokens"] = state.num_tokens
         include = str(args.include_num_input_tokens_seen)
         if include != "no":
-            local = tokens_in(report.rollout, include)
-            state.num_input_tokens_seen += over_ranks(local, self._total)
+            tokens = torch.tensor(float(tokens_in(report.rollout, include)), dtype=torch.float64)
+            state.num_input_tokens_seen += round(float(self.run.learner.total(tokens)))
             metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         if not args.skip_memory_metrics:
             metrics |= peak_memory()
@@ -128,12 +138,12 @@ class TrainerHooks:
 
     def on_failure(self, step: int, error: Exception) -> None:
         """Save the iterations that no checkpoint holds yet, and say how to resume."""
-        args = self.callbacks.args
+        args = self.args
         if step <= self._saved or isinstance(error, CheckpointError):
             return
         since = f"training stopped after iteration {step} with {type(error).__name__}"
-        if self._save is None or args.save_strategy == "no":
-            why = "save_strategy='no'" if self._save else "output_dir is not set"
+        if not args.output_dir or args.save_strategy == "no":
+            why = "save_strategy='no'" if args.output_dir else "output_dir is not set"
             self._warn(
                 f"{since}; no checkpoint is written because {why}: unsaved iterations are lost"
             )
@@ -152,7 +162,7 @@ class TrainerHooks:
         )
 
     def _warn(self, message: str) -> None:
-        if self.callbacks.state.is_world_process_zero:
+        if self.state.is_world_process_zero:
             logger.warning("%s", message)
 
     def end_pass(self) -> None:
@@ -162,13 +172,13 @@ class TrainerHooks:
         """
         if self._epoch_open:
             self._end_epoch()
-        if self.callbacks.args.logging_strategy != "no":
+        if self.args.logging_strategy != "no":
             self._log()
 
     def evaluate_at_start(self, *, always: bool = False) -> None:
         """Evaluate before training, if ``eval_on_start`` or ``always``."""
-        if (always or self.callbacks.args.eval_on_start) and self._evaluate is not None:
-            self._evaluate()
+        if (always or self.args.eval_on_start) and self.run.evaluator.sets:
+            self.run.evaluator.evaluate()
 
     def _end_epoch(self) -> None:
         self._epoch_open = False
@@ -178,8 +188,8 @@ class TrainerHooks:
     def _act(self) -> None:
         """Log, evaluate and save as control says."""
         callbacks = self.callbacks
-        if self._total is not None:
-            share_control(callbacks.control, self._total)
+        if self.run.learner.world_size > 1:
+            share_control(callbacks.control, self.run.learner.total)
         if callbacks.control.should_epoch_stop:
             callbacks.control.should_epoch_stop = False
             warnings.warn(
@@ -189,35 +199,30 @@ class TrainerHooks:
             )
         if callbacks.control.should_log:
             self._log()
-        if callbacks.control.should_evaluate and self._evaluate is not None:
-            best = callbacks.note_best(self._evaluate())
-            if callbacks.args.save_strategy == "best":
+        if callbacks.control.should_evaluate and self.run.evaluator.sets:
+            best = callbacks.note_best(self.run.evaluator.evaluate())
+            if self.args.save_strategy == "best":
                 callbacks.control.should_save = best
-        if callbacks.control.should_save and self._save is not None:
-            self._save_now()
+        if callbacks.control.should_save and self.args.output_dir:
+            self._write()
+            callbacks.fire("on_save")
 
     def _log(self) -> None:
         """Log the mean of the iterations since the last row."""
-        state = self.callbacks.state
+        state = self.state
         if state.pending:
             row, state.pending = merge_rows(state.pending), []
             self.callbacks.log(row)
 
-    def _save_now(self) -> None:
-        self._write()
-        self.callbacks.fire("on_save")
-
     def _write(self) -> Path:
-        assert self._save is not None
-        callbacks, state = self.callbacks, self.callbacks.state
-        root = Path(callbacks.args.output_dir or ".")
+        state, root = self.state, self.run.root()
         best = root / f"checkpoint-{state.best_global_step}"
         if state.best_global_step == state.global_step or best.is_dir():
             state.best_model_checkpoint = str(best)
-        saved = self._save()
+        saved = self.run.save_checkpoint()
         if state.is_world_process_zero:
             keep = (saved, state.best_model_checkpoint)
-            checkpoint.rotate(root, callbacks.args.save_total_limit, keep=keep)
+            checkpoint.rotate(root, self.args.save_total_limit, keep=keep)
         self._saved = state.global_step
         return saved
 
@@ -238,11 +243,6 @@ def tokens_in(rollout: Rollout, include: str) -> int:
     return int(prompts.mask.sum()) + int(rollout.response_mask.sum())
 
 
-def over_ranks(x: int, total: Callable[[Tensor], Tensor] | None) -> int:
-    """Sum over all ranks; ``total`` is None for one process."""
-    return x if total is None else round(float(total(torch.tensor(float(x), dtype=torch.float64))))
-
-
 def peak_memory(device: Any = None) -> dict[str, float]:
     """Peak memory in MiB: of this process, and of its tensors on the GPU if there is one."""
     import resource
@@ -253,21 +253,3 @@ def peak_memory(device: Any = None) -> dict[str, float]:
     if torch.cuda.is_available():
         metrics["memory/peak_gpu"] = torch.cuda.max_memory_allocated(device) / 2**20
     return metrics
-
-
-def summary(seconds: float, updates: int, *, rows: int, loss: float) -> dict[str, float]:
-    """The last row of a run, in the names of transformers.
-
-    Args:
-        seconds: duration of this call of ``train``.
-        updates: iterations it finished.
-        rows: responses per iteration.
-        loss: mean over all iterations of the run.
-    """
-    duration = max(seconds, 1e-9)
-    return {
-        "train_runtime": seconds,
-        "train_samples_per_second": updates * rows / duration,
-        "train_steps_per_second": updates / duration,
-        "train_loss": loss,
-    }

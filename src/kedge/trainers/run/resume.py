@@ -56,7 +56,7 @@ def _load_into(run: Run, folder: Path) -> None:
         folder,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        settings=resume_fingerprint(run.settings, run.engine, run.learner),
+        settings=resume_fingerprint(run.args, run.engine, run.learner),
         verified=True,
     )
     if not saved.parts:

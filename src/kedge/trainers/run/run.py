@@ -6,26 +6,23 @@ import logging
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import TrainOutput
 
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.trackers import Screen, draw_curves
-from kedge.config.resolve import RunSettings
-from kedge.config.schedule import IntervalSchedule, build_schedule
+from kedge.config.base import OnPolicyConfig
+from kedge.config.schedule import build_schedule
 from kedge.engine.checkpoint import checkpoint
 from kedge.engine.checkpoint.replay import pack
-from kedge.engine.hooks import StepReport
 from kedge.engine.loop import Engine
 from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.errors import ConfigError
 from kedge.trainers.reporting.best_effort import BestEffortWriter
-from kedge.trainers.reporting.token_log import TokenLog, token_rows
+from kedge.trainers.reporting.token_log import build_token_log
 from kedge.trainers.reporting.trackers import build_trackers, link
 from kedge.trainers.run.checkpoint import (
     build_recorder,
@@ -35,8 +32,9 @@ from kedge.trainers.run.checkpoint import (
 )
 from kedge.trainers.run.evaluation import Evaluator, printed_rows
 from kedge.trainers.run.hf_callbacks import Callbacks
-from kedge.trainers.run.hooks import TrainerHooks, summary
+from kedge.trainers.run.hooks import RunHooks
 from kedge.trainers.run.resume import resume_run
+from kedge.trainers.spec import MetricNames
 from kedge.types import RewardOutput, Rollout
 
 logger = logging.getLogger(__name__)
@@ -48,27 +46,31 @@ class Run:
 
     Args:
         args: the config; callbacks and intervals read it.
-        settings: the resolved config.
         engine: the loop.
         learner: the models; the same object as ``engine.learner``.
         callbacks: callbacks, state and control.
         evaluator: evaluations and tables of completions.
         tokenizer: saved with the models.
         fresh_reference: the reference is a copy of the initial policy, so the KL starts at 0.
-        more: extra metrics of an iteration, computed from its row.
+        metric_names: adds metrics under other names to those of an iteration.
         best_effort: writes files whose failures are only logged.
     """
 
-    args: Any
-    settings: RunSettings
+    args: OnPolicyConfig
     engine: Engine
     learner: HFLearner
     callbacks: Callbacks
     evaluator: Evaluator
     tokenizer: Any
     fresh_reference: bool
-    more: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    metric_names: MetricNames
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
+
+    @property
+    def iterations_per_epoch(self) -> float:
+        """Iterations of one pass over the prompts, may be a fraction."""
+        sizes = self.engine.batch_sizes
+        return sizes.iterations_per_epoch or sizes.iterations
 
     def train(self, resume: str | bool | None) -> TrainOutput:
         """Train all iterations, or until a callback stops the run.
@@ -85,34 +87,22 @@ class Run:
         resumed = resume_run(self, resume)
         screen = self._open_trackers()
         if screen is not None and resumed is not None:
-            screen.note(f"resuming from {resumed} (iteration {engine.step} of {sizes.updates})")
-        per_epoch = sizes.updates_per_epoch or sizes.updates
+            screen.note(f"resuming from {resumed} (iteration {engine.step} of {sizes.iterations})")
         self.callbacks.begin(
-            max_steps=sizes.updates, epochs=sizes.updates / per_epoch, batch_size=sizes.local_rows
+            max_steps=sizes.iterations,
+            epochs=sizes.iterations / self.iterations_per_epoch,
+            batch_size=sizes.local_rows,
         )
         link(self.callbacks, self.args)
-        rows = token_rows(self.args, self._schedule(), self.learner, self.tokenizer)
-        engine.hooks = hooks = TrainerHooks(
-            self.callbacks,
-            steps_per_epoch=per_epoch,
-            evaluate=self.evaluator.evaluate if self.evaluator.sets else None,
-            save=self.save_checkpoint if self.args.output_dir else None,
-            screen=screen,
-            on_sample=self._on_sample(),
-            on_experience=rows.hold if rows is not None else None,
-            after_step=self._after_step(rows),
-            total=self.learner.total if self.learner.world_size > 1 else None,
-        )
+        engine.hooks = hooks = self._build_hooks(screen)
         if resumed is None:
             hooks.evaluate_at_start(always=self.evaluator.initial_scores is not None)
         begin, before = time.perf_counter(), engine.step
         try:
-            engine.run(sizes.updates)
+            engine.run(sizes.iterations)
             hooks.end_pass()
-            seconds, updates = time.perf_counter() - begin, engine.step - before
-            loss = self.callbacks.state.loss_sum / max(engine.step, 1)
-            totals = summary(seconds, updates, rows=sizes.batch_size, loss=loss)
-            if updates:
+            totals = self._totals(time.perf_counter() - begin, engine.step - before)
+            if engine.step > before:
                 self.callbacks.log(totals)
             self._load_best()
             self.callbacks.fire("on_train_end")
@@ -122,6 +112,16 @@ class Run:
             root = shlex.quote(str(self.root()))
             screen.note(f"the run is in {root}; `kedge report {root}` writes a report of it")
         return self._output(totals)
+
+    def _totals(self, seconds: float, iterations: int) -> dict[str, float]:
+        """The last row, in the names of transformers; of this call of ``train``."""
+        rate = iterations / max(seconds, 1e-9)
+        return {
+            "train_runtime": seconds,
+            "train_samples_per_second": rate * self.engine.batch_sizes.batch_size,
+            "train_steps_per_second": rate,
+            "train_loss": self.callbacks.state.loss_sum / max(self.engine.step, 1),
+        }
 
     def _output(self, totals: dict[str, float]) -> TrainOutput:
         state = self.callbacks.state
@@ -134,20 +134,26 @@ class Run:
 
     # -- during training --------------------------------------------------------------------------
 
-    def _on_sample(self) -> Callable[[int, Rollout, RewardOutput], None]:
-        recorder = build_recorder(self.settings, self.learner)
+    def _build_hooks(self, screen: Screen | None) -> RunHooks:
+        sizes = self.engine.batch_sizes
+        schedule = build_schedule(
+            self.args,
+            iterations=sizes.iterations,
+            iterations_per_epoch=sizes.iterations_per_epoch,
+        )
+        return RunHooks(
+            self,
+            schedule=schedule,
+            screen=screen,
+            recorder=build_recorder(self.args.save_rollouts, self.engine.sampling, self.learner),
+            token_log=build_token_log(self.args, schedule, self.learner, self.tokenizer),
+        )
 
-        def look(step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
-            if recorder is not None:
-                with self.best_effort.writing("recorded rollouts", recorder.folder):
-                    recorder.write(step, rollout, reward_output)
-            if step == 0 and self.settings.preflight:
-                self._preflight(rollout, reward_output)
-
-        return look
-
-    def _preflight(self, rollout: Rollout, reward_output: RewardOutput) -> None:
-        low = self.settings.learner.precision != "no"
+    def check_first_batch(self, rollout: Rollout, reward_output: RewardOutput) -> None:
+        """Run the preflight checks, unless they are turned off."""
+        if not self.args.preflight:
+            return
+        low = self.args.bf16 or self.args.fp16
         warnings = preflight(
             rollout,
             reward_output,
@@ -156,45 +162,24 @@ class Run:
             algorithm=self.engine.algorithm,
             kl_coef=self.engine.kl.value,
             fresh_reference=self.fresh_reference,
-            sampling=self.settings.sampling,
+            sampling=self.engine.sampling,
             length_option=self.args.length_option,
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
         for warning in warnings if self.learner.rank == 0 else []:
             logger.warning("preflight: %s", warning)
 
-    def _schedule(self) -> IntervalSchedule:
-        sizes = self.engine.batch_sizes
-        return build_schedule(
-            self.args, updates=sizes.updates, updates_per_epoch=sizes.updates_per_epoch
-        )
-
-    def _after_step(self, rows: TokenLog | None) -> Callable[[StepReport], None]:
-        when, empty = self._schedule(), self.args.torch_empty_cache_steps
-
-        def after(report: StepReport) -> None:
-            row = self.callbacks.state.pending[-1]
-            row |= self.more(row)
-            if rows is not None:
-                rows.write(report)
-            if when.samples(report.step):
-                self.evaluator.show_samples(report)
-            if empty and report.step % empty == 0 and self.learner.device.type == "cuda":
-                torch.cuda.empty_cache()
-
-        return after
-
     def _open_trackers(self) -> Screen | None:
         """Open the files and the screen on rank 0."""
         if not self.callbacks.state.is_world_process_zero:
             return None
-        bar, tables = not self.args.disable_tqdm, self.args.num_sample_generations > 0
-        updates, done, most = (
-            self.engine.batch_sizes.updates,
-            self.engine.step,
-            printed_rows(self.args),
+        screen = Screen(
+            self.engine.batch_sizes.iterations,
+            start=self.engine.step,
+            bar=not self.args.disable_tqdm,
+            tables=self.args.num_sample_generations > 0,
+            max_rows=printed_rows(self.args),
         )
-        screen = Screen(updates, start=done, bar=bar, tables=tables, max_rows=most)
         self.callbacks.tracker = build_trackers(self.callbacks, self.args, screen, self.best_effort)
         return screen
 
@@ -210,7 +195,7 @@ class Run:
             engine.step,
             parts,
             local=in_flight or None,
-            settings=resume_fingerprint(self.settings, engine, self.learner),
+            settings=resume_fingerprint(self.args, engine, self.learner),
             write_models=self._write_models,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,

@@ -1,0 +1,170 @@
+"""From a trainer's arguments to a run: what is refused first, and what reaches each part."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+
+from kedge import GRPOConfig, PPOConfig, PPOTrainer
+from kedge.algorithms import grpo as grpo_algorithm
+from kedge.algorithms import ppo
+from kedge.config.rollout import RolloutArguments
+from kedge.config.rollout_engines import ENGINE_NAMES, ROLLOUT_ENGINES, load_function
+from kedge.errors import ConfigError, KedgeError
+from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.trainers.spec import shared_kwargs
+from tests.e2e.small import VOCAB, length_reward, small
+from tests.e2e.test_groups import grpo, rloo
+
+POLICY = tiny_policy("gpt_neox", vocab_size=VOCAB)
+AS_COMPLETED = {"max_lag": 1, "rollout_schedule": "as_completed"}
+URL = {"rollout_engine": "http://127.0.0.1:1"}
+
+
+def needs_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def with_engine(engine: Any, **options: Any) -> Any:
+    made = ScriptedRollouts([[[3, 1]] * 4]) if engine is None else engine
+    return small(**options, rollout_engine=made)
+
+
+# A way to build the trainer, its arguments, and words of the refusal; each breaks one stage.
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    # data
+    (small, {"train_dataset": None}, "train_dataset=None"),
+    (small, {"num_mini_batches": 3}, "num_mini_batches=3 does not divide"),
+    (small, {"batch_size": 5}, "batch_size=5 must be 4"),
+    (small, {"eval_strategy": "steps"}, "eval_strategy='steps' needs an eval_dataset"),
+    (small, {"eval_against_start": True}, "eval_against_start=True needs an eval_dataset"),
+    (small, {"algorithm": ppo}, "must be a kedge.Algorithm; call the function"),
+    (
+        small,
+        {"per_device_train_batch_size": 1, "response_length": 1},
+        "whiten_advantages=True needs a batch of at least 2 tokens",
+    ),
+    # models
+    (small, {"model": POLICY, "ref_model": POLICY}, "must not be the same object"),
+    (small, {"ref_adapter_name": "first"}, "ref_adapter_name='first' must be an adapter"),
+    (
+        small,
+        {"value_source": "reward", "reward_model": None, "reward_funcs": length_reward},
+        'value_source="reward" needs a reward model',
+    ),
+    (grpo, {"model_init_kwargs": {"dtype": "float32"}}, "the model is already loaded"),
+    # reward
+    (small, {"reward_model": None}, "pass reward_model or reward_funcs"),
+    (small, {"reward_weights": [1.0, 2.0]}, "got 2 for 1 sources"),
+    (small, {"reward_funcs": needs_answer}, "answer"),
+    (small, {"reward_funcs": 3}, "a reward must be a model"),
+    # rollout engine
+    (with_engine, {"engine": None, "sampler_correction": "mask"}, "records none"),
+    (small, {**URL, "min_new_tokens": 2}, "min_new_tokens=2 is not supported with the server"),
+    (small, {**AS_COMPLETED, "num_partial_batches": 3}, "must divide the 4 prompts"),
+    (
+        rloo,
+        {"sampler_correction": "mask", "sampler_correction_level": "token"},
+        "sampler_correction_level='token' needs token-level advantages",
+    ),
+    (grpo, {**URL, "vllm_importance_sampling_mode": "x"}, "must be one of 'token_truncate'"),
+    (small, {"replay_rollouts": "."}, "has no recorded samples"),
+    # engine
+    (small, {"report_to": "wandbb"}, "report_to='wandbb'"),
+    (small, {"callbacks": [3]}, "must be a transformers.TrainerCallback"),
+]
+
+
+@pytest.mark.parametrize(("build", "arguments", "words"), REFUSED, ids=[r[2] for r in REFUSED])
+def test_what_is_refused_is_refused_before_any_weights_are_loaded(
+    build: Any, arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise AssertionError("weights are loaded")
+
+    for name in ("load_policy", "load_value", "value_from_trunk", "frozen_copy"):
+        monkeypatch.setattr(f"kedge.trainers.build.models.{name}", load)
+    monkeypatch.setattr("kedge.backends.rewards.build.load_model", load)
+    with pytest.raises(KedgeError) as refused:
+        build(**arguments)
+    assert words in str(refused.value)
+
+
+def test_two_engines_are_refused() -> None:
+    args = PPOConfig(output_dir="unused", use_cpu=True, total_episodes=8, **URL)
+    given = small(args=PPOConfig(output_dir="unused", use_cpu=True, total_episodes=64))
+    with pytest.raises(ConfigError, match="remove one of them"):
+        PPOTrainer(
+            args,
+            processing_class=given.processing_class,
+            model=given.model,
+            reward_funcs=length_reward,
+            train_dataset=given.train_dataset,
+            rollout_engine=ScriptedRollouts([[[3, 1]] * 4]),
+        )
+
+
+def test_the_trainer_leaves_the_config_as_it_is(tmp_path: Any) -> None:
+    args = PPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=4, total_episodes=8
+    )
+    before = dict(args.__dict__)
+    made = small(args=args)
+    assert {n: x for n, x in args.__dict__.items() if x is not before.get(n)} == {}
+    assert (args.num_total_batches, args.batch_size) == (None, None)
+    assert (made.args.num_total_batches, made.args.batch_size, made.args.world_size) == (2, 4, 1)
+
+
+def test_options_reach_the_function_that_names_them() -> None:
+    args = GRPOConfig(output_dir="unused", use_cpu=True, max_completion_length=7, beta=0.1)
+    taken = shared_kwargs(args, grpo_algorithm)
+    assert (taken["response_length"], taken["beta"], taken["epsilon"]) == (7, 0.1, 0.2)
+    # All that the algorithm takes but whether there is a reference.
+    assert set(inspect.signature(grpo_algorithm).parameters) - set(taken) == {"reference"}
+
+
+@pytest.mark.parametrize("kind", ["ppo", "rloo", "grpo"])
+def test_every_parameter_of_an_algorithm_is_an_option(kind: str) -> None:
+    from kedge.cli.planning.plan import CONFIGS, find_spec
+
+    args = CONFIGS[kind](output_dir="unused", use_cpu=True)
+    factory = find_spec(args).algorithm
+    missing = set(inspect.signature(factory).parameters) - set(shared_kwargs(args, factory))
+    assert missing == {"reference"}
+
+
+def test_unset_options_follow_others() -> None:
+    made = small(learning_rate=1e-3, max_grad_norm=0.0, seed=3)
+    settings = made.engine.learner.settings
+    assert (settings.value_learning_rate, settings.max_grad_norm) == (1e-3, math.inf)
+    assert made.engine.source._seed == 3
+    made = small(learning_rate=1e-3, value_learning_rate=0.0, seed=3, data_seed=0)
+    assert made.engine.learner.settings.value_learning_rate == 0.0
+    assert made.engine.source._seed == 0
+
+
+@pytest.mark.parametrize("name", ROLLOUT_ENGINES)
+def test_an_engine_reads_the_options_that_its_builder_takes(name: str) -> None:
+    spec = ROLLOUT_ENGINES[name]
+    taken = set(inspect.signature(load_function(spec.build)).parameters)
+    if spec.actors:
+        from kedge.backends.ray.resources import RayCluster
+
+        assert "cluster" in taken
+        taken |= set(inspect.signature(RayCluster).parameters)
+    own = set(RolloutArguments.__annotations__) - {"rollout_engine"}
+    # A shared engine of several ranks waits for rollout_timeout, whatever its kind.
+    assert taken & own | ({"rollout_timeout"} & set(spec.reads)) == set(spec.reads)
+
+
+def test_the_config_has_the_names_of_the_table() -> None:
+    assert ENGINE_NAMES == ("embedded", "vllm", "vllm_server", "ray")
+    with pytest.raises(ConfigError, match="must be one of 'embedded', 'vllm', 'vllm_server'"):
+        PPOConfig(output_dir="unused", rollout_engine="vlm")
+    with pytest.raises(ConfigError, match="must be one of 'embedded'"):
+        PPOConfig(output_dir="unused", rollout_engine="ray vllm")
+    with pytest.raises(ConfigError, match="ray_engine='vlm' must be"):
+        PPOConfig(output_dir="unused", rollout_engine="ray", ray_engine="vlm")
