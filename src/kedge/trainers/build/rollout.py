@@ -22,12 +22,7 @@ PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
 
 
 class RolloutStage:
-    """The rollout engine: a recording, the one passed by the user, or the one the config names.
-
-    Raises:
-        ConfigError: an engine that cannot work with these options, or two engines.
-        CheckpointError: the recording belongs to another run.
-    """
+    """The rollout engine: a recording, the one passed by the user, or the one the config names."""
 
     def __init__(self, setup: Setup) -> None:
         args, given = setup.args, setup.inputs.rollout_engine
@@ -139,11 +134,7 @@ class RolloutStage:
 
 
 def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int:
-    """The number of engines of one rank when each rank has separate engines.
-
-    Raises:
-        ConfigError: the number of engines is not a multiple of the ranks.
-    """
+    """The number of engines of one rank when each rank has separate engines."""
     schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
     if not engine.several:
         raise ConfigError(
