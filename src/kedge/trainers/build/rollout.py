@@ -25,9 +25,9 @@ class RolloutStage:
     """The rollout engine: a recording, the one passed by the user, or the one the config names."""
 
     def __init__(self, setup: Setup) -> None:
-        args, given = setup.args, setup.inputs.rollout_engine
+        args, custom = setup.args, setup.inputs.rollout_engine
         self.setup, self.spec = setup, setup.engine
-        if given is not None and self.spec.copies_weights:
+        if custom is not None and self.spec.copies_weights:
             raise ConfigError(
                 f"rollout_engine={args.rollout_engine!r} is set in the config and an engine is"
                 " passed to the trainer; remove one of them"
@@ -42,7 +42,7 @@ class RolloutStage:
             self.options["vllm_num_engines"] = engines_per_rank(args, self.spec, ranks=self.ranks)
         self._check_groups()
         self.replayed = None if args.replay_rollouts is None else self._build_replay()
-        ready = self.replayed or given
+        ready = self.replayed or custom
         self.correction = build_correction(
             args,
             setup.algorithm,
