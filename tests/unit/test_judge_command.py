@@ -68,7 +68,7 @@ def test_everything_asked_is_written_also_what_no_file_can_hold(serve: Any, tmp_
     ]
     with (out / "judgments.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    assert [row["said"] for row in table] == ["'=HYPERLINK(1) \ufffd\nWinner: A"] * 2
+    assert [row["reply"] for row in table] == ["'=HYPERLINK(1) \ufffd\nWinner: A"] * 2
     assert [row["prompt"] for row in table] == ["half \\ud800", "'@p"]
     assert [row["ours"] for row in table] == ["good \\udfff", "-3.5e2"]  # a number is no formula
     assert [row["theirs"] for row in table] == ["'=1+1", "'\tx"]

@@ -36,7 +36,7 @@ class Stage:
     uses: tuple[str, ...] = ()  # stages whose folders its options name
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Any]:
         """Everything that determines its results, as JSON: options and digests of programs."""
         options = json.loads(json.dumps(dict(self.options)))
         return {"command": self.command, "options": options, "programs": self._programs()}

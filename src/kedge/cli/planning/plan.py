@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> None:
         return
     own = Flags(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--num_processes", "--num-processes", type=int)
-    asked, rest = own.parse_known_args(rest)
-    processes = asked.num_processes
+    flags, rest = own.parse_known_args(rest)
+    processes: int | None = flags.num_processes
     if processes is not None and processes < 1:
         raise ConfigError(f"--num_processes {processes} must be at least 1")
     with elsewhere() if config is AsyncPPOConfig else nullcontext():

@@ -49,13 +49,15 @@ def main(argv: Sequence[str]) -> None:
     rows = Splits(flags.prompts).load(flags.split)
     if flags.limit is not None:
         rows = rows.select(range(min(flags.limit, len(rows))))
-    names = inspect.signature(answered).parameters.keys() & vars(flags)
-    completions = answered(flags.model, rows, **{name: getattr(flags, name) for name in names})
+    names = inspect.signature(generate_completions).parameters.keys() & vars(flags)
+    completions = generate_completions(
+        flags.model, rows, **{name: getattr(flags, name) for name in names}
+    )
     write(Path(flags.output), completions)
     sys.stdout.write(f"kedge: {len(completions)} completions are in {flags.output}\n")
 
 
-def answered(
+def generate_completions(
     name: str,
     dataset: Any,
     *,

@@ -175,7 +175,7 @@ def _readable(value: Any) -> str | None:
         return None
     if len(turns) == 1:
         return turns[0][1]
-    return "\n\n".join(f"{role}: {said}" for role, said in turns) or None
+    return "\n\n".join(f"{role}: {content}" for role, content in turns) or None
 
 
 def summarize(result: Match, flags: argparse.Namespace) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def summarize(result: Match, flags: argparse.Namespace) -> dict[str, Any]:
 def write(folder: Path, result: Match, summary: dict[str, Any]) -> None:
     """``judgments.jsonl``, ``judgments.csv`` and ``summary.json``."""
     names = ("prompt", "ours", "theirs", "outcome", "swapped")
-    rows = [{n: getattr(r, n) for n in names} | {"said": r.answer.said} for r in result.rows]
+    rows = [{n: getattr(r, n) for n in names} | {"reply": r.answer.reply} for r in result.rows]
     write_jsonl(folder / "judgments.jsonl", rows)
     write_csv(folder / "judgments.csv", rows)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
