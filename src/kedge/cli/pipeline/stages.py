@@ -106,15 +106,7 @@ class Pipeline:
 
 
 def read(file: str, given: Mapping[str, Any] | None = None) -> Pipeline:
-    """Read a pipeline file and check every option.
-
-    Args:
-        file: YAML with ``output_dir``, ``stages`` and optional ``variables``.
-        given: values that override the file's variables.
-
-    Raises:
-        ConfigError: an unknown file, variable, command, option or stage.
-    """
+    """Read a pipeline file and check every option; ``given`` overrides its variables."""
     path = Path(file).expanduser()
     content = _load(path, file)
     variables, here = _variables(content, file, given or {}), str(path.resolve().parent)

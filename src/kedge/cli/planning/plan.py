@@ -66,14 +66,9 @@ def main(argv: Sequence[str]) -> None:
 def plan(
     options: Options, processes: int | None = None
 ) -> tuple[Options, BatchSizes, dict[str, int], list[memory.Need]]:
-    """Batch sizes, prompt statistics and memory of the run that the flags describe.
+    """Batch sizes, prompt statistics and memory of a run; raises the errors of training.
 
-    Args:
-        options: what ``parse`` returned.
-        processes: number of ranks; None: as in this launch.
-
-    Raises:
-        ConfigError, DataError: as training would.
+    ``processes`` is the number of ranks; None: as in this launch.
     """
     from kedge.backends.hf.end_tokens import eos_token_ids
 

@@ -87,16 +87,7 @@ def final_answer(text: str) -> str | None:
 
 
 def equal(answer: str, want: str, checker: SymbolicChecker | None = None) -> bool:
-    """Whether two answers are equivalent.
-
-    Args:
-        answer: the answer of a response.
-        want: the ground truth.
-        checker: compares formulas that differ as text; None: those are unequal.
-
-    Raises:
-        Unanswered: the checker timed out or crashed.
-    """
+    """Whether two answers are equivalent; without ``checker``, formulas must be equal as text."""
     if len(answer) > MAX_LETTERS:
         return False
     return _equal(tidy(answer), tidy(want), checker)
@@ -181,16 +172,7 @@ def _truth(truth: Any, name: str) -> str:
 
 
 class SymbolicChecker:
-    """Compares formulas with math-verify in helper processes.
-
-    Args:
-        timeout: seconds for one pair.
-        workers: maximum number of processes.
-
-    Raises:
-        Unanswered: a pair timed out or crashed the process (memory).
-        ConfigError: math-verify is not installed.
-    """
+    """Compares formulas with math-verify in helper processes, with a time limit for each pair."""
 
     def __init__(self, timeout: float = 5.0, workers: int = 2) -> None:
         self._pool = WorkerPool(
