@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.packing import Packed, pack
 from kedge.errors import ConfigError
 from kedge.ops.linear_logprob import Head
@@ -19,7 +20,8 @@ _RATES = ("dropout", "layerdrop", "drop_path")
 
 def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:
     """Last hidden states float [b, L, H] of right-padded rows, without an attention mask."""
-    return backbone(input_ids=ids, use_cache=False).last_hidden_state
+    with known_masks():
+        return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 class LanguageModelParts(Protocol):
@@ -142,11 +144,11 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
 
 
 def silence_mask_warning(backbone: Any) -> None:
-    """Keep transformers from asking for an attention mask: rows are padded at the end alone."""
-    backbone.warn_if_padding_and_no_attention_mask = _say_nothing
+    """Silence the warning about a missing attention mask: rows are padded at the end only."""
+    backbone.warn_if_padding_and_no_attention_mask = _do_nothing
 
 
-def _say_nothing(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     pass
 
 
@@ -177,10 +179,10 @@ def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
     try:
         hidden = trunk(parts.backbone, ids)[0]
         prefix = trunk(parts.backbone, ids[:, : count // 2])[0]
-        want = model(input_ids=ids, use_cache=False).logits[0].float()
+        expected = model(input_ids=ids, use_cache=False).logits[0].float()
     finally:
         model.train(was_training)
-    if not bool(want.isfinite().all()):
+    if not bool(expected.isfinite().all()):
         raise ConfigError(
             f"{name}: its logits are not finite, on tokens 0 to {count - 1}; its weights hold NaN "
             "or infinite numbers"
@@ -189,8 +191,8 @@ def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
     logits = (logits if head.bias is None else logits + head.bias) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    slack = (1e-3 if hidden.dtype == torch.float32 else 5e-2) * float(want.abs().max() + 1)
-    gap = float((logits - want).abs().max())
+    slack = (1e-3 if hidden.dtype == torch.float32 else 5e-2) * float(expected.abs().max() + 1)
+    gap = float((logits - expected).abs().max())
     if not gap <= slack:
         raise ConfigError(
             f"{name}: logits from trunk and head differ from the model's own by {gap:.3g}; it "
