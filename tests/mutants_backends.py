@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "an end token inside a query ends the response",
         "classic/generation.py",
-        "ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist() if cut else []",
-        "ended = torch.isin(row, ends.to(row)).nonzero()[:1, 0].tolist() if cut else []",
+        "ended = torch.isin(new, ends).nonzero()[:1, 0].tolist() if cut else []",
+        "ended = torch.isin(row, ends).nonzero()[:1, 0].tolist() if cut else []",
         "tests/unit/test_classic_loop.py",
     ),
     Mutant(

@@ -162,7 +162,7 @@ def generate_many(
         getattr(model, "pretrained_model", model), "generation_config", None
     )
     stops = options.get("eos_token_id", getattr(generation_config, "eos_token_id", None))
-    ends = torch.tensor([*listed(eos), *listed(stops)], dtype=torch.long)
+    ends = torch.tensor([*listed(eos), *listed(stops)], dtype=torch.long, device=_device(model))
     responses: list[Tensor] = []
     for batch in _chunks(list(queries), rows):
         ids, mask = _left_padded(batch, pad=eos or 0 if pad is None else pad, multiple=multiple)
@@ -175,7 +175,7 @@ def generate_many(
         begin = 1 if encodes else ids.shape[1]  # a decoder's start token may be the end token
         for query, row in zip(batch, out, strict=True):
             new = row[begin:]
-            ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist() if cut else []
+            ended = torch.isin(new, ends).nonzero()[:1, 0].tolist() if cut else []
             new = new[: ended[0] + 1] if ended else new
             if encodes:
                 responses.append(torch.cat([row[:begin], new]))

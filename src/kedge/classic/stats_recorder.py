@@ -27,8 +27,8 @@ class OptimizerStep:
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)  # float64 scalars
-    ratios: list[Tensor] = field(default_factory=list)  # float32 [n]
-    advantages: list[Tensor] = field(default_factory=list)  # float32 [n]
+    # float32 [3, b R]: ratio, advantage, and 1 where a token is trained; on the learner's device
+    tokens: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
     def add(self, new: PolicyOutput, mb: MicroBatch, loss: Loss) -> None:
@@ -50,14 +50,14 @@ class OptimizerStep:
         }
         for name, number in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + number.detach().double()
-        log_ratio = new.logprobs - x.old_logprobs
-        self.ratios.append(log_ratio[x.loss_mask].exp().cpu())
-        self.advantages.append(x.advantages[x.loss_mask].cpu())
+        ratio = (new.logprobs - x.old_logprobs).exp()
+        self.tokens.append(torch.stack([ratio, x.advantages, x.loss_mask.float()]).flatten(1))
 
     def statistics(self, total: Total) -> dict[str, Tensor]:
         """The statistics of the step: scalars over all ranks, two float32 [n] of this rank."""
         names = list(self.sums)
         sums = dict(zip(names, total(torch.stack([self.sums[n] for n in names])), strict=True))
+        ratio, advantages, trained = torch.cat(self.tokens, 1).cpu()
         fix = sums["tokens"] / (sums["tokens"] - 1).clamp(min=1)  # unbiased variances
         stats = {
             "loss/policy": sums["policy"],
@@ -77,8 +77,8 @@ class OptimizerStep:
             "val/var": fix * (sums["value_squared"] - sums["value"] ** 2).clamp(min=0),
         }
         return {name: x.float() for name, x in stats.items()} | {
-            "policy/advantages": torch.cat(self.advantages),
-            "policy/ratio": torch.cat(self.ratios),
+            "policy/advantages": advantages[trained.bool()],
+            "policy/ratio": ratio[trained.bool()],
         }
 
 

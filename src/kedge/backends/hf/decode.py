@@ -30,8 +30,11 @@ class Stepper(Protocol):
         """Append tokens int64 [b].  Logits [b, V] of what follows."""
         ...
 
-    def select(self, rows: Tensor) -> None:
-        """Keep only the rows int64 [n] (on the host) of the batch, in that order."""
+    def select(self, rows: Tensor) -> Tensor:
+        """Keep only the rows int64 [n] of the batch, in that order.
+
+        ``rows`` is on the host; the same on the model's device is returned.
+        """
         ...
 
 
@@ -125,8 +128,7 @@ class CausalStepper:
         logits = self._forward(ids.to(self._device), positions)
         self._extend_mask()
         if not torch.equal(copies, torch.arange(len(ids))):
-            self.select(copies)
-            logits = logits[copies.to(self._device)]
+            logits = logits[self.select(copies)]
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -136,13 +138,14 @@ class CausalStepper:
         self._extend_mask()
         return logits
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> Tensor:
         """Drop the other rows from the cache, the mask and the positions."""
         self._padded, rows = self._padded[rows], rows.to(self._device)
         keep_rows(self._cache, rows)
         self._position = self._position[rows]
         if self._mask is not None:
             self._mask = self._mask[rows] if self._padded.any() else None
+        return rows
 
     def _extend_mask(self) -> None:
         if self._mask is not None:
@@ -180,8 +183,7 @@ class EncoderDecoderStepper:
         self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=mask)[0]
         self._mask = mask
         logits = self.step(ids.new_full((len(ids),), self._start_token))
-        self.select(copies)
-        return logits[copies.to(device)]
+        return logits[self.select(copies)]
 
     def step(self, tokens: Tensor) -> Tensor:
         """One forward pass of the decoder over one token per row."""
@@ -194,11 +196,12 @@ class EncoderDecoderStepper:
         )
         return out.logits[:, -1]
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> Tensor:
         """Drop the other rows from both caches and the encoder output."""
         rows = rows.to(self._mask.device)
         self._cache.batch_select_indices(rows)
         self._encoded, self._mask = self._encoded[rows], self._mask[rows]
+        return rows
 
 
 def build_stepper(model: nn.Module) -> Stepper:

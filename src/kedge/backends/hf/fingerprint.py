@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,10 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
     """
     pairs = sorted(named.items() if isinstance(named, Mapping) else named, key=lambda x: x[0])
     digest = hashlib.blake2b(digest_size=8)
-    factors: dict[torch.device, Tensor] = {}
     sums = []
     for _, tensor in pairs:
         tensor = full(tensor)  # noqa: PLW2901
-        if tensor.device not in factors:
-            factors[tensor.device] = _factors().to(tensor.device)
-        sums.append(_sum(tensor.detach(), factors[tensor.device]))
+        sums.append(_sum(tensor.detach(), _factors(tensor.device)))
     for (name, tensor), total in zip(pairs, _to_host(sums), strict=True):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode())
     return digest.hexdigest()
@@ -52,11 +50,12 @@ def policy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in trained.items()}
 
 
-def _factors() -> Tensor:
+@cache
+def _factors(device: torch.device) -> Tensor:
     """Odd int64 [_WIDTH]."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randint(-(2**63), 2**63 - 1, (_WIDTH,), generator=generator, dtype=torch.int64)
-    return wide | 1
+    return (wide | 1).to(device)
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -138,9 +138,8 @@ class ChunkSampler:
 
     def _select(self, keep: Tensor, token: Tensor) -> Tensor:
         """Keep only these rows of the batch; returns their next input."""
-        self._stepper.select(keep)
         self._stopper.select(keep)
         self._active, self._running = self._active[keep], self._running[keep]
-        keep = keep.to(token.device)
+        keep = self._stepper.select(keep)
         self._u = self._u[:, keep]
         return token[keep]
