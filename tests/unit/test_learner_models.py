@@ -66,7 +66,7 @@ def test_bidirectional_models_are_no_value_models():
     config = AutoConfig.for_model(
         "distilbert", vocab_size=64, dim=32, hidden_dim=64, n_layers=1, n_heads=2, num_labels=1
     )
-    with pytest.raises(ConfigError, match="reads the tokens that come after"):
+    with pytest.raises(ConfigError, match="must be causal"):
         load_value(AutoModelForSequenceClassification.from_config(config))
 
 

@@ -99,8 +99,8 @@ def _to_host(sums: list[Tensor]) -> list[int]:
     return [int(x) for x in sums]
 
 
-def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Check that weights fit a model with the weights ``own``.
+def check_weights(current: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Check that weights fit a model with the weights ``current``.
 
     Raises:
         SyncError: there are none, or one is unknown or has a different shape.
@@ -108,12 +108,12 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> N
     if not weights:
         raise SyncError("a rollout engine with a copy of the policy received no weights")
     for name, new in weights.items():
-        if name not in own:
+        if name not in current:
             raise SyncError(
                 f"weights contain {name!r}, which the rollout engine's model does not have"
             )
-        if own[name].shape != new.shape:
+        if current[name].shape != new.shape:
             raise SyncError(
-                f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in the"
+                f"{name} is {tuple(new.shape)} in the weights but {tuple(current[name].shape)} in the"
                 " rollout engine's model; both must come from the same checkpoint"
             )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kedge.backends.hf.decode import build_stepper, get_base_model
 from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.backends.hf.generation import ChunkSampler, Responses
+from kedge.backends.hf.model import eval_mode
 from kedge.backends.hf.sampling import check_sampling, uniforms
 from kedge.backends.hf.stopping import Stopper
 from kedge.errors import RolloutError
@@ -103,7 +104,7 @@ class EmbeddedEngine:
         order, copies = _order(host)
         chunks = []
         kernels, autocast = Kernels([self.model]).active(), self._autocast_context(device)
-        with torch.no_grad(), _eval_mode(self.model), kernels, autocast, _one_thread(self.model):
+        with torch.no_grad(), eval_mode(self.model), kernels, autocast, _one_thread(self.model):
             for start in range(0, len(order), self._chunk_rows):
                 cut = slice(start, start + self._chunk_rows)
                 chunks.append(self._chunk(host, order[cut], copies[cut], sampling, seed, device))
@@ -249,19 +250,6 @@ def _one_thread(model: nn.Module) -> Iterator[None]:
     finally:
         if small:
             torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context without dropout; restores the mode of every module."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
