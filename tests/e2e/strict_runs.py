@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from peft import LoraConfig
 
 import kedge.trainers.run.run
@@ -229,6 +230,7 @@ def run(name: str, device: str, folder: str) -> dict[str, Any]:
     make, options, inputs = CASES[name]
     flags = FLAGS | {"output_dir": f"{folder}/{len(name)}-{device}", "use_cpu": device == "cpu"}
     waits: dict[str, list[Any]] = {"steps": [], "chunks": []}
+    AcceleratorState._reset_state(reset_partial_state=True)  # mixed precision of the run before
     on_device = strict_accelerator() if device == "strict" else contextlib.nullcontext()
     with on_device as counts, counted(waits):
         torch.manual_seed(0)

@@ -114,6 +114,6 @@ def check_weights(current: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
             )
         if current[name].shape != new.shape:
             raise SyncError(
-                f"{name} is {tuple(new.shape)} in the weights but {tuple(current[name].shape)} in the"
-                " rollout engine's model; both must come from the same checkpoint"
+                f"{name} is {tuple(new.shape)} in the weights but {tuple(current[name].shape)} in"
+                " the rollout engine's model; both must come from the same checkpoint"
             )
