@@ -121,8 +121,8 @@ class HFLearner:
         )
         if args.torch_compile:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
-        plain = not (args.torch_compile or self.sharded)
-        self._kernels = Kernels(self._all_models() if plain else [])
+        swaps_kernels = not (args.torch_compile or self.sharded)
+        self._kernels = Kernels(self._all_models() if swaps_kernels else [])
         padding = settings.padding_budget
         if padding is None:
             padding = padding_budget(policy, self.module.parts.output)

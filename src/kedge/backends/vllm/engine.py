@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.rollout import check_prompts
-from kedge.backends.hf.sampling import check
+from kedge.backends.hf.sampling import check_sampling
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.requests import build_requests, build_rollout
 from kedge.backends.vllm.service import Service
@@ -73,7 +73,7 @@ class VLLMEngine:
             SyncError: vLLM sampled with other weights than were loaded.
         """
         config: Any = self.spec.skeleton.config
-        check(sampling, config.get_text_config().vocab_size)
+        check_sampling(sampling, config.get_text_config().vocab_size)
         check_prompts(prompts, sampling, config)
         self._check_length(prompts, sampling)
         vocabulary = config.get_text_config().vocab_size
