@@ -20,7 +20,13 @@ from kedge.errors import ConfigError
 __all__ = ["APIS", "install", "uninstall"]
 
 
-def install(api: str, *, replace: bool = False, report_version: str | None = None) -> None:
+def install(
+    api: str,
+    *,
+    replace: bool = False,
+    report_version: str | None = None,
+    transformers4: bool = False,
+) -> None:
     """Make ``trl`` importable with the names of an API that Kedge has.
 
     Names that the installed TRL has stay TRL's, unless ``replace`` is set.  For "trl-0.11" also
@@ -33,6 +39,7 @@ def install(api: str, *, replace: bool = False, report_version: str | None = Non
         replace: use Kedge's class where the installed TRL has one of the same name.
         report_version: version of TRL that programs see; None: that of the installed TRL, or
             the newest of the API where it is not installed.
+        transformers4: ``apply_chat_template`` returns token ids, as in transformers 4.
 
     Raises:
         ConfigError: an unknown API, or another one is installed already.
@@ -50,6 +57,8 @@ def install(api: str, *, replace: bool = False, report_version: str | None = Non
             raise ConfigError("kedge.compat is installed with other settings; call uninstall first")
     if api == "trl-0.11":
         older_transformers.restore()
+    if transformers4:
+        older_transformers.restore_template_ids()
     sys.meta_path.insert(0, finder)
     for name in APIS[api]:
         if name in sys.modules:

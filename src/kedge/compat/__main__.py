@@ -30,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.add_argument("--api", choices=["auto", *APIS], default="auto", help="auto: by the script")
     run.add_argument("--replace", action="store_true", help="replace names of the installed TRL")
     run.add_argument("--report-version", help="version of TRL that the program sees")
+    run.add_argument(
+        "--transformers-4",
+        dest="transformers4",
+        action="store_true",
+        help="apply_chat_template returns token ids",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -39,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.module:
             run.error(f"-m needs --api, one of {', '.join(APIS)}")
         api = detect_api(Path(options.script).read_text(encoding="utf-8"))
-    install(api, replace=options.replace, report_version=options.report_version)
+    install(
+        api,
+        replace=options.replace,
+        report_version=options.report_version,
+        transformers4=options.transformers4,
+    )
     sys.argv = [options.script, *options.arguments]
     if options.module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)

@@ -103,7 +103,7 @@ TRAINER_API: Modules = {
     "trl.trainer.rloo_trainer": _RLOO,
     "trl.trainer.utils": _UTILS,
 }
-_SWIFT = {"PPOTrainer": "kedge.compat.hf_trainer:PPOTrainer"}
+_SWIFT = _from("kedge.compat.hf_trainer", "PPOConfig", "PPOTrainer")
 APIS = MappingProxyType(
     {
         "trl-0.11": STEP_API,

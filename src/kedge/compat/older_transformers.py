@@ -13,13 +13,29 @@ def restore() -> None:
     * ``return_all_scores=True`` of a text-classification pipeline: all labels, in their order.
     * ``tokenizer.additional_special_tokens_ids``.
     """
-    from transformers import PreTrainedTokenizerBase
+    import transformers
     from transformers.pipelines.text_classification import TextClassificationPipeline
 
     if not hasattr(TextClassificationPipeline, "return_all_scores"):
         _restore_all_scores(TextClassificationPipeline)
-    if not hasattr(PreTrainedTokenizerBase, "additional_special_tokens_ids"):
-        PreTrainedTokenizerBase.additional_special_tokens_ids = property(_additional_ids)
+    tokenizer: Any = transformers.PreTrainedTokenizerBase
+    if not hasattr(tokenizer, "additional_special_tokens_ids"):
+        tokenizer.additional_special_tokens_ids = property(_additional_ids)
+
+
+def restore_template_ids() -> None:
+    """``apply_chat_template`` returns token ids unless ``return_dict`` is given."""
+    from transformers import PreTrainedTokenizerBase
+
+    current: Any = PreTrainedTokenizerBase.apply_chat_template
+    if hasattr(current, _MARK):
+        return
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return current(self, *args, **{"return_dict": False} | kwargs)
+
+    setattr(apply, _MARK, True)
+    PreTrainedTokenizerBase.apply_chat_template = apply  # type: ignore[method-assign]
 
 
 def _restore_all_scores(pipeline: Any) -> None:
