@@ -42,7 +42,7 @@ _SCRIPTS = _from(
 _SCRIPTS_12 = _SCRIPTS | _from("kedge", "ScriptArguments", "TrlParser")
 _BEST_OF_N = _from("kedge.classic", "BestOfNSampler")
 _UTILS = {
-    "SIMPLE_CHAT_TEMPLATE": "kedge.classic.extras:SIMPLE_CHAT_TEMPLATE",
+    "SIMPLE_CHAT_TEMPLATE": "kedge.classic.models.extras:SIMPLE_CHAT_TEMPLATE",
     **_from("kedge", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
 }
 _MODEL_UTILS = {
