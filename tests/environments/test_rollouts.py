@@ -162,6 +162,17 @@ def test_episodes_that_ended_leave_the_batch() -> None:
     assert rollout.episodes.turn.max(1).values.tolist() == [0, 2, 1, 0]
 
 
+def test_turns_have_their_own_random_numbers() -> None:
+    batch = prompts(1)
+    play = rollouts(lambda: Echo(6), max_turn_tokens=4, max_turns=6)
+    seen: list[int] = []
+    inner = play.engine.generate
+    play.engine.generate = lambda *a, seed, **k: (seen.append(seed), inner(*a, seed=seed, **k))[1]  # type: ignore[method-assign]
+    play.generate(batch, sampling=sampling(max_new_tokens=99), seed=11)
+    assert seen[0] == 11
+    assert len(set(seen)) == 6
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_ppo_trains_on_episodes(lag: int) -> None:
     made = trainer(lag=lag, total_episodes=16)
