@@ -101,6 +101,7 @@ def test_latencies_of_64_episodes_overlap(make: Any) -> None:
         return time.perf_counter() - begin
 
     seconds(Echo)  # compiles the template
-    without = min(seconds(Echo) for _ in range(2))
-    with_latency = min(seconds(make) for _ in range(2))
-    assert with_latency <= 1.3 * (without + 5 * Slow.latency)
+    for _ in range(6):  # other processes may disturb a measurement
+        if seconds(make) <= 1.3 * (seconds(Echo) + 5 * Slow.latency):
+            return
+    raise AssertionError("latencies do not overlap")

@@ -63,8 +63,9 @@ def evaluate(
             seed=seed_for(seed, "evaluate", i),
             clock=clock,
         )
-        if getattr(rollouts, "many_turns", False) and (rest := getattr(rollouts, "rest", None)):
-            rest()
+        wait = getattr(rollouts, "wait_for_other_ranks", None)
+        if wait is not None and getattr(rollouts, "many_turns", False):
+            wait()
         place = prompts.row + i * _global_rows(prompts.row, learner)
         keep = reward_output.valid & (place < rows)
         totals += everywhere(rows, place[keep].cpu(), reward_output.scores[keep].cpu())

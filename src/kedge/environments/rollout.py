@@ -89,13 +89,13 @@ class EnvironmentRollouts:
         self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
         self._pad = _pad_id(tokenizer) if pad_id is None else pad_id
         self._spare = int(extra_slot)
-        self.lanes = tuple(self._around(part) for part in getattr(engine, "lanes", ()))
+        self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
 
     def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
         """The same with another engine; both share the environments."""
-        lane = copy.copy(self)
-        lane.engine, lane.lanes = engine, ()
-        return lane
+        part = copy.copy(self)
+        part.engine, part.engines = engine, ()
+        return part
 
     @property
     def shares_weights(self) -> bool:
@@ -119,9 +119,9 @@ class EnvironmentRollouts:
             close()
 
     @property
-    def rest(self) -> Callable[[], None] | None:
-        """The engine's ``rest``, if ranks share it: they may need different numbers of turns."""
-        return getattr(self.engine, "rest", None)
+    def wait_for_other_ranks(self) -> Callable[[], None] | None:
+        """That of an engine which ranks share; they may need different numbers of turns."""
+        return getattr(self.engine, "wait_for_other_ranks", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One episode per row; each depends on (weights, prompt, row, seed) and its environment.
@@ -175,7 +175,7 @@ class EnvironmentRollouts:
         """Sample a turn of every live episode and append its tokens."""
         limits = [self._limit(episode, sampling) for episode in live]
         most = max(limits)
-        if self.rest is not None:  # the same on all ranks
+        if self.wait_for_other_ranks is not None:  # the same on all ranks
             most = min(self._max_turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
         minimum = min(sampling.min_new_tokens, most) if turn == 0 else 0
         histories = [episode.history for episode in live]
