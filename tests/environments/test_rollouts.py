@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +220,18 @@ def test_token_ids_need_no_tokenizer() -> None:
         foreign = rollout.ids[i, :length][~rollout.loss_mask[i, :length]].tolist()
         assert foreign[0::2] == [9, 9]
         assert foreign[1] == int(rollout.ids[i, 0])
+
+
+def test_tables_and_token_logs_show_turns(tmp_path: Path) -> None:
+    made = trainer(
+        total_episodes=8, output_dir=str(tmp_path), num_sample_generations=1, log_token_rows=2
+    )
+    made.train()
+    (file, *_) = sorted(tmp_path.glob("tokens/step-*.jsonl"))
+    row = json.loads(file.read_text().splitlines()[0])
+    assert sorted(set(row["turn"])) == [-1, 0, 1, 2]
+    assert [t >= 0 for t in row["turn"]] == [bool(x) for x in row["trained"]]
+    (table, *_) = sorted(tmp_path.glob("completions/step-*.jsonl"))
+    response = json.loads(table.read_text().splitlines()[0])["model response"]
+    speakers = [line.split("]")[0] for line in response.split("\n")]
+    assert speakers == ["[turn 1", "[environment", "[turn 2", "[environment", "[turn 3"]

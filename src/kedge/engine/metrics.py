@@ -82,6 +82,9 @@ NAMES: dict[str, str] = {
     "environment/reward_per_turn": "mean reward of a turn",
     "environment/last_reward_share": "share of all rewards, in absolute value, that the last turn "
     "of an episode gets",
+    "environment/tool_calls": "tool calls per episode",
+    "environment/tool_errors": "tool calls per episode that failed; the policy gets the error",
+    "environment/invalid_calls": "tool calls per episode that could not be read",
     "environment/loss_tokens": "share of response tokens that the policy produced; the others are "
     "of environments",
     "eval_loss": "minus the mean score, plus the KL times the coefficient of training: lower is "
