@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from kedge.types import (
     PolicyOutput,
     PromptBatch,
     Receipt,
+    Response,
     RewardOutput,
     Rollout,
     Sampling,
@@ -73,6 +74,39 @@ class RolloutEngine(Protocol):
         """Sample with these weights from now on.  ``weights`` is empty if ``shares_weights``.
 
         Returns None if the engine has no weights at all (scripted responses).
+        """
+        ...
+
+
+# Text (a user message), chat messages, or token ids; None: nothing to say.
+Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | None
+Info = Mapping[str, Any]
+Reset = tuple[Observation, Info]
+Step = tuple[Observation, float, bool, bool, Info]  # reward, terminated, truncated
+
+
+class Environment(Protocol):
+    """A task of many turns, by the convention of Gymnasium; methods may be async."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset | Awaitable[Reset]:
+        """Begin an episode, which depends on the arguments alone.
+
+        Args:
+            seed: of all randomness in the episode.
+            options: the dataset columns of the prompt's row.
+
+        Returns:
+            What the policy reads first, after the prompt, and information.  Numbers under
+            ``info["metrics"]`` are summed over an episode and logged as ``environment/NAME``.
+        """
+        ...
+
+    def step(self, response: Response) -> Step | Awaitable[Step]:
+        """Take one turn of the policy.
+
+        Returns:
+            Observation, reward of the turn, whether the episode ended by itself, whether it was
+            cut off, and information.
         """
         ...
 

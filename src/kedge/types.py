@@ -10,9 +10,9 @@ Booleans are True where a token is real.  Log-probabilities are natural logarith
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -63,6 +63,44 @@ def separated(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the policy asks for."""
+
+    name: str  # "" if the call could not be read
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""  # what is wrong with the call, in words for the policy
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One turn of the policy, as an environment gets it."""
+
+    text: str  # decoded, without special tokens
+    ids: tuple[int, ...] = ()  # as sampled, with the stop token
+    terminated: bool = True  # False: cut off by a token limit
+    raw: str | None = None  # decoded with special tokens, without the stop token; None: the text
+    parse: Callable[[str], Sequence[ToolCall]] | None = None
+
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]:
+        """The calls in the response, parsed when this is read."""
+        text = self.text if self.raw is None else self.raw
+        return () if self.parse is None else self.parse(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes(Record):
+    """What environments returned for a rollout, one episode per row."""
+
+    # int64 [B, R]; the turn, from 0, that a token of the policy belongs to; -1: other tokens
+    turn: Tensor = rows_field(fill=-1)
+    rewards: Tensor  # float32 [B, R]; the reward of a turn, at its last token
+    valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
+    # Metrics of the episodes: (sum, count).
+    metrics: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout(Record):
     """Prompts and the responses sampled for them."""
 
@@ -77,6 +115,7 @@ class Rollout(Record):
     behavior_logprobs: Tensor | None = None  # float32 [B, R]; recorded while sampling
     # int64 [B, R, K]; tokens that could be sampled, -1: unused slot
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
+    episodes: Episodes | None = None  # of tasks of many turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ KEDGE_RULES = {
     "http_client": set(),
     "output": {"errors"},
     "verifiers": {"verifiers", "errors", "http_client"},
+    "environments": {"environments", "types", "protocols", "math", "errors"},
     "insight": {"insight", "errors"},
     "judges": {"judges", "errors", "http_client"},
 }

@@ -70,12 +70,47 @@ def test_nothing_is_said_of_a_good_run(file: Path) -> None:
             "nothing ends",
         ),
         (scored(1.0, 0.1), "the score falls"),
+        (
+            log(environment__tool_calls=[0.0] * 8, environment__invalid_calls=[0.0] * 8),
+            "tools are never called",
+        ),
+        (
+            log(environment__tool_calls=[2.0] * 8, environment__invalid_calls=[1.9] * 8),
+            "tool calls are never valid",
+        ),
+        (
+            log(
+                environment__seconds=[3.0] * 8,
+                environment__model_seconds=[1.0] * 8,
+                time__step=[6.0] * 8,
+            ),
+            "environments are slower than the model",
+        ),
         # chance: 0.5 / sqrt(64 * 2) = 0.044; the first and last fifth are 0.06 apart
         (scored(1.0, 1.0675), "the score did not rise"),
     ],
 )
 def test_rules_without_a_recorded_run_by_hand(made: RunLog, rule: str) -> None:
     assert rules(made) == [rule]
+
+
+def test_a_reward_of_one_turn_is_blamed_where_the_score_stays() -> None:
+    one_turn = {"environment__last_reward_share": [1.0] * 10, "environment__turns": [5.0] * 10}
+    rule = "the reward comes from one turn alone"
+    assert rules(scored(1.0, 1.05, **one_turn)) == [rule, "the score did not rise"]
+    assert rules(scored(1.0, 2.0, **one_turn)) == []
+    assert rule not in rules(scored(1.0, 1.05, **one_turn | {"environment__turns": [1.0] * 10}))
+
+
+def test_healthy_environments_are_not_blamed() -> None:
+    healthy = log(
+        environment__tool_calls=[2.0] * 8,
+        environment__invalid_calls=[0.5] * 8,
+        environment__seconds=[3.0] * 8,
+        environment__model_seconds=[4.0] * 8,
+        time__step=[9.0] * 8,
+    )
+    assert rules(healthy) == []
 
 
 def test_runs_that_rise_or_have_one_length_on_purpose() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +12,56 @@ from kedge.algorithms.base import AdvantageInputs
 from kedge.math.kl import per_token_kl
 from kedge.math.losses import Clip
 from kedge.math.masked import standardize
+from kedge.math.turns import (
+    number_turns,
+    spread_over_turns,
+    turn_groups,
+    turn_returns,
+    turn_starts,
+)
 from kedge.types import MicroBatch, PolicyOutput
 
 Bounds = float | Sequence[float] | None
+CreditLevel = Literal["token", "turn"]
+Compare = Callable[[Tensor, Tensor, Tensor], Tensor]  # scores, group, valid -> advantages, all [n]
+
+
+def turn_numbers(e: AdvantageInputs) -> Tensor:
+    """The turn of each trained token: that of the episodes, or runs of the loss mask."""
+    mask, episodes = e.rollout.loss_mask, e.rollout.episodes
+    return number_turns(mask) if episodes is None else torch.where(mask, episodes.turn, -1)
+
+
+def group_advantages(
+    e: AdvantageInputs, whole: Tensor, rewards: Tensor, compare: Compare, credit: CreditLevel
+) -> Tensor:
+    """Advantages by comparing the responses to a prompt, as a whole or turn by turn.
+
+        "token":  A_i     = compare(whole_i among the rows of the group)
+        "turn":   A_{i,k} = compare(G_{i,k} among the rows of the group that have a turn k)
+
+    G is the sum of the rewards of turn k and all later ones (GTPO, Ding et al. 2025,
+    arXiv:2511.14846).  All tokens of a response or turn share the advantage.
+
+    Args:
+        e: the batch.
+        whole: float32 [B]; reward of each response.
+        rewards: float32 [B, R]; the same per token.
+        compare: the group baseline.
+        credit: see above.
+
+    Returns:
+        float32 [B, R], 0 outside the mask.
+    """
+    mask, group = e.rollout.loss_mask, e.rollout.prompts.group
+    if credit == "token":
+        return compare(whole, group, e.reward_output.valid)[:, None] * mask
+    turn = turn_numbers(e)
+    starts, returns = turn_starts(turn), turn_returns(rewards, turn)
+    groups = turn_groups(turn, group)
+    compared = compare(returns[starts], groups, torch.ones_like(groups, dtype=torch.bool))
+    at_starts = torch.zeros_like(returns).masked_scatter(starts, compared.to(returns.dtype))
+    return spread_over_turns(at_starts, turn)
 
 
 def shaped_scores(e: AdvantageInputs, *, normalize: bool, clip: Bounds) -> Tensor:

@@ -7,12 +7,15 @@ Shao et al. 2024 (arXiv:2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.common import (
+    CreditLevel,
     clipped_sides,
     dense_rewards,
+    group_advantages,
     policy_metrics,
     reference_kl,
     shaped_scores,
@@ -43,6 +46,7 @@ def grpo(  # noqa: PLR0913
     drop_uniform_groups: bool = False,
     dynamic_sampling: int = 0,
     overlong_buffer: int = 0,
+    credit: CreditLevel = "token",
     reference: bool = True,
 ) -> Algorithm:
     """GRPO: group-normalized scores, clipped ratios, KL in the loss.
@@ -54,6 +58,10 @@ def grpo(  # noqa: PLR0913
     "dapo" 1 / tokens, "dr_grpo" 1 / (rows response_length).  "bnpo" equals "dapo": they differ
     only if the loss depends on the micro-batch size, which it does not here.  "cispo" has the
     weights of "dapo" and the loss -sg(min(rho, epsilon_high)) A log p instead of the clipped one.
+
+    With ``credit="turn"`` x_{i,k} is the sum of rewards (KL penalty included) from turn k on, and
+    mean and std are those of the responses of the group that have a turn k (GTPO, Ding et al.
+    2025, arXiv:2511.14846).
 
     Args:
         epsilon: ratio clip below 1.
@@ -74,6 +82,7 @@ def grpo(  # noqa: PLR0913
         drop_uniform_groups: exclude groups of equal scores from the loss and its weights.
         dynamic_sampling: rounds in which such groups are replaced by other prompts (DAPO).
         overlong_buffer: tokens before ``response_length`` over which the score falls by up to 1.
+        credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
         reference: whether there is a reference policy.
 
     Raises:
@@ -97,12 +106,13 @@ def grpo(  # noqa: PLR0913
             lengths = e.rollout.response_mask.sum(1)
             scores = scores + overlong_penalty(lengths, longest=longest, buffer=overlong_buffer)
         whole = scores + penalty.sum(1)
-        centered = group_normalize(whole, group, valid, scale=scale_rewards, total=e.total)
+        compare = partial(group_normalize, scale=scale_rewards, total=e.total)
+        rewards = place_score(scores, mask) + penalty
         trained = e.rollout.terminated | (not mask_truncated_completions)
         trained &= (group_std(whole, group, valid) > 0) | (not drop_uniform_groups)
         return AdvantageOutput(
-            rewards=place_score(scores, mask) + penalty,
-            advantages=centered[:, None] * mask,
+            rewards=rewards,
+            advantages=group_advantages(e, whole, rewards, compare, credit),
             kl=kl,
             loss_mask=mask & trained[:, None],
         )

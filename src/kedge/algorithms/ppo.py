@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.algorithms.common import CreditLevel, dense_rewards, turn_numbers
 from kedge.math.advantage import gae, length_adaptive_lambda
 from kedge.math.kl import per_token_kl
 from kedge.math.losses import (
@@ -23,6 +24,7 @@ from kedge.math.losses import (
 )
 from kedge.math.masked import extend, whiten
 from kedge.math.rewards import place_score
+from kedge.math.turns import spread_over_turns, sum_over_turns, turn_starts
 from kedge.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 ScorePosition = Literal["last", "after_last"]
@@ -43,6 +45,7 @@ def ppo(  # noqa: PLR0913
     lam_value: float | None = None,
     lam_alpha: float | None = None,
     dual_clip: float | None = None,
+    credit: CreditLevel = "token",
     reference: bool = True,
 ) -> Algorithm:
     """PPO: GAE on KL-penalized rewards, clipped policy and value losses.
@@ -50,8 +53,13 @@ def ppo(  # noqa: PLR0913
         r_t = -kl_coef KL_t + [t has the score] score      A = whiten(GAE(r, V))
         L = sum_t w_t (-min(rho_t A_t, clip(rho_t) A_t)) + vf_coef sum_t v_t L_value,t
 
+    With ``credit="turn"`` a turn of an episode is one action: its reward is the sum over its
+    tokens, V is that of the state before its first token (the only one the value model is trained
+    on), GAE steps from turn to turn, and all tokens of the turn share the advantage.  Advantages
+    are whitened over turns (Turn-PPO, Li et al. 2025, arXiv:2512.17008).
+
     Args:
-        gamma: discount per token.
+        gamma: discount per token, or per turn.
         lam: GAE's lambda.
         cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.
         cliprange_value: clip of the value around its old prediction.
@@ -67,39 +75,44 @@ def ppo(  # noqa: PLR0913
         lam_alpha: use lambda 1 - 1 / (lam_alpha length) for advantages instead of ``lam`` (VAPO,
             arXiv:2504.05118, with 0.05).
         dual_clip: largest ratio of a token with negative advantage (arXiv:1912.09729, with 3).
+        credit: what an action is: "token", or "turn" for tasks of many turns.
         reference: whether there is a reference policy for the KL penalty.
+
+    Raises:
+        ValueError: ``credit="turn"`` with ``score_position="after_last"``.
     """
+    _check_credit(credit, score_position)
     clip = Clip(cliprange, ceiling=dual_clip)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask = e.rollout.loss_mask
         value_mask = extend(mask) if score_position == "after_last" else mask
         kl = per_token_kl(e.model_outputs, kl_estimator) * mask if reference else None
-        rewards = place_score(e.reward_output.scores, value_mask)
-        if e.reward_output.token_rewards is not None:
-            rewards = rewards + e.reward_output.token_rewards * mask
+        rewards = place_score(e.reward_output.scores, value_mask) + dense_rewards(e)
         if kl is not None:
             rewards = rewards - kl_coef * kl
+        turn, actions = None, mask
+        if credit == "turn":
+            turn = turn_numbers(e)
+            actions = value_mask = turn_starts(turn)
+            rewards = sum_over_turns(rewards, turn) * actions
         if whiten_rewards:
             rewards = whiten(rewards, value_mask, center=False, total=e.total)
         values = require(e.model_outputs.values, "values")
-        advantage_lam = lam if lam_alpha is None else length_adaptive_lambda(mask, alpha=lam_alpha)
-        after = _bootstrap(e)
+        advantage_lam = _advantage_lam(actions, lam, lam_alpha)
+        after = _values_after(e) if bootstrap_truncated else None
         raw = gae(rewards, values, value_mask, gamma=gamma, lam=advantage_lam, after=after)
         target = raw
         if lam_value is not None or lam_alpha is not None:
             target_lam = lam if lam_value is None else lam_value
             target = gae(rewards, values, value_mask, gamma=gamma, lam=target_lam, after=after)
         returns = (target + values) * value_mask
-        advantages = whiten(raw, mask, total=e.total) if whiten_advantages else raw * mask
+        advantages = whiten(raw, actions, total=e.total) if whiten_advantages else raw * actions
+        if turn is not None:
+            advantages = spread_over_turns(advantages, turn)
         return AdvantageOutput(
             rewards=rewards, advantages=advantages, returns=returns, kl=kl, value_mask=value_mask
         )
-
-    def _bootstrap(e: AdvantageInputs) -> Tensor | None:
-        if not bootstrap_truncated:
-            return None
-        return require(e.model_outputs.last_values, "values") * ~e.rollout.terminated
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
         x, w, v = mb.rows, mb.token_weight, mb.value_weight
@@ -134,3 +147,20 @@ def ppo(  # noqa: PLR0913
         needs_full_kl=reference and kl_estimator == "full",
         extra_slot=score_position == "after_last",
     )
+
+
+def _check_credit(credit: CreditLevel, score_position: ScorePosition) -> None:
+    if credit == "turn" and score_position == "after_last":
+        raise ValueError(
+            "credit='turn' needs every reward on a token of its turn, but"
+            " score_position='after_last' puts the score after the last one; use 'last'"
+        )
+
+
+def _advantage_lam(actions: Tensor, lam: float, alpha: float | None) -> float | Tensor:
+    return lam if alpha is None else length_adaptive_lambda(actions, alpha=alpha)
+
+
+def _values_after(e: AdvantageInputs) -> Tensor:
+    """V after the last token of truncated responses, 0 for the others.  float32 [B]."""
+    return require(e.model_outputs.last_values, "values") * ~e.rollout.terminated

@@ -6,6 +6,7 @@ and advantages and for a per-token KL are from REINFORCE++ (arXiv:2501.03262).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -13,8 +14,10 @@ from torch import Tensor
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.algorithms.common import (
     Bounds,
+    CreditLevel,
     clipped_sides,
     dense_rewards,
+    group_advantages,
     policy_metrics,
     reference_kl,
     shaped_scores,
@@ -37,6 +40,7 @@ def rloo(
     reward_clip_range: Bounds = None,
     normalize_advantage: bool = False,
     mask_truncated_completions: bool = False,
+    credit: CreditLevel = "token",
     reference: bool = True,
 ) -> Algorithm:
     """RLOO: the baseline of a response is the mean of the other responses to its prompt.
@@ -48,6 +52,10 @@ def rloo(
     With token ratios L = 1 / B sum_i sum_t of the per-token terms, which has the same gradient
     while the ratio is 1.  Responses without a valid score are excluded from baselines; a
     response left alone in its group has advantage 0.
+
+    With ``credit="turn"`` x_{i,k} is the sum of rewards (KL penalty included) from turn k on, and
+    its baseline the mean over the other responses of the group that have a turn k (GTPO, Ding et
+    al. 2025, arXiv:2511.14846).
 
     Args:
         cliprange: ratio clip, epsilon.
@@ -62,19 +70,24 @@ def rloo(
         normalize_advantage: normalize advantages to mean 0 and deviation 1 over the batch.
         mask_truncated_completions: responses truncated by the length limit count for baselines but
             are not trained on.
+        credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
         reference: whether there is a reference policy for the KL penalty.
 
     Raises:
-        ValueError: ``ratio_level="sequence"`` with ``token_level_kl``.
+        ValueError: ``ratio_level="sequence"`` with ``token_level_kl`` or ``credit="turn"``, or both
+            of these.
     """
-    if ratio_level == "sequence" and token_level_kl:
-        raise ValueError(
-            "token_level_kl=True gives each token a separate advantage, but ratio_level='sequence'"
-            " needs one per response; use ratio_level='token'"
-        )
-    by_token = token_level_kl or ratio_level == "token"
+    _check_levels(ratio_level, token_level_kl, credit)
+    by_token = token_level_kl or ratio_level == "token" or credit == "turn"
 
     clip = Clip(cliprange, cliprange_high)
+
+    def compare(e: AdvantageInputs, scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        centered = leave_one_out(scores, group, valid)
+        if not normalize_advantage:
+            return centered
+        compared = valid & (group_count(group, valid) > 1)
+        return standardize(centered, compared, total=e.total)
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         mask, group, valid = e.rollout.loss_mask, e.rollout.prompts.group, e.reward_output.valid
@@ -85,14 +98,11 @@ def rloo(
         if token_level_kl:
             centered = leave_one_out(scores, group, valid)
             advantages = centered[:, None] * mask + rewards_to_go(penalty, mask, gamma=1.0)
+            if normalize_advantage:
+                advantages = whiten(advantages, mask, total=e.total)
         else:
-            centered = leave_one_out(scores + penalty.sum(1), group, valid)
-            advantages = centered[:, None] * mask
-        if normalize_advantage and token_level_kl:
-            advantages = whiten(advantages, mask, total=e.total)
-        elif normalize_advantage:
-            compared = valid & (group_count(group, valid) > 1)
-            advantages = standardize(centered, compared, total=e.total)[:, None] * mask
+            whole = scores + penalty.sum(1)
+            advantages = group_advantages(e, whole, rewards, partial(compare, e), credit)
         trained = mask & e.rollout.terminated[:, None] if mask_truncated_completions else None
         return AdvantageOutput(rewards=rewards, advantages=advantages, kl=kl, loss_mask=trained)
 
@@ -125,3 +135,14 @@ def rloo(
         min_group=2,
         whole_responses=not by_token,
     )
+
+
+def _check_levels(ratio_level: str | None, token_level_kl: bool, credit: CreditLevel) -> None:
+    separate = "token_level_kl=True" if token_level_kl else "credit='turn'"
+    if ratio_level == "sequence" and (token_level_kl or credit == "turn"):
+        raise ValueError(
+            f"{separate} gives each token a separate advantage, but ratio_level='sequence'"
+            " needs one per response; use ratio_level='token'"
+        )
+    if token_level_kl and credit == "turn":
+        raise ValueError("credit='turn' charges each turn with its KL; set token_level_kl=False")

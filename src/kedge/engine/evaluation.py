@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kedge.engine.metrics import Tally
+from kedge.engine.metrics import Tally, reduce_metrics
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import collect
 from kedge.protocols import Learner, PromptSource, RewardSource, RolloutEngine
-from kedge.types import RewardOutput, Rollout, Sampling
+from kedge.types import Metrics, RewardOutput, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def evaluate(
         seed: base of the random streams.
         clock: time in seconds.
     """
-    tally, samples = Tally(), []
+    tally, samples, episodes = Tally(), [], Metrics()
     begin, totals = clock(), torch.zeros(2, rows, dtype=torch.float64)
     for i in range(batches):
         prompts = source.batch(i)
@@ -63,6 +63,9 @@ def evaluate(
             seed=seed_for(seed, "evaluate", i),
             clock=clock,
         )
+        wait = getattr(rollouts, "wait_for_other_ranks", None)
+        if wait is not None and getattr(rollouts, "many_turns", False):
+            wait()
         place = prompts.row + i * _global_rows(prompts.row, learner)
         keep = reward_output.valid & (place < rows)
         totals += everywhere(rows, place[keep].cpu(), reward_output.scores[keep].cpu())
@@ -80,8 +83,12 @@ def evaluate(
             assert outputs.ref_logprobs is not None
             kl = ((outputs.logprobs - outputs.ref_logprobs) * rollout.loss_mask).sum(1)
             tally.mean("objective/kl", kl, keep)
+        if rollout.episodes is not None:
+            episodes = episodes.merge(Metrics(rollout.episodes.metrics))
         samples.append((rollout, reward_output))
     metrics = tally.read(learner.total)
+    if episodes.totals:
+        metrics |= reduce_metrics(episodes.totals, learner)
     metrics["time/step"] = clock() - begin
     sums, counts = learner.total(totals).cpu()
     return Evaluation(metrics=metrics, samples=samples, scores=sums / counts)  # 0 / 0 is NaN

@@ -75,6 +75,18 @@ NAMES: dict[str, str] = {
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
     "rollout/logprob_gap": "nats per token; |log-probability of rollout engine - of learner|",
     "rollout/stale_gap": "the same for responses sampled with older weights",
+    "environment/turns": "turns of the policy per episode",
+    "environment/seconds": "seconds of sampling spent waiting for environments",
+    "environment/model_seconds": "seconds of sampling spent in the model",
+    "environment/errors": "share of episodes whose environment failed",
+    "environment/reward_per_turn": "mean reward of a turn",
+    "environment/last_reward_share": "share of all rewards, in absolute value, that the last turn "
+    "of an episode gets",
+    "environment/tool_calls": "tool calls per episode",
+    "environment/tool_errors": "tool calls per episode that failed; the policy gets the error",
+    "environment/invalid_calls": "tool calls per episode that could not be read",
+    "environment/loss_tokens": "share of response tokens that the policy produced; the others are "
+    "of environments",
     "eval_loss": "minus the mean score, plus the KL times the coefficient of training: lower is "
     "better (TRL logs the surrogate loss, which does not measure quality)",
     "eval_accuracy": "share of evaluation responses that score at least eval_success_score",
@@ -159,6 +171,8 @@ PREFIXES: dict[str, str] = {
     "eval_pass@": "unbiased estimate of the share of evaluation prompts solved by at least one of "
     "k responses (arXiv:2107.03374)",
     "eval_": "the same metric on the evaluation prompts",
+    "environment/": "what environments report under metrics, summed over an episode, mean over "
+    "episodes",
     "log/": "what a reward function recorded through log_metric, mean over its calls on all ranks",
 }
 

@@ -146,6 +146,8 @@ def make_experience(
     metrics |= {
         f"log/{n}": mean for n, mean in reduce_metrics(reward_output.metrics, learner).items()
     }
+    if rollout.episodes is not None:
+        metrics |= reduce_metrics(rollout.episodes.metrics, learner)
     return _build_experience(rollout, model_outputs, advantage_output), metrics
 
 

@@ -6,28 +6,17 @@ Each rule checks one thing and is skipped if the metrics it needs were not logge
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median
 
-from kedge.insight.log import RunLog
+from kedge.insight.environment_rules import (
+    format_never_valid,
+    one_turn_rewarded,
+    slow_environment,
+    tool_never_called,
+)
+from kedge.insight.log import Finding, RunLog, responses, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One problem.
-
-    Args:
-        rule: its name.
-        seen: the numbers behind it.
-        advice: what to try.
-    """
-
-    rule: str
-    seen: str
-    advice: str
 
 
 Rule = Callable[[RunLog], Finding | None]
@@ -56,7 +45,7 @@ def dead_reward(log: RunLog) -> Finding | None:
 
 def dropped_rows(log: RunLog) -> Finding | None:
     """Many responses get no score."""
-    dropped, batch = log.last("rollout/dropped_rows", 1.0), _batch(log)
+    dropped, batch = log.last("rollout/dropped_rows", 1.0), responses_per_batch(log)
     if dropped is None or batch is None or dropped / batch < 0.05:
         return None
     return Finding(
@@ -276,7 +265,7 @@ def score_did_not_rise(log: RunLog) -> Finding | None:
         return None
     return Finding(
         "the score did not rise",
-        f"from {start:.3g} to {end:.3g} over {_responses(log)} responses (noise: {noise:.2g})",
+        f"from {start:.3g} to {end:.3g} over {responses(log)} responses (noise: {noise:.2g})",
         "fix the other findings first; otherwise compare completions with high and low scores: the"
         " policy must be able to produce the difference. Then raise learning_rate, lower kl_coef,"
         " or train longer",
@@ -286,6 +275,9 @@ def score_did_not_rise(log: RunLog) -> Finding | None:
 RULES: tuple[Rule, ...] = (
     dead_reward,
     dropped_rows,
+    tool_never_called,
+    format_never_valid,
+    one_turn_rewarded,
     nothing_ends,
     sampler_disagrees,
     kl_negative,
@@ -300,34 +292,8 @@ RULES: tuple[Rule, ...] = (
     never_ends,
     score_falls,
     score_did_not_rise,
+    slow_environment,
 )
-
-
-def score_change(log: RunLog) -> tuple[float, float, float] | None:
-    """Mean score over the first and last fifth of a run, and the standard error of such a mean.
-
-    None without scores, their deviation and the number of responses.
-    """
-    start, end = log.first("objective/scores"), log.last("objective/scores")
-    spread, batch = log.first("objective/scores_std"), _batch(log)
-    if start is None or end is None or not spread or not batch:
-        return None
-    return start, end, spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
-
-
-def _responses(log: RunLog) -> str:
-    return f"{max(log.series('episode'), default=0):,.0f}"
-
-
-def _batch(log: RunLog) -> float | None:
-    """Responses per iteration."""
-    episodes = log.series("episode")
-    if not episodes:
-        return None
-    if len(episodes) == 1:
-        return episodes[0]
-    steps = [b - a for a, b in pairwise(episodes) if b > a]
-    return min(steps) if steps else None
 
 
 def _correlation(x: list[float], y: list[float]) -> float:

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -153,3 +154,46 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file}, line {number} is not a JSON object: {shown}")
         objects.append(row)
     return objects
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem.
+
+    Args:
+        rule: its name.
+        seen: the numbers behind it.
+        advice: what to try.
+    """
+
+    rule: str
+    seen: str
+    advice: str
+
+
+def score_change(log: RunLog) -> tuple[float, float, float] | None:
+    """Mean score over the first and last fifth of a run, and the standard error of such a mean.
+
+    None without scores, their deviation and the number of responses.
+    """
+    start, end = log.first("objective/scores"), log.last("objective/scores")
+    spread, batch = log.first("objective/scores_std"), responses_per_batch(log)
+    if start is None or end is None or not spread or not batch:
+        return None
+    return start, end, spread / (batch * max(1, round(len(log.rows) * 0.2))) ** 0.5
+
+
+def responses(log: RunLog) -> str:
+    """Responses sampled so far, as text."""
+    return f"{max(log.series('episode'), default=0):,.0f}"
+
+
+def responses_per_batch(log: RunLog) -> float | None:
+    """Responses per iteration."""
+    episodes = log.series("episode")
+    if not episodes:
+        return None
+    if len(episodes) == 1:
+        return episodes[0]
+    steps = [b - a for a, b in pairwise(episodes) if b > a]
+    return min(steps) if steps else None

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kedge.insight.doctor import score_change
-from kedge.insight.log import RunLog
+from kedge.insight.log import RunLog, score_change
 
 WORDS = 12  # per list
 RARE = 3  # tokens with fewer uses are ignored

@@ -108,7 +108,7 @@ class RolloutCollector:
         return rollout, reward_output, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
 
     def _release(self, engine: RolloutEngine) -> None:
-        """Let the other ranks of a shared engine sample further rounds."""
+        """Let the other ranks of a shared engine sample further rounds or turns."""
         wait = getattr(engine, "wait_for_other_ranks", None)
-        if self.more and wait is not None:
+        if wait is not None and (self.more or getattr(engine, "many_turns", False)):
             wait()

@@ -99,7 +99,7 @@ function tokens(data) {
       if (token === "") made.append(el("span", { className: "sign" }, "·"));
       return made;
     });
-    text.replaceChildren(...spans);
+    text.replaceChildren(...(row.turn ? byTurn(row, spans) : spans));
     strip.hidden = false;
     foot.replaceChildren(related());
     bars();
@@ -170,6 +170,21 @@ function tokens(data) {
   fill();
   return el("div", { className: "split" }, el("div", { className: "side" }, el("div", { className: "bar" }, search, step, sort, count), list.box),
     el("div", { className: "detail" }, head, el("div", { className: "bar" }, el("label", {}, "color by ", color), legend, el("label", { className: "quiet" }, own, " scale to this response")), text, strip, foot));
+}
+
+// The tokens of an episode: a block per turn of the policy, with its reward and advantage, and one per answer.
+function byTurn(row, spans) {
+  const blocks = [];
+  spans.forEach((span, i) => {
+    const turn = row.turn[i];
+    if (!blocks.length || blocks[blocks.length - 1].turn !== turn) blocks.push({ turn, at: [] });
+    blocks[blocks.length - 1].at.push(i);
+  });
+  const total = (xs, at) => at.reduce((a, i) => a + (xs[i] || 0), 0);
+  return blocks.map(({ turn, at }) => el("div", { className: turn < 0 ? "turn env" : "turn" },
+    el("div", { className: "who" }, turn < 0 ? "environment" : [`turn ${turn + 1}`, row.reward ? `reward ${fmt(total(row.reward, at), 3)}` : "",
+      row.advantage ? `advantage ${fmt(total(row.advantage, at) / at.length, 3)}` : ""].filter(Boolean).join(" · ")),
+    at.map((i) => spans[i])));
 }
 
 function measured(row, step, index) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from kedge.types import RewardOutput, Rollout
@@ -32,13 +34,27 @@ def completion_rows(
                     "query": tokenizer.decode(
                         prompts.ids[i][prompts.mask[i]], skip_special_tokens=True
                     ),
-                    "model response": tokenizer.decode(rollout.ids[i][rollout.response_mask[i]]),
+                    "model response": response_text(rollout, i, tokenizer),
                     "score": float(reward_output.scores[i]) if reward_output.valid[i] else None,
                     **_by_source(reward_output, i),
                     **{name: shown(values[i]) for name, values in reward_output.columns.items()},
                 }
             )
     return rows
+
+
+def response_text(rollout: Rollout, i: int, tokenizer: Any) -> str:
+    """The response of row ``i`` with special tokens; of an episode one paragraph per turn."""
+    ids = rollout.ids[i][rollout.response_mask[i]]
+    if rollout.episodes is None:
+        text: str = tokenizer.decode(ids)
+        return text
+    turns = rollout.episodes.turn[i][rollout.response_mask[i]].tolist()
+    parts = []
+    for turn, run in groupby(zip(turns, ids.tolist(), strict=True), key=itemgetter(0)):
+        speaker = f"[turn {turn + 1}]" if turn >= 0 else "[environment]"
+        parts.append(f"{speaker} {tokenizer.decode([token for _, token in run]).strip()}")
+    return "\n".join(parts)
 
 
 def _by_source(reward_output: RewardOutput, i: int) -> dict[str, object]:

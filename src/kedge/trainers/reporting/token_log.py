@@ -100,6 +100,8 @@ class TokenLog:
             "length": length,
             "tokens": token_texts(kept.ids[i, :shown].tolist(), self.tokenizer),
         }
+        if rollout.episodes is not None:
+            row["turn"] = rollout.episodes.turn[i, :shown].tolist()
         if not trained.all():
             row["trained"] = trained.int().tolist()
         for name, values in per_token.items():

@@ -1,0 +1,19 @@
+"""Tasks of many turns: environments, and the rollout engine that plays them."""
+
+from kedge.environments.episode import EpisodeReward
+from kedge.environments.rollout import EnvironmentRollouts
+from kedge.environments.tools import ToolEnvironment, tool_environments
+from kedge.protocols import Environment, Observation
+from kedge.types import Episodes, Response, ToolCall
+
+__all__ = [
+    "Environment",
+    "EnvironmentRollouts",
+    "EpisodeReward",
+    "Episodes",
+    "Observation",
+    "Response",
+    "ToolCall",
+    "ToolEnvironment",
+    "tool_environments",
+]

@@ -1,0 +1,280 @@
+"""One episode while it runs, and the record of a batch of finished ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kedge.errors import RewardError, RolloutError
+from kedge.math.rewards import place_score
+from kedge.types import Episodes, PromptBatch, RewardOutput, Rollout
+
+
+@dataclass(slots=True)
+class Episode:
+    """The tokens and rewards of one row, turn after turn."""
+
+    row: int
+    prompt: object  # as in the dataset
+    options: Mapping[str, Any]
+    environment: Any = None
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)  # -1: not of the policy
+    logprobs: list[float] | None = field(default_factory=list)
+    allowed: list[Tensor] | None = None  # int64 [K] per token
+    rewards: dict[int, float] = field(default_factory=dict)  # by position
+    version: int | None = None
+    turns: int = 0
+    done: bool = False
+    terminated: bool = False
+    cut_off: bool = False  # ended by a limit of the rollout engine
+    error: str = ""  # why the environment failed
+    dropped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
+
+    @property
+    def history(self) -> list[int]:
+        """Prompt and all tokens so far."""
+        return self.prompt_ids + self.ids
+
+    def add_response(self, sampled: Rollout, i: int, limit: int) -> tuple[list[int], bool]:
+        """Append the first ``limit`` tokens of row ``i``; returns them, and if they ended."""
+        length = min(int(sampled.response_mask[i].sum()), limit)
+        ids = sampled.ids[i, :length].tolist()
+        if sampled.behavior_logprobs is None:
+            self.logprobs = None
+        elif self.logprobs is not None:
+            self.logprobs += sampled.behavior_logprobs[i, :length].tolist()
+        if sampled.allowed_tokens is not None:
+            before = [torch.tensor([token]) for token in self.ids]
+            self.allowed = before if self.allowed is None else self.allowed
+            self.allowed += list(sampled.allowed_tokens[i, :length].cpu())
+        self.ids += ids
+        self.turn += [self.turns] * length
+        self.turns += 1
+        version = int(sampled.version[i])
+        self.version = version if self.version is None else min(self.version, version)
+        complete = length == int(sampled.response_mask[i].sum())
+        return ids, bool(sampled.terminated[i]) and complete
+
+    def add_observation(self, ids: Sequence[int]) -> None:
+        """Append tokens of the environment."""
+        self.ids += ids
+        self.turn += [-1] * len(ids)
+        if self.logprobs is not None:
+            self.logprobs += [0.0] * len(ids)
+        if self.allowed is not None:
+            self.allowed += [torch.tensor([token]) for token in ids]
+
+    def reward(self, value: float) -> None:
+        """Add a reward to the last turn."""
+        if self.ids:
+            at = len(self.ids) - 1
+            self.rewards[at] = self.rewards.get(at, 0.0) + value
+
+    def measure(self, info: object) -> None:
+        """Add the numbers of ``info["metrics"]``."""
+        metrics = info.get("metrics") if isinstance(info, Mapping) else None
+        for name, value in (metrics or {}).items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+
+    def end(self, *, terminated: bool = False, cut_off: bool = False) -> None:
+        """No further turn."""
+        self.done, self.terminated, self.cut_off = True, terminated, cut_off
+
+
+def read_step(result: object) -> tuple[Any, float, bool, bool, object]:
+    """The result of ``Environment.step``, checked.
+
+    Raises:
+        RolloutError: it is not what the protocol says.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise RolloutError(
+            "step must return (observation, reward, terminated, truncated, info), got"
+            f" {_short(result)}"
+        )
+    observation, reward, terminated, truncated, info = result
+    return observation, read_reward(reward), bool(terminated), bool(truncated), info
+
+
+def read_reward(value: Any) -> float:
+    """A reward as a finite number.
+
+    Raises:
+        RolloutError: it is not one.
+    """
+    try:
+        reward = float(value)
+    except (TypeError, ValueError):
+        raise RolloutError(f"a reward must be a number, got {_short(value)}") from None
+    if not math.isfinite(reward):
+        raise RolloutError(f"a reward must be finite, got {reward}")
+    return reward
+
+
+def read_reset(result: object) -> tuple[Any, object]:
+    """The result of ``Environment.reset``, checked.
+
+    Raises:
+        RolloutError: it is not what the protocol says.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RolloutError(f"reset must return (observation, info), got {_short(result)}")
+    return result[0], result[1]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"a {type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def build_rollout(
+    prompts: PromptBatch,
+    episodes: Sequence[Episode],
+    *,
+    pad_id: int,
+    spare: int,
+    metrics: Mapping[str, tuple[float, float]],
+) -> Rollout:
+    """The rollout of a batch of episodes, one per row of ``prompts``."""
+    for episode in episodes:
+        if not episode.ids:  # failed before its first turn: one token that is not trained on
+            episode.add_observation([pad_id])
+    device = prompts.ids.device
+    lengths = torch.tensor([len(e.ids) for e in episodes])
+    width = int(lengths.max()) + spare
+
+    def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float) -> Tensor:
+        out = torch.full((len(rows), width), fill, dtype=dtype)
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = torch.tensor(row, dtype=dtype)
+        return out.to(device)
+
+    ids = padded([e.ids for e in episodes], torch.int64, pad_id)
+    turn = padded([e.turn for e in episodes], torch.int64, -1)
+    rewards = torch.zeros(ids.shape)
+    for i, episode in enumerate(episodes):
+        for position, value in episode.rewards.items():
+            rewards[i, position] = value
+    recorded = [e.logprobs for e in episodes if e.logprobs is not None]
+    logprobs = None
+    if len(recorded) == len(episodes):
+        logprobs = padded(recorded, torch.float32, 0.0)
+    trained = turn >= 0
+    return Rollout(
+        prompts=_with_observations(prompts, episodes, pad_id),
+        ids=ids,
+        loss_mask=trained,
+        response_mask=(torch.arange(width) < lengths[:, None]).to(device),
+        terminated=torch.tensor([e.terminated for e in episodes], device=device),
+        version=torch.tensor(
+            [-1 if e.version is None else e.version for e in episodes], device=device
+        ),
+        behavior_logprobs=logprobs,
+        allowed_tokens=_allowed(episodes, width, device),
+        episodes=Episodes(
+            turn=turn,
+            rewards=rewards.to(device),
+            valid=torch.tensor([not e.dropped for e in episodes], device=device) & trained.any(1),
+            metrics=metrics,
+        ),
+    )
+
+
+def _allowed(episodes: Sequence[Episode], width: int, device: torch.device) -> Tensor | None:
+    if all(e.allowed is None for e in episodes):
+        return None
+    rows = [e.allowed or [torch.tensor([token]) for token in e.ids] for e in episodes]
+    most = max(len(x) for row in rows for x in row)
+    out = torch.full((len(rows), width, most), -1)
+    for i, row in enumerate(rows):
+        for t, tokens in enumerate(row):
+            out[i, t, : len(tokens)] = tokens
+    return out.to(device)
+
+
+def _with_observations(
+    prompts: PromptBatch, episodes: Sequence[Episode], pad_id: int
+) -> PromptBatch:
+    """The prompts with the first observations, left-padded."""
+    return stack_rows(prompts, [e.prompt_ids for e in episodes], prompts.group, pad_id)
+
+
+def stack_rows(
+    prompts: PromptBatch, ids: Sequence[Sequence[int]], group: Tensor, pad_id: int
+) -> PromptBatch:
+    """``prompts`` with other token ids and groups; rows are left-padded."""
+    backward = [torch.tensor([*reversed(row)], dtype=torch.int64) for row in ids]
+    lengths = torch.tensor([len(row) for row in ids])
+    stacked = pad_sequence(backward, batch_first=True, padding_value=pad_id).flip(1)
+    mask = torch.arange(stacked.shape[1]) >= (stacked.shape[1] - lengths)[:, None]
+    device = prompts.ids.device
+    return PromptBatch(
+        ids=stacked.to(device),
+        mask=mask.to(device),
+        group=group,
+        row=prompts.row,
+        columns=prompts.columns,
+    )
+
+
+def episode_metrics(
+    episodes: Sequence[Episode], in_environments: float, in_model: float
+) -> dict[str, tuple[float, float]]:
+    """Metrics of a batch of episodes, and the seconds that it took."""
+    count = float(len(episodes))
+    turns = float(sum(episode.turns for episode in episodes))
+    rewards = [episode.rewards for episode in episodes]
+    tokens = sum(len(episode.ids) for episode in episodes)
+    trained = sum(t >= 0 for episode in episodes for t in episode.turn)
+    total = sum(abs(x) for row in rewards for x in row.values())
+    final = sum(abs(row[max(row)]) for row in rewards if row)
+    metrics = {
+        "environment/turns": (turns, count),
+        "environment/seconds": (in_environments, 1.0),
+        "environment/model_seconds": (in_model, 1.0),
+        "environment/errors": (float(sum(bool(e.error) for e in episodes)), count),
+        "environment/reward_per_turn": (sum(x for row in rewards for x in row.values()), turns),
+        "environment/last_reward_share": (final, total),
+        "environment/loss_tokens": (float(trained), float(tokens)),
+    }
+    for name in sorted({name for episode in episodes for name in episode.metrics}):
+        values = [episode.metrics.get(name, 0.0) for episode in episodes]
+        metrics[f"environment/{name}"] = (sum(values), count)
+    return metrics
+
+
+class EpisodeReward:
+    """The reward source of environments: the score of a row is the sum of its rewards.
+
+    ``token_rewards`` move each reward from the end of the episode, where algorithms place the
+    score, to the last token of its turn; they sum to 0 in every row.
+    """
+
+    name = "environment"
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        """The rewards that the environments gave.
+
+        Raises:
+            RewardError: the rollout does not come from environments.
+        """
+        if rollout.episodes is None:
+            raise RewardError(
+                "EpisodeReward needs episodes of environments; use it with EnvironmentRollouts"
+            )
+        rewards = rollout.episodes.rewards
+        total = rewards.sum(1)
+        return RewardOutput(
+            scores=total,
+            valid=rollout.episodes.valid,
+            token_rewards=rewards - place_score(total, rollout.loss_mask),
+        )

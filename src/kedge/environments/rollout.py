@@ -1,0 +1,234 @@
+"""A rollout engine that plays episodes in environments."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kedge.environments.calls import Calls
+from kedge.environments.episode import Episode, build_rollout, episode_metrics, stack_rows
+from kedge.environments.pool import EnvironmentPool, MakeEnvironment, OnError, derive_seed
+from kedge.environments.tool_calls import tool_parser
+from kedge.environments.turn_tokens import TurnTokens
+from kedge.errors import ConfigError
+from kedge.protocols import RolloutEngine
+from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
+
+
+class EnvironmentRollouts:
+    """Samples episodes: turns of another engine, answered by environments.
+
+    A row is one episode: the tokens of the policy's turns, which are trained on, and between them
+    those of the environment, which are not (loss mask False).  Each turn is sampled for all live
+    episodes at once; then the environments of all of them step at the same time.
+
+    ``sampling.max_new_tokens`` limits the tokens of a whole episode after its prompt, those of the
+    environment included.  An episode that reaches a limit is truncated.
+
+    An environment may also have: ``tools``, JSON schemas that the chat template shows to the
+    policy; ``final_reward()``, added to the last turn of an episode that a limit of this engine
+    ends; ``separator``, between the prompt and the first observation; ``close()``.
+
+    Args:
+        engine: samples the turns.
+        make_environment: makes an environment, which is reused for later episodes; or a mapping of
+            names to such functions, chosen by the column ``environment`` of the prompts.
+        tokenizer: the policy's; None if environments exchange token ids only.
+        max_turns: turns per episode.
+        max_turn_tokens: tokens per turn; None: as many as the episode has left.
+        max_seconds: seconds after which the running episodes of a batch are truncated.
+        timeout: seconds that a call of an environment may take; None: no limit.
+        on_env_error: what an exception, a timeout or an invalid answer of an environment does:
+            "raise" RolloutError, "drop" the episode from training, or "score" its last turn with
+            ``env_error_score``.
+        env_error_score: reward of the last turn of an episode whose environment failed.
+        max_concurrency: calls of environments that run at the same time.
+        chat_template_kwargs: passed on to ``apply_chat_template``.
+        pad_id: fills rows; None: the tokenizer's pad or EOS token, or 0.
+        extra_slot: leave one slot after the longest row.
+        clock: seconds.
+    """
+
+    many_turns = True  # ranks may need different numbers of turns
+
+    def __init__(  # noqa: PLR0913
+        self,
+        engine: RolloutEngine,
+        make_environment: MakeEnvironment | Mapping[str, MakeEnvironment],
+        tokenizer: Any = None,
+        *,
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        max_seconds: float | None = None,
+        timeout: float | None = 60.0,
+        on_env_error: OnError = "raise",
+        env_error_score: float = 0.0,
+        max_concurrency: int = 256,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        pad_id: int | None = None,
+        extra_slot: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        _check_limits(max_turns=max_turns, max_turn_tokens=max_turn_tokens)
+        self.engine, self.tokenizer = engine, tokenizer
+        self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
+        self._max_seconds, self._clock = max_seconds, clock
+        self._environments = EnvironmentPool(
+            make_environment,
+            Calls(timeout=timeout, most=max_concurrency),
+            TurnTokens(tokenizer, chat_template_kwargs=chat_template_kwargs),
+            on_error=on_env_error,
+            error_score=env_error_score,
+        )
+        self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
+        self._pad = _pad_id(tokenizer) if pad_id is None else pad_id
+        self._spare = int(extra_slot)
+        self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
+
+    def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
+        """The same with another engine; both share the environments."""
+        part = copy.copy(self)
+        part.engine, part.engines = engine, ()
+        return part
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the engine samples from the learner's modules."""
+        return self.engine.shares_weights
+
+    @property
+    def logprobs(self) -> Literal["sampled", "raw", "none"]:
+        """What the engine's log-probabilities are of."""
+        return self.engine.logprobs
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+        """Load them into the engine."""
+        return self.engine.load_weights(weights, version)
+
+    def close(self) -> None:
+        """Close the idle environments and the engine."""
+        self._environments.close()
+        close = getattr(self.engine, "close", None)
+        if close is not None:
+            close()
+
+    @property
+    def wait_for_other_ranks(self) -> Callable[[], None] | None:
+        """That of an engine which ranks share; they may need different numbers of turns."""
+        return getattr(self.engine, "wait_for_other_ranks", None)
+
+    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+        """One episode per row; each depends on (weights, prompt, row, seed) and its environment.
+
+        Raises:
+            RolloutError: the engine failed, or an environment with ``on_env_error="raise"``.
+        """
+        begin = self._clock()
+        episodes = self._environments.episodes(prompts)
+        try:
+            in_environments = self._play(prompts, episodes, sampling, seed)
+        finally:
+            for episode in episodes:
+                self._environments.release(episode)
+        seconds = (in_environments, self._clock() - begin - in_environments)
+        return build_rollout(
+            prompts,
+            episodes,
+            pad_id=self._pad,
+            spare=self._spare,
+            metrics=episode_metrics(episodes, *seconds),
+        )
+
+    def _play(
+        self, prompts: PromptBatch, episodes: list[Episode], sampling: Sampling, seed: int
+    ) -> float:
+        """Play the episodes to their ends; returns the seconds spent in environments."""
+        begin = self._clock()
+        self._environments.reset(prompts, episodes, seed)
+        in_environments = self._clock() - begin
+        for turn in range(self._max_turns):
+            live = [episode for episode in episodes if not episode.done]
+            if not live:
+                break
+            index = torch.tensor([i for i, episode in enumerate(episodes) if not episode.done])
+            responses = self._sample(prompts.rows(index), live, sampling, seed, turn)
+            ready = self._clock()
+            late = self._max_seconds is not None and ready - begin > self._max_seconds
+            self._environments.step(
+                live,
+                responses,
+                room=sampling.max_new_tokens,
+                last=late or turn + 1 == self._max_turns,
+            )
+            in_environments += self._clock() - ready
+        return in_environments
+
+    def _sample(
+        self, prompts: PromptBatch, live: list[Episode], sampling: Sampling, seed: int, turn: int
+    ) -> list[Response]:
+        """Sample a turn of every live episode and append its tokens."""
+        limits = [self._limit(episode, sampling) for episode in live]
+        most = max(limits)
+        if self.wait_for_other_ranks is not None:  # the same on all ranks
+            most = min(self._max_turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+        minimum = min(sampling.min_new_tokens, most) if turn == 0 else 0
+        histories = [episode.history for episode in live]
+        sampled = self.engine.generate(
+            stack_rows(prompts, histories, _same_group(prompts, histories), self._pad),
+            sampling=replace(sampling, max_new_tokens=most, min_new_tokens=minimum),
+            seed=turn_seed(seed, turn),
+        )
+        added = [
+            episode.add_response(sampled, i, limit)
+            for i, (episode, limit) in enumerate(zip(live, limits, strict=True))
+        ]
+        return [self._response(ids, terminated, sampling) for ids, terminated in added]
+
+    def _limit(self, episode: Episode, sampling: Sampling) -> int:
+        left = sampling.max_new_tokens - len(episode.ids)
+        return min(left, self._max_turn_tokens or left)
+
+    def _response(self, ids: list[int], terminated: bool, sampling: Sampling) -> Response:
+        if self.tokenizer is None:
+            return Response("", ids=tuple(ids), terminated=terminated)
+        body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
+        decode = self.tokenizer.decode
+        return Response(
+            decode(body, skip_special_tokens=True),
+            ids=tuple(ids),
+            terminated=terminated,
+            raw=decode(body),
+            parse=self._parse,
+        )
+
+
+def _same_group(prompts: PromptBatch, histories: Sequence[Sequence[int]]) -> Tensor:
+    """Groups of rows with the same tokens so far, which an engine reads once."""
+    keys: dict[tuple[int, tuple[int, ...]], int] = {}
+    groups = [
+        keys.setdefault((group, tuple(ids)), len(keys))
+        for group, ids in zip(prompts.group.tolist(), histories, strict=True)
+    ]
+    return torch.tensor(groups).to(prompts.group)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn; the first has that of the episode."""
+    return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")
+
+
+def _check_limits(**limits: int | None) -> None:
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+def _pad_id(tokenizer: Any) -> int:
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((int(i) for i in ids if i is not None), 0)

@@ -1,0 +1,188 @@
+"""The tokens between the turns of a conversation, from the chat template.
+
+What the policy sampled is never tokenized again: a conversation is the tokens of the prompt, the
+tokens of the first response as sampled, the tokens that the template puts between it and the next
+response, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kedge.errors import DataError, RolloutError
+from kedge.protocols import Observation
+
+Messages = Sequence[Mapping[str, Any]]
+
+_ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
+_RESULT = "KEDGE0RESULT"
+
+
+class TurnTokens:
+    """Renders observations for one tokenizer.
+
+    Args:
+        tokenizer: the policy's; None: observations must be token ids.
+        chat_template_kwargs: passed on to ``apply_chat_template``.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = dict(chat_template_kwargs or {})
+        self._tool_role: bool | None = None  # whether the template renders tool messages
+
+    def prompt(
+        self,
+        prompt: object,
+        ids: Sequence[int],
+        observation: Observation,
+        *,
+        tools: Sequence[Any] | None = None,
+        separator: str = "\n\n",
+    ) -> list[int]:
+        """Token ids of the prompt with the first observation.
+
+        A text observation is appended to the last user message, messages follow the prompt.
+
+        Args:
+            prompt: the dataset's prompt: chat messages or text.
+            ids: its token ids.
+            observation: what ``Environment.reset`` returned.
+            tools: JSON schemas of the tools that the template shows to the policy.
+            separator: between the user message and a text observation.
+        """
+        if not _is_chat(prompt):
+            if tools:
+                raise DataError(
+                    "tools need prompts of chat messages, since the chat template shows them to"
+                    f" the policy; got the text {str(prompt)[:80]!r}"
+                )
+            return [*ids, *self._plain(observation)]
+        token_ids = _token_ids(observation)
+        if token_ids is not None:
+            return [*ids, *token_ids]
+        if not observation and not tools:
+            return list(ids)
+        messages = _with_first(_messages(prompt), observation, separator)
+        return self._encode(self._render(messages, tools=list(tools) if tools else None))
+
+    def between(
+        self, prompt: object, observation: Observation, *, last: int, stopped: bool
+    ) -> list[int]:
+        """Token ids between a response and the next one.
+
+        Args:
+            prompt: the dataset's prompt, which decides whether this is a chat.
+            observation: what ``Environment.step`` returned.
+            last: last token of the response.
+            stopped: whether it is a stop token; if the template begins with it, it is left out.
+        """
+        token_ids = _token_ids(observation)
+        if token_ids is not None:
+            return token_ids
+        if not _is_chat(prompt):
+            return self._plain(observation)
+        messages = _messages(observation)
+        if any(message["role"] == "tool" for message in messages) and not self._knows_tools():
+            messages = [_as_user(message) for message in messages]
+        ids = self._encode(self._after_answer(messages))
+        return ids[1:] if stopped and ids[:1] == [last] else ids
+
+    def _plain(self, observation: Observation) -> list[int]:
+        token_ids = _token_ids(observation)
+        if token_ids is not None:
+            return token_ids
+        if observation is None:
+            return []
+        if not isinstance(observation, str):
+            raise RolloutError(
+                "an environment may return chat messages only if the prompts of the dataset are"
+                " chat messages; got a text prompt"
+            )
+        return self._encode(observation)
+
+    def _knows_tools(self) -> bool:
+        if self._tool_role is None:
+            probe = {"role": "tool", "name": "f", "content": _RESULT, "tool_call_id": "000000000"}
+            try:
+                self._tool_role = _RESULT in self._after_answer([probe])
+            except Exception:  # templates raise any type
+                self._tool_role = False
+        return self._tool_role
+
+    def _after_answer(self, messages: Messages) -> str:
+        """What the template renders after the content of an assistant message."""
+        head = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
+        text = self._render([*head, *messages])
+        if text.count(_ANSWER) != 1:
+            raise DataError(
+                "the chat template must render the content of an assistant message once, but"
+                f" renders it {text.count(_ANSWER)} times"
+            )
+        return text.partition(_ANSWER)[2]
+
+    def _render(self, messages: Messages, **options: Any) -> str:
+        options = {"add_generation_prompt": True, "tokenize": False} | options | self._options
+        text: str = self._tokenizer.apply_chat_template(list(messages), **options)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RolloutError(
+                "an environment returned text, which needs a tokenizer; pass tokenizer= to"
+                " EnvironmentRollouts, or return token ids"
+            )
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str)
+
+
+def _token_ids(observation: Observation) -> list[int] | None:
+    """The observation as token ids, or None if it is text or messages."""
+    if isinstance(observation, Tensor):
+        return [int(i) for i in observation.tolist()]
+    if isinstance(observation, Sequence) and not isinstance(observation, str) and observation:
+        ids = [i for i in observation if isinstance(i, int)]
+        return ids if len(ids) == len(observation) else None
+    return None
+
+
+def _messages(observation: object) -> list[Mapping[str, Any]]:
+    if observation is None or isinstance(observation, str):
+        return [{"role": "user", "content": observation or ""}]
+    messages: list[Any] = list(observation) if isinstance(observation, Sequence) else [observation]
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise RolloutError(
+                "a message of an environment must be a mapping with role and content, got"
+                f" {message!r}"
+            )
+    return messages
+
+
+def _with_first(
+    prompt: list[Mapping[str, Any]], observation: Observation, separator: str
+) -> list[Mapping[str, Any]]:
+    if not observation:
+        return prompt
+    if not isinstance(observation, str):
+        return [*prompt, *_messages(observation)]
+    if not prompt or prompt[-1]["role"] != "user":
+        return [*prompt, {"role": "user", "content": observation}]
+    content = prompt[-1]["content"]
+    joined = f"{content}{separator}{observation}" if content else observation
+    return [*prompt[:-1], {**prompt[-1], "content": joined}]
+
+
+def _as_user(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool message for a template that has no such role."""
+    if message["role"] != "tool":
+        return message
+    return {"role": "user", "content": f"{message.get('name', 'tool')}: {message['content']}"}

@@ -1,0 +1,241 @@
+"""Environments that fail cost their episode, or with "raise" the iteration they fall in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.errors import RolloutError
+from tests.e2e.small import rows
+from tests.environments.toys import Echo, prompts, rollouts, sampling, trainer
+
+KINDS = ["exception", "hang", "garbage", "kill"]
+GARBAGE: list[Any] = [
+    None,
+    ("w5", 1.0, False, False),
+    ("w5", float("nan"), False, False, {}),
+    ("w5", "much", False, False, {}),
+    ({"role": "user"}, 0.0, False, False, {}),
+    (["w5"], 0.0, False, False, {}),
+    ("\ud800", 0.0, False, False, {}),
+    ("w5", 0.0, False, False, {"metrics": {"x": "y"}}),
+]
+
+
+class Plan:
+    """Which of all steps of a run fail, in the order in which they are called."""
+
+    def __init__(self, kind: str, at: set[int]) -> None:
+        self.kind, self.at = kind, at
+        self.calls = self.failures = 0
+        self.lock, self.release = threading.Lock(), threading.Event()
+
+    def fails(self) -> bool:
+        with self.lock:
+            self.calls += 1
+            failed = self.calls in self.at
+            self.failures += failed
+            return failed
+
+
+class Flaky(Echo):
+    """An environment with a process of its own where the plan kills it."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(2)
+        self.plan = plan
+
+    def step(self, response: Any) -> Any:
+        answer = super().step(response)
+        if not self.plan.fails():
+            return answer
+        if self.plan.kind == "exception":
+            raise ValueError("the door is gone")
+        if self.plan.kind == "hang":
+            self.plan.release.wait(30)
+        if self.plan.kind == "garbage":
+            return GARBAGE[self.plan.failures % len(GARBAGE)]
+        server = subprocess.Popen(["cat"], stdin=subprocess.PIPE, bufsize=0)
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+        assert server.stdin is not None
+        with server.stdin as pipe:
+            pipe.write(b"go north\n")
+        return answer
+
+
+@pytest.fixture
+def planned() -> Iterator[Callable[..., Plan]]:
+    plans: list[Plan] = []
+
+    def plan(kind: str, at: set[int]) -> Plan:
+        plans.append(Plan(kind, at))
+        return plans[-1]
+
+    yield plan
+    for made in plans:
+        made.release.set()
+
+
+def flaky(plan: Plan, lag: int, on_error: str, **options: Any) -> Any:
+    play = {"on_env_error": on_error, "timeout": 0.3 if plan.kind == "hang" else 20.0}
+    return trainer(lambda: Flaky(plan), lag=lag, play=play, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_episode_is_dropped_or_scored(kind: str, planned: Any) -> None:
+    for on_error in ("drop", "score"):
+        plan = planned(kind, {6})
+        play = rollouts(
+            lambda plan=plan: Flaky(plan),
+            on_env_error=on_error,
+            env_error_score=-2.0,
+            timeout=0.3 if kind == "hang" else 20.0,
+            max_turn_tokens=3,
+        )
+        rollout = play.generate(prompts(4), sampling=sampling(), seed=0)
+        assert rollout.episodes is not None
+        assert int((~rollout.episodes.valid).sum()) == (on_error == "drop")
+        scored = (rollout.episodes.rewards == -2.0).sum(1)
+        assert int(scored.sum()) == (on_error == "score")
+        assert rollout.episodes.metrics["environment/errors"] == (1.0, 4.0)
+        assert bool((rollout.terminated.sum() == 3).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_raise_names_the_failure(kind: str, planned: Any) -> None:
+    plan = planned(kind, {6})
+    play = rollouts(lambda: Flaky(plan), timeout=0.3 if kind == "hang" else 20.0)
+    with pytest.raises(RolloutError, match=r"Flaky.step failed in turn 2 of row \d.*on_env_error"):
+        play.generate(prompts(4), sampling=sampling(), seed=0)
+
+
+def test_a_failing_reset_leaves_an_untrained_row() -> None:
+    class Broken(Echo):
+        def reset(self, *, seed: int, options: Any) -> Any:
+            if options["prompt"][0]["content"] == "w4 w5":
+                raise ConnectionError("no server")
+            return super().reset(seed=seed, options=options)
+
+    for on_error in ("drop", "score"):
+        play = rollouts(Broken, on_env_error=on_error)
+        rollout = play.generate(prompts(4), sampling=sampling(), seed=0)
+        assert rollout.episodes is not None
+        assert rollout.episodes.valid.tolist() == [True, False, True, True]
+        assert rollout.response_mask[1].sum() == 1
+        assert not bool(rollout.loss_mask[1].any())
+
+
+def test_a_failing_factory_and_an_exit_are_failures() -> None:
+    class Exits(Echo):
+        def step(self, response: Any) -> Any:
+            raise SystemExit(3)
+
+    def missing() -> Any:
+        raise ImportError("no module")
+
+    with pytest.raises(RolloutError, match=r"Exits.step failed.*SystemExit: 3"):
+        rollouts(Exits).generate(prompts(), sampling=sampling(), seed=0)
+    with pytest.raises(RolloutError, match=r"the environment.reset failed.*ImportError"):
+        rollouts(missing).generate(prompts(), sampling=sampling(), seed=0)
+
+
+def weights(made: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in made.model.named_parameters()}
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    for (name, a), b in zip(weights(one).items(), weights(other).values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "lag"), [("exception", 1), ("hang", 0), ("garbage", 1), ("kill", 0)]
+)
+def test_training_drops_failed_episodes(kind: str, lag: int, planned: Any) -> None:
+    plan = planned(kind, {5, 14, 21})
+    made = flaky(plan, lag, "drop", total_episodes=16)
+    made.train()
+    assert plan.failures == 3
+    assert len(rows(made)) == 4
+    assert sum(row["rollout/dropped_rows"] for row in rows(made)) == 3
+    assert sum(row["environment/errors"] for row in rows(made)) == pytest.approx(3 / 4)
+
+
+def whole(lag: int, episodes: int) -> Any:
+    made = trainer(lambda: Flaky(Plan("none", set())), lag=lag, total_episodes=episodes)
+    made.train()
+    return made
+
+
+def run_with_failures(made: Any, plan: Plan) -> list[int]:
+    """Train to the end, starting again after each failure; the iterations done at each."""
+    done: list[int] = []
+    for _ in range(len(plan.at) + 1):
+        with contextlib.suppress(RolloutError):
+            made.train()
+            return done
+        done.append(made.engine.step)
+    raise AssertionError("more failures than planned")
+
+
+def test_a_raised_failure_costs_its_iteration(planned: Any) -> None:
+    plan = planned("exception", {5, 21})
+    made = flaky(plan, 0, "raise", total_episodes=16)
+    assert run_with_failures(made, plan) == [0, 1]
+    assert_equal(made, whole(0, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_failures(kind: str, lag: int, planned: Any, tmp_path: Path) -> None:
+    """No iteration is lost but those that failures fall in, and a resumed run is the same."""
+    plan = planned(kind, set(range(9, 9 + 17 * 20, 17)))
+    options: dict[str, Any] = {"total_episodes": 160, "save_strategy": "steps", "save_steps": 10}
+    made = flaky(plan, lag, "raise", output_dir=str(tmp_path / "one"), **options)
+    done = run_with_failures(made, plan)
+    assert len(done) == plan.failures == 20
+    assert done == sorted(done)
+    assert made.engine.step == 40
+    if lag == 0:
+        assert_equal(made, whole(0, 160))
+    resumed = trainer(
+        lambda: Flaky(Plan("none", set())), lag=lag, output_dir=str(tmp_path / "one"), **options
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-30"))
+    again = trainer(
+        lambda: Flaky(Plan("none", set())), lag=lag, output_dir=str(tmp_path / "one"), **options
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-30"))
+    assert_equal(resumed, again)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_resume_is_exact(lag: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"total_episodes": 24, "save_strategy": "steps", "save_steps": 3}
+    one = trainer(lag=lag, output_dir=str(tmp_path), **options)
+    one.train()
+    two = trainer(lag=lag, output_dir=str(tmp_path), **options)
+    two.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_equal(one, two)
+
+
+def test_recorded_episodes_are_replayed(tmp_path: Path) -> None:
+    folder = str(tmp_path / "recorded")
+    options: dict[str, Any] = {"total_episodes": 16}
+    one = trainer(save_rollouts=folder, **options)
+    one.train()
+    two = trainer(lambda: Flaky(Plan("exception", {1})), replay_rollouts=folder, **options)
+    two.train()
+    assert_equal(one, two)
+    assert rows(two)[-1]["environment/turns"] == rows(one)[-1]["environment/turns"] == 3

@@ -1,0 +1,324 @@
+"""Functions as tools, classes whose methods are tools, and the formats of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.environments import EnvironmentRollouts, Response, ToolEnvironment, tool_environments
+from kedge.environments.function import FunctionRollouts
+from kedge.environments.tool_calls import parse_any, tool_parser
+from kedge.errors import ConfigError, RolloutError
+from kedge.testing import ScriptedRollouts
+from kedge.types import PromptBatch, Sampling, ToolCall
+from tests.environments.families import FAMILIES, tokenizer
+from tests.environments.toys import Echo, engine, prompts, sampling
+
+
+def calculator(a: float, b: float, operation: str = "add") -> float:
+    """Compute with two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+        operation: One of add, multiply.
+    """
+    return {"add": a + b, "multiply": a * b}[operation]
+
+
+async def search(query: str) -> str:
+    """Search for text.
+
+    Args:
+        query: What to look for.
+    """
+    await asyncio.sleep(0)
+    return f"found {query}"
+
+
+ADD = ToolCall(name="calculator", arguments={"a": 17, "b": 25})
+JSON = '{"name": "calculator", "arguments": {"a": 17, "b": 25}}'
+LLAMA = JSON.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        ("qwen2.5", f"I add.\n<tool_call>\n{JSON}\n</tool_call>", [ADD]),
+        ("qwen2.5", f"<tool_call>{JSON}</tool_call>\n<tool_call>\n{JSON}", [ADD, ADD]),
+        ("qwen2.5", JSON, []),
+        ("qwen2.5", "the answer is 42", []),
+        ("mistral", f"[TOOL_CALLS] [{JSON}, {JSON}]", [ADD, ADD]),
+        ("mistral", '[TOOL_CALLS]calculator[ARGS]{"a": 17, "b": 25}', [ADD]),
+        ("mistral", '[TOOL_CALLS]calculator{"a": 17, "b": 25}[TOOL_CALLS]calculator[ARGS]{"a": 1}',
+         [ADD, ToolCall(name="calculator", arguments={"a": 1})]),
+        ("mistral", JSON, []),
+        ("llama3", f"<|python_tag|>{LLAMA}", [ADD]),
+        ("llama3", f"{LLAMA}; {LLAMA}", [ADD, ADD]),
+        ("llama3", LLAMA, [ADD]),
+        ("llama3", "{not a call}", []),
+        ("llama3", "the answer is 42", []),
+    ],
+)  # fmt: skip
+def test_calls_are_read_in_the_format_of_the_template(
+    family: str, text: str, calls: list[ToolCall]
+) -> None:
+    template = FAMILIES[family].template
+    if family == "qwen2.5":
+        template += "<tool_call>"
+    if family == "mistral":
+        template += "[TOOL_CALLS]"
+    assert list(tool_parser(template)(text)) == calls
+    if calls:
+        assert list(parse_any(text)) == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>{'name': 1}</tool_call>", "not valid JSON"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        ("<tool_call>[1, 2]</tool_call>", 'an object with "name"'),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),
+        ("<tool_call>" + "[" * 100_000, "not valid JSON"),
+        ("[TOOL_CALLS] [{]", "not valid JSON"),
+        ("[TOOL_CALLS]f[ARGS]{1}", "not valid JSON"),
+        ("<|python_tag|>print(1)", "not valid JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_read_has_an_error(text: str, problem: str) -> None:
+    (call,) = parse_any(text)
+    assert problem in call.error
+
+
+def played(
+    family: str, turns: list[str], make: Any, *, columns: Any = None, **options: Any
+) -> tuple[Any, list[str]]:
+    """An episode in which the policy says ``turns``; the rollout, and what it read each turn."""
+    tok = tokenizer(family)
+    stop = tok.convert_tokens_to_ids(FAMILIES[family].end)
+    script = [[[*tok(t, add_special_tokens=False)["input_ids"], stop]] for t in turns]
+    read: list[str] = []
+
+    class Scripted(ScriptedRollouts):
+        def generate(self, batch: PromptBatch, **rest: Any) -> Any:
+            read.append(tok.decode(batch.ids[0][batch.mask[0]]))
+            return super().generate(batch, **rest)
+
+    prompt = [{"role": "user", "content": "what is 17 + 25?"}]
+    ids = torch.tensor([[3, 4]])
+    batch = PromptBatch(
+        ids=ids, mask=ids > 0, group=torch.zeros(1).long(), row=torch.zeros(1).long(),
+        columns={"prompt": [prompt], **(columns or {})},
+    )  # fmt: skip
+    play = EnvironmentRollouts(Scripted(script), make, tok, **options)
+    wanted = Sampling(max_new_tokens=9999, stop_ids=(stop,))
+    return play.generate(batch, sampling=wanted, seed=0), read
+
+
+CALLS = {
+    "qwen2.5": f"<tool_call>\n{JSON}\n</tool_call>",
+    "llama3": LLAMA,
+    "mistral": f"[TOOL_CALLS] [{JSON}]",
+}
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_tool_answers_in_the_format_of_the_template(family: str) -> None:
+    rollout, read = played(
+        family, [CALLS[family], "the answer is 42"], tool_environments([calculator])
+    )
+    assert "42" in read[1][len(read[0]) + len(CALLS[family]) :]
+    if family != "llama3":  # the shape of the template in the tests shows no tools
+        assert "Compute with two numbers." in read[0]
+    metrics = rollout.episodes.metrics
+    assert metrics["environment/tool_calls"] == (1.0, 1.0)
+    assert metrics["environment/tool_errors"] == (0.0, 1.0)
+    assert metrics["environment/turns"] == (2.0, 1.0)
+    assert bool(rollout.terminated[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "invalid"),
+    [
+        ('{"name": "compute"}', "Error: there is no tool 'compute'; the tools are: calculator", 0),
+        ('{"name": "calculator", "arguments": {"a": 1}}', "Error: TypeError: calculator()", 0),
+        ('{"name": "calculator", "arguments": {"a": 1, "b": 2, "operation": "x"}}',
+         "Error: KeyError: 'x'", 0),
+        ("{1}", "Error: the tool call is not valid JSON", 1),
+    ],
+)  # fmt: skip
+def test_wrong_calls_are_answered_in_words(call: str, answer: str, invalid: int) -> None:
+    turns = [f"<tool_call>{call}</tool_call>", "I give up"]
+    rollout, read = played("qwen2.5", turns, tool_environments([calculator, search]))
+    assert answer in read[1]
+    metrics = rollout.episodes.metrics
+    assert metrics["environment/tool_errors"] == (1.0, 1.0)
+    assert metrics["environment/invalid_calls"] == (float(invalid), 1.0)
+
+
+def test_async_tools() -> None:
+    call = '<tool_call>{"name": "search", "arguments": {"query": "keys"}}</tool_call>'
+    _, read = played("qwen2.5", [call + CALLS["qwen2.5"], "done"], tool_environments(
+        [calculator, search]
+    ))  # fmt: skip
+    assert "found keys" in read[1]
+    assert "42" in read[1]
+
+
+class Counter:
+    """TRL's convention: public methods are tools, reset takes the columns of the row."""
+
+    def reset(self, prompt: Any = None, start: int = 0, **columns: Any) -> str | None:
+        self.value = start
+        return f" Start at {start}." if start else None
+
+    def increment(self, by: int) -> str:
+        """Add to the counter.
+
+        Args:
+            by: How much.
+        """
+        self.value += by
+        return f"now {self.value}"
+
+    def _hidden(self) -> None:
+        raise AssertionError
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+
+class AsyncCounter(Counter):
+    async def increment(self, by: int) -> str:  # type: ignore[override]
+        """Add to the counter.
+
+        Args:
+            by: How much.
+        """
+        return Counter.increment(self, by)
+
+    async def get_reward(self) -> float:  # type: ignore[override]
+        return Counter.get_reward(self)
+
+
+INCREMENT = '<tool_call>{"name": "increment", "arguments": {"by": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("factory", [Counter, AsyncCounter])
+def test_environment_factory(factory: Any) -> None:
+    rollout, read = played(
+        "qwen2.5",
+        [INCREMENT, INCREMENT, "done"],
+        tool_environments(environment_factory=factory),
+        columns={"start": [3]},
+    )
+    assert "what is 17 + 25? Start at 3.<|im_end|>" in read[0]  # appended as in TRL
+    assert "increment" in read[0]
+    assert "_hidden" not in read[0]
+    assert "get_reward" not in read[0]
+    assert "now 5" in read[1]
+    assert rollout.episodes.rewards.sum() == 7
+    assert rollout.episodes.rewards[0, int(rollout.loss_mask[0].nonzero().max())] == 7
+
+
+def test_an_episode_cut_off_is_scored_once() -> None:
+    for options, turns in (({"max_turns": 2}, 2), ({}, 3)):
+        rollout, _ = played(
+            "qwen2.5",
+            [INCREMENT] * turns,
+            tool_environments(environment_factory=Counter, max_iterations=2),
+            **options,
+        )
+        assert rollout.episodes.rewards.sum() == 4
+        assert int(rollout.episodes.turn.max()) + 1 == turns
+        assert bool(rollout.terminated[0]) == (turns == 3)
+
+
+def test_a_dict_of_factories_is_chosen_by_a_column() -> None:
+    make = tool_environments(environment_factory={"count": Counter, "other": AsyncCounter})
+    rollout, _ = played("qwen2.5", [INCREMENT, "x"], make, columns={"environment": ["count"]})
+    assert rollout.episodes.rewards.sum() == 2
+    with pytest.raises(RolloutError, match="must name one of count, other, got 'chess'"):
+        played("qwen2.5", ["x"], make, columns={"environment": ["chess"]})
+
+
+def test_tools_need_schemas() -> None:
+    def bare(x):  # type: ignore[no-untyped-def]
+        return x
+
+    with pytest.raises(ConfigError, match="the tool bare needs type hints and a docstring"):
+        tool_environments([bare])
+    with pytest.raises(ConfigError, match="object must have a method reset"):
+        ToolEnvironment(target=object())
+
+
+def test_schemas_are_those_of_transformers() -> None:
+    (schema,) = ToolEnvironment([calculator]).tools
+    assert schema["function"]["name"] == "calculator"
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    json.dumps(schema)
+
+
+def test_a_response_without_a_parser_has_no_calls() -> None:
+    assert Response("<tool_call>{}</tool_call>").tool_calls == ()
+
+
+def test_rollout_func() -> None:
+    model = engine()
+
+    def rollout_func(texts: list[Any], trainer: Any) -> dict[str, Any]:
+        assert trainer == "the trainer"
+        return {
+            "prompt_ids": [[3, 4]] * len(texts),
+            "completion_ids": [[5, 6, 0], [7, 8, 9, 10]],
+            "logprobs": [[-1.0, 0.0, -2.0], [-1.0] * 4],
+            "env_mask": [[1, 0, 1], [1, 1, 1, 1]],
+            "game": ["won", "lost"],
+        }
+
+    play = FunctionRollouts(rollout_func, lambda: "the trainer", pad_id=1)
+    rollout = play.generate(prompts(2), sampling=sampling(), seed=0)
+    assert rollout.ids.tolist() == [[5, 6, 0, 1], [7, 8, 9, 10]]
+    assert rollout.loss_mask.tolist() == [[True, False, True, False], [True] * 4]
+    assert rollout.terminated.tolist() == [True, False]
+    assert rollout.prompts.ids.tolist() == [[3, 4]] * 2
+    assert rollout.prompts.columns["game"] == ["won", "lost"]
+    assert model is not None
+    for wrong, text in (
+        ({"completion_ids": [[5]]}, "1 entries of 'completion_ids' for 2 prompts"),
+        (
+            {"completion_ids": [[5], []], "logprobs": None, "env_mask": None},
+            "no token for prompt 1",
+        ),
+        ({"logprobs": [[0.0], [0.0]]}, "1 entries of 'logprobs' for the 3 tokens"),
+    ):
+        broken = FunctionRollouts(
+            lambda p, t, wrong=wrong: rollout_func(p, t) | wrong, lambda: "the trainer", pad_id=1
+        )
+        with pytest.raises(RolloutError, match=text):
+            broken.generate(prompts(2), sampling=sampling(), seed=0)
+    with pytest.raises(RolloutError, match="missing: logprobs"):
+        FunctionRollouts(
+            lambda p, t: {"prompt_ids": [], "completion_ids": []}, lambda: None, pad_id=1
+        ).generate(prompts(2), sampling=sampling(), seed=0)
+
+
+def test_an_environment_may_have_its_tools() -> None:
+    class Shop(Echo):
+        tools = ({"type": "function", "function": {"name": "buy", "parameters": {}}},)
+
+        def reset(self, **options: Any) -> Any:
+            return None, {}
+
+        def step(self, response: Response) -> Any:
+            (call,) = response.tool_calls
+            return None, 1.0 if call.name == "buy" else 0.0, True, False, {}
+
+    rollout, read = played("qwen2.5", ['<tool_call>{"name": "buy"}</tool_call>'], Shop)
+    assert '"buy"' in read[0]
+    assert rollout.episodes.rewards.sum() == 1

@@ -1,0 +1,161 @@
+"""Joined token ids are those of the chat template, and the policy's tokens are never touched."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.environments import EnvironmentRollouts
+from kedge.environments.turn_tokens import TurnTokens
+from kedge.errors import DataError, RolloutError
+from kedge.testing import ScriptedRollouts
+from kedge.types import PromptBatch, Sampling
+from tests.environments.families import FAMILIES, tokenizer
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+TALK = [
+    {"role": "user", "content": "go north and open the red door"},
+    {"role": "assistant", "content": "the key is in the room"},
+    {"role": "user", "content": "what is the sum of 17 and 25?"},
+    {"role": "assistant", "content": "the answer is 42"},
+    {"role": "user", "content": "\n odd   blanks, a line\nand 100!"},
+]
+WITH_TOOL = [
+    TALK[0],
+    {"role": "assistant", "content": CALL, "tool_calls": []},
+    {"role": "tool", "name": "calculator", "content": "42", "tool_call_id": "000000001"},
+    {"role": "assistant", "content": "the answer is 42"},
+    TALK[4],
+]
+
+
+def encoded(tok: Any, text: str) -> list[int]:
+    return list(tok(text, add_special_tokens=False)["input_ids"])
+
+
+def rendered(tok: Any, messages: list[dict[str, str]], **options: Any) -> list[int]:
+    text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    return encoded(tok, text)
+
+
+def joined(
+    name: str, messages: list[dict[str, str]], *, end: bool = True, tools: Any = None
+) -> list[int]:
+    """The conversation as EnvironmentRollouts joins it, the policy sampling the contents."""
+    tok, family = tokenizer(name), FAMILIES[name]
+    tokens, prompt = TurnTokens(tok), messages[:1]
+    ids = tokens.prompt(prompt, rendered(tok, prompt), None, tools=tools)
+    stop = tok.convert_tokens_to_ids(family.end)
+    for said, answer in zip(messages[1::2], messages[2::2], strict=True):
+        text = f" {said['content']}" if name == "mistral" else said["content"]
+        ids += sampled(tok, text) + [stop] * end
+        ids += tokens.between(prompt, [answer], last=ids[-1], stopped=end)
+    return ids
+
+
+def sampled(tok: Any, content: str) -> list[int]:
+    """Tokens of the content in the place where the template has it."""
+    special = tok.all_special_tokens[0]
+    return encoded(tok, special + content)[1:]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("end", [True, False])
+def test_joined_ids_are_those_of_the_template(name: str, end: bool) -> None:
+    """Also where a turn was cut off: the template's own end of turn closes it."""
+    tok = tokenizer(name)
+    assert joined(name, TALK, end=end) == rendered(tok, TALK)
+
+
+@pytest.mark.parametrize("name", [n for n, family in FAMILIES.items() if family.tool_role])
+def test_tool_messages_are_those_of_the_template(name: str) -> None:
+    assert joined(name, WITH_TOOL) == rendered(tokenizer(name), WITH_TOOL)
+
+
+@pytest.mark.parametrize("name", [n for n, family in FAMILIES.items() if not family.tool_role])
+def test_templates_without_tool_messages_get_user_messages(name: str) -> None:
+    as_user = [*WITH_TOOL]
+    as_user[2] = {"role": "user", "content": "calculator: 42"}
+    assert joined(name, WITH_TOOL) == rendered(tokenizer(name), as_user)
+
+
+def test_tools_are_shown_once() -> None:
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    for name in ("qwen2.5", "mistral"):
+        tok = tokenizer(name)
+        text = tok.decode(joined(name, TALK, tools=tools))
+        assert text.count("calculator") == 1
+        assert text.startswith(tok.decode(rendered(tok, TALK[:1], tools=tools)))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "llama3_2", "gemma", "phi3"])
+def test_with_the_templates_that_trl_ships(name: str) -> None:
+    folder = resources.files(pytest.importorskip("trl")) / "chat_templates"
+    template = (folder / f"{name}.jinja").read_text()
+    family = {"qwen2_5": "qwen2.5", "gemma": "gemma2", "llama3_1": "llama3", "llama3_2": "llama3"}
+    key = family.get(name, name)
+    tok = tokenizer(key)
+    before, tok.chat_template = tok.chat_template, template
+    try:
+        assert joined(key, TALK) == rendered(tok, TALK)
+    finally:
+        tok.chat_template = before
+
+
+def test_tokens_of_the_policy_are_never_tokenized_again() -> None:
+    """The policy spells words letter by letter, as the tokenizer never would."""
+    tok = tokenizer("qwen2.5")
+    stop = tok.convert_tokens_to_ids("<|im_end|>")
+    letters = [tok.convert_tokens_to_ids(c) for c in "theanswer"]
+    assert encoded(tok, "theanswer") != letters
+    turns = [[*letters, stop], [*letters[:3], stop]]
+
+    class Asks:
+        def reset(self, *, seed: int, options: Any) -> Any:
+            return "what is the sum?", {}
+
+        def step(self, response: Any) -> Any:
+            assert response.text in ("theanswer", "the")
+            return "again", 1.0, False, False, {}
+
+    seen: list[list[int]] = []
+
+    class Scripted(ScriptedRollouts):
+        def generate(self, prompts: PromptBatch, **options: Any) -> Any:
+            seen.append(prompts.ids[0][prompts.mask[0]].tolist())
+            return super().generate(prompts, **options)
+
+    prompt = [{"role": "user", "content": "go north"}]
+    ids = torch.tensor([rendered(tok, prompt)])
+    batch = PromptBatch(
+        ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), group=torch.zeros(1).long(),
+        row=torch.zeros(1).long(), columns={"prompt": [prompt]},
+    )  # fmt: skip
+    play = EnvironmentRollouts(Scripted([[turn] for turn in turns]), Asks, tok, max_turns=2)
+    rollout = play.generate(batch, sampling=Sampling(max_new_tokens=99, stop_ids=(stop,)), seed=0)
+    assert seen[1][: len(seen[0]) + len(turns[0])] == seen[0] + turns[0]
+    assert rollout.ids[0][rollout.loss_mask[0]].tolist() == turns[0] + turns[1]
+
+
+def test_first_observations() -> None:
+    tok = tokenizer("qwen2.5")
+    tokens = TurnTokens(tok)
+    prompt, ids = TALK[:1], rendered(tok, TALK[:1])
+    assert tokens.prompt(prompt, ids, None) == ids
+    said = [{"role": "user", "content": "go north and open the red door\n\nroom 1"}]
+    assert tokens.prompt(prompt, ids, "room 1") == rendered(tok, said)
+    assert tokens.prompt(prompt, ids, " room 1", separator="") == rendered(
+        tok, [{"role": "user", "content": "go north and open the red door room 1"}]
+    )
+    system = [{"role": "system", "content": "rules"}]
+    both = [*system, {"role": "user", "content": "room 1"}]
+    assert tokens.prompt(system, rendered(tok, system), "room 1") == rendered(tok, both)
+    assert tokens.prompt(prompt, ids, TALK[1:3]) == rendered(tok, TALK[:3])
+    assert tokens.prompt("text", ids, "room 1") == ids + encoded(tok, "room 1")
+    with pytest.raises(DataError, match="tools need prompts of chat messages"):
+        tokens.prompt("text", ids, None, tools=[{}])
+    with pytest.raises(RolloutError, match="mapping with role and content, got 'hello'"):
+        tokens.prompt(prompt, ids, ["hello"])

@@ -1,0 +1,97 @@
+"""Environments of a few lines, and trainers that play them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.environments import EnvironmentRollouts, EpisodeReward, Response
+from kedge.testing import tiny_policy
+from kedge.types import PromptBatch, Sampling
+from tests.e2e.small import small
+from tests.unit.text_toys import EOS, PAD, word_tokenizer
+
+VOCAB = 32
+CHAT = [[{"role": "user", "content": f"w{i} w{i + 1}"}] for i in range(3, 9)]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+
+
+class Echo:
+    """Says a word of its seed each turn; rewards a turn by the words said, ends after ``turns``."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.random, self.turn = random.Random(seed), 0
+        return f"w{self.random.randint(3, 31)}", {}
+
+    def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        words = response.text.split()
+        done = self.turn >= self.turns
+        observation = f"w{self.random.randint(3, 31)} w5"
+        return observation, 0.1 * len(words), done, False, {"metrics": {"words": len(words)}}
+
+
+def chat_tokenizer() -> Any:
+    words = ["user", "assistant", "tool", *(f"w{i}" for i in range(3, 29))]
+    return word_tokenizer(words, chat_template=TEMPLATE)
+
+
+def policy(**options: Any) -> Any:
+    return tiny_policy("llama", vocab_size=VOCAB, max_positions=256, **options)
+
+
+def engine(model: Any = None, **options: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(model or policy(), pad_id=PAD, **options)
+
+
+def prompts(rows: int = 4, group: int = 1, *, chat: bool = True) -> PromptBatch:
+    tokenizer = chat_tokenizer()
+    raw = [CHAT[i // group % len(CHAT)] for i in range(rows)]
+    texts = [
+        tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in raw
+    ]
+    ids = torch.tensor([tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts])
+    return PromptBatch(
+        ids=ids,
+        mask=torch.ones_like(ids, dtype=torch.bool),
+        group=torch.arange(rows) // group,
+        row=torch.arange(rows),
+        columns={"prompt": raw if chat else texts},
+    )
+
+
+def rollouts(make: Any = Echo, inner: Any = None, **options: Any) -> EnvironmentRollouts:
+    return EnvironmentRollouts(inner or engine(), make, chat_tokenizer(), **options)
+
+
+def sampling(**options: Any) -> Sampling:
+    return Sampling(**{"max_new_tokens": 40, "stop_ids": (EOS,)} | options)
+
+
+def trainer(
+    make: Any = Echo, *, lag: int = 0, play: Mapping[str, Any] | None = None, **options: Any
+):
+    """A PPO trainer whose rollout engine plays environments."""
+    model = policy()
+    inner = engine(model, shares_weights=lag == 0)
+    tokenizer = chat_tokenizer()
+    play = {"max_turns": 4, "max_turn_tokens": 5} | dict(play or {})
+    return small(
+        model=model,
+        processing_class=tokenizer,
+        rollout_engine=EnvironmentRollouts(inner, make, tokenizer, **play),
+        reward_model=None,
+        reward_funcs=[EpisodeReward()],
+        train_dataset=[{"prompt": p} for p in CHAT],
+        **{"response_length": 40, "stop_token": "eos", "max_lag": lag} | options,
+    )
