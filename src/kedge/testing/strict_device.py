@@ -278,7 +278,7 @@ def _count_copy(source: Tensor, to_device: bool) -> None:
         return
     key = (source.data_ptr(), source._version, *source.shape)
     _count("again to device" if key in _COPIED and source.numel() > 1 else "to device")
-    _COPIED[key] = source
+    _COPIED[key] = source.detach()  # the tensor itself may be swapped for another
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
