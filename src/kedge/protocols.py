@@ -134,6 +134,11 @@ class Learner(Stateful, Protocol):
         """Number of training processes."""
         ...
 
+    @property
+    def low_precision(self) -> bool:
+        """Whether models run in bf16 or fp16."""
+        ...
+
     def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:

@@ -71,7 +71,7 @@ class Sampler:
 class Learner:
     """Its weights are its version."""
 
-    rank, world_size = 0, 1
+    rank, world_size, low_precision = 0, 1, False
 
     def __init__(self) -> None:
         self.version = 0

@@ -19,12 +19,14 @@ from kedge.engine.metrics import Tally, reduce_metrics
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.importance import Correction, importance_weights
 from kedge.math.loss_weights import WEIGHTINGS, row_mean
-from kedge.protocols import Learner, RewardSource, RolloutEngine, Total
+from kedge.protocols import Learner, LossFn, RewardSource, RolloutEngine, Total
 from kedge.types import (
     AdvantageOutput,
     Experience,
+    Loss,
     MicroBatch,
     ModelOutputs,
+    PolicyOutput,
     PromptBatch,
     RewardOutput,
     Rollout,
@@ -262,6 +264,7 @@ def optimize(
     micro_rows: int,
     seed: int,
     only_value: bool = False,
+    anchor_new: bool = False,
     before_step: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
     step_limits: StepLimits | None = None,
@@ -269,7 +272,8 @@ def optimize(
     """``epochs`` passes over the experience, ``minibatches`` optimizer steps each.
 
     Mini-batches are drawn from the rows of all ranks, so they do not depend on the world size;
-    each rank processes an equal share of every mini-batch.
+    each rank processes an equal share of every mini-batch.  With ``anchor_new`` the ratio is to the
+    log-probabilities of the training pass itself, so it is exactly 1.
     """
     shuffle = torch.Generator().manual_seed(seed)
     share = slice(None)
@@ -278,7 +282,9 @@ def optimize(
             learner.all_gather(experience),
             slice(learner.rank, None, learner.world_size),
         )
-    limits = step_limits or StepLimits()
+    limits, loss = step_limits or StepLimits(), algo.loss
+    if anchor_new:
+        loss = _anchored(loss)
     history: list[dict[str, float]] = []
 
     def should_apply(metrics: Mapping[str, float]) -> bool:
@@ -292,13 +298,23 @@ def optimize(
         for index in order.chunk(minibatches):
             step = cut(experience, index[share], algo, micro_rows, learner.total)
             metrics = learner.optimizer_step(
-                step, algo.loss, only_value=only_value, should_apply=should_apply
+                step, loss, only_value=only_value, should_apply=should_apply
             )
             history.append(metrics)
             after_step()
             if limits.should_stop(metrics):
                 return _mean_over_steps(history)
     return _mean_over_steps(history)
+
+
+def _anchored(loss: LossFn) -> LossFn:
+    """The loss with the policy's new log-probabilities in place of the old ones."""
+
+    def anchored(new: PolicyOutput, mb: MicroBatch) -> Loss:
+        rows = replace(mb.rows, old_logprobs=new.logprobs.detach())
+        return loss(new, replace(mb, rows=rows))
+
+    return anchored
 
 
 def _mean_over_steps(history: list[dict[str, float]]) -> dict[str, float]:

@@ -65,7 +65,10 @@ class Updater:
             )
             self.hooks.on_experience(self.step, experience)
             ready = self.clock()
-            metrics |= self._optimize(experience)
+            fresh = not bool(
+                ((rollout.version >= 0) & (rollout.version < self.learner.version)).any()
+            )
+            metrics |= self._optimize(experience, fresh=fresh)
         else:
             metrics = self._without_scores(len(rollout))
         self.learner.advance_version()
@@ -91,7 +94,10 @@ class Updater:
         self.state_consistent = True
         return metrics
 
-    def _optimize(self, experience: Experience) -> dict[str, float]:
+    def _optimize(self, experience: Experience, *, fresh: bool) -> dict[str, float]:
+        # In low precision, log-probabilities differ between passes of different shapes.
+        one_step = self.batch_sizes.epochs * self.batch_sizes.minibatches == 1
+        anchor_new = fresh and one_step and self.learner.low_precision
         return optimize(
             experience,
             self.learner,
@@ -101,6 +107,7 @@ class Updater:
             micro_rows=self.batch_sizes.micro_rows,
             seed=seed_for(self.seed, "shuffle", self.step),
             only_value=self.step < self.value_warmup_steps,
+            anchor_new=anchor_new,
             step_limits=self.step_limits,
             before_step=self._mark_inconsistent,
             after_step=self.hooks.on_optimizer_step,

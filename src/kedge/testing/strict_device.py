@@ -6,7 +6,7 @@ Its tensors live in CPU memory, so all values are real, but they behave like GPU
 * ``numpy()`` without ``cpu()`` raises ``TypeError``;
 * every wait of the host (``item``, ``tolist``, ``nonzero``, a boolean index, a copy to the host)
   and every copy to the device is counted, with the line of Kedge that caused it; a tensor that is
-  copied to the device a second time is counted as "again to device".
+  moved to the device a second time is counted as "again to device".
 
 It needs only torch and accelerate. It does not test kernels, speed or memory, cannot detect an
 asynchronous copy that is read too early, and autocast only casts matrix products and attention.
@@ -248,7 +248,7 @@ def _to_copy(source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
 
 def _copy_(target: Tensor, source: Tensor, *rest: Any) -> Tensor:
     if isinstance(target, _StrictTensor) != isinstance(source, _StrictTensor):
-        _count_copy(source, isinstance(target, _StrictTensor))
+        _count("to device" if isinstance(target, _StrictTensor) else "to host")
     _unwrap(target).copy_(_unwrap(source))
     return target
 
@@ -278,7 +278,7 @@ def _count_copy(source: Tensor, to_device: bool) -> None:
         return
     key = (source.data_ptr(), source._version, *source.shape)
     _count("again to device" if key in _COPIED and source.numel() > 1 else "to device")
-    _COPIED[key] = source
+    _COPIED[key] = source.detach()  # the tensor itself may be swapped for another
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
+from kedge.backends.hf import optim
 from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, build_request
 from kedge.backends.hf.compatibility import check_rows
 from kedge.backends.hf.distributed import (
@@ -31,18 +32,6 @@ from kedge.backends.hf.model import (
     checkpoint_activations,
     no_dropout,
     set_training,
-)
-from kedge.backends.hf.optim import (
-    build_optimizer,
-    build_schedule,
-    check_optimizer_covers,
-    learning_rates,
-    load_optimizer_state,
-    norms,
-    parameter_groups,
-    scale_,
-    step_schedule,
-    sum_gradients,
 )
 from kedge.backends.hf.packing import by_length, padding_budget, split_by_length, to_device
 from kedge.backends.hf.reference import Reference, RemoteReference
@@ -111,9 +100,9 @@ class HFLearner:
             broadcast_parameters([self.module, *self._all_models()])
         if self.sharded:
             self._shard(optimizers[0])
-        self.optimizer = optimizers[0] or build_optimizer(args, self._groups(args))
-        check_optimizer_covers(self.optimizer, self._trained())
-        self.scheduler = optimizers[1] or build_schedule(
+        self.optimizer = optimizers[0] or optim.build_optimizer(args, self._groups(args))
+        optim.check_optimizer_covers(self.optimizer, self._trained())
+        self.scheduler = optimizers[1] or optim.build_schedule(
             args, self.optimizer, settings.total_iterations
         )
         self.scaler = torch.amp.GradScaler(
@@ -162,7 +151,7 @@ class HFLearner:
         models = {"policy": (self.policy, args.learning_rate)}
         if self.module.value is not None:
             models["value"] = (self.module.value, args.learning_rate if rate is None else rate)
-        return parameter_groups(models, args.weight_decay)
+        return optim.parameter_groups(models, args.weight_decay)
 
     @property
     def policy(self) -> nn.Module:
@@ -185,6 +174,11 @@ class HFLearner:
         return self.accelerator.process_index
 
     @property
+    def low_precision(self) -> bool:
+        """Whether the forward pass runs in bf16 or fp16."""
+        return self.accelerator.mixed_precision != "no" or self.settings.allow_low_precision_weights
+
+    @property
     def sharded(self) -> bool:
         """Whether weights are sharded across ranks."""
         return self.shards != "none"
@@ -205,9 +199,10 @@ class HFLearner:
         groups = by_length(lengths.tolist(), tokens=most, max_padding=self._padding_budget)
         remote = self.remote if reference else None
         pending = remote.begin(rollout, groups) if remote else None
-        names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
-        names |= {"ref_logprobs": reference and pending is None, "full_kl": full_kl}
-        wanted = {name for name, asked in names.items() if asked}
+        wanted = {"values"} if values else set()
+        wanted |= set() if reuse else {"logprobs", "entropy"}
+        wanted |= {"ref_logprobs"} if reference and pending is None else set()
+        wanted |= {"full_kl"} if full_kl else set()
         gathered = unsharded(self._all_models() if self.sharded else [])
         with gathered, self._kernels.active(), self.accelerator.autocast():
             models = (self.module, self.reference, self.device)
@@ -259,7 +254,7 @@ class HFLearner:
         return metrics | self._take_step()
 
     def _step_metrics(self) -> dict[str, float]:
-        return learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
+        return optim.learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
 
     def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
         """The forward pass over rows on the host; its output is on the device of the models."""
@@ -300,15 +295,15 @@ class HFLearner:
         """Sum gradients over ranks, clip them, and take the optimizer step."""
         reshard(self._all_models())
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        sum_gradients(trained, self.world_size, self._bucket_mb)
+        optim.sum_gradients(trained, self.world_size, self._bucket_mb)
         self.scaler.unscale_(self.optimizer)
         grads = {n: [p.grad for p in ps if p.grad is not None] for n, ps in self._trained().items()}
-        sizes = norms(grads)
+        sizes = optim.norms(grads)
         names = {n: f"grad_norm/{n}" if n else "grad_norm" for n in sizes}
         finite = math.isfinite(sizes[""])
         if finite:
             for group in grads.values() if self.settings.max_grad_norm else []:
-                scale_(group, sizes[""], self.settings.max_grad_norm)
+                optim.scale_(group, sizes[""], self.settings.max_grad_norm)
             self.scaler.step(self.optimizer)
             self._stepped, self._skips_in_row = True, 0
         else:
@@ -330,7 +325,7 @@ class HFLearner:
 
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one."""
-        step_schedule(self.scheduler)
+        optim.step_schedule(self.scheduler)
         self.version += 1
         self._stepped = False
 
@@ -393,7 +388,7 @@ class HFLearner:
             for p, q in zip(weights, saved, strict=True):
                 p.copy_(shard_like(q, p))
         names = {id(p): name for name, p in self.module.named_parameters()}
-        load_optimizer_state(self.optimizer, self.scheduler, state, names=names)
+        optim.load_optimizer_state(self.optimizer, self.scheduler, state, names=names)
         shard_optimizer_state(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.version = state["version"]

@@ -1,0 +1,53 @@
+"""bf16: with one optimizer step per iteration the ratio is exactly 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from kedge.testing import tiny_policy
+from tests.unit.text_toys import word_tokenizer
+
+PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 15)]
+
+
+def words(completions: list[str], **_: Any) -> list[float]:
+    return [len(c.split()) + 0.1 * (c.split()[:1] == ["w5"]) for c in completions]
+
+
+def history(kind: Any, config: Any, folder: Path, **options: Any) -> list[dict[str, float]]:
+    """Metrics of two iterations; the training pass has other shapes than the first pass."""
+    args = config(
+        output_dir=str(folder), bf16=True, use_cpu=True, report_to="none", seed=3, max_steps=2,
+        per_device_train_batch_size=1, gradient_accumulation_steps=8, num_generations=2,
+        max_completion_length=9, logging_steps=1, save_strategy="no", disable_tqdm=True,
+        preflight=False, learning_rate=1e-2, local_rollout_forward_batch_size=8, **options,
+    )  # fmt: skip
+    trainer = kind(
+        args=args,
+        processing_class=word_tokenizer(),
+        model=tiny_policy("llama", vocab_size=32, initializer_range=0.3),
+        reward_funcs=words,
+        train_dataset=PROMPTS,
+    )
+    trainer.train()
+    return [row for row in trainer.state.log_history if "val/ratio" in row]
+
+
+@pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_one_step_has_a_ratio_of_exactly_one(kind: Any, config: Any, tmp_path: Path) -> None:
+    rows = history(kind, config, tmp_path)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["val/ratio"] == pytest.approx(1.0, abs=1e-6)  # a weighted mean of ones
+        assert row["policy/approxkl_avg"] == 0  # of exact ratios only
+        assert row["policy/clipfrac_avg"] == 0
+        assert row["grad_norm"] > 0
+
+
+def test_the_second_step_has_a_ratio_to_the_first_policy(tmp_path: Path) -> None:
+    rows = history(GRPOTrainer, GRPOConfig, tmp_path, num_iterations=2)
+    assert all(row["policy/approxkl_avg"] > 0 for row in rows)
