@@ -1,6 +1,8 @@
 # make demo   the main job        make test   the whole test suite        make setup   the set-up
 # make headline   the demo with RLOO beside PPO, three seeds, and a table with intervals
 # make docs   the site of docs/, in site/
+# make test-compat   programs written for TRL (LLaMA-Factory, ms-swift, TRL's scripts), in environments of
+#                    their own; KEDGE_SHARED: folder with data/stories260k; writes docs/compatibility.md
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +12,7 @@ SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo headline docs test test-main vllm-env test-vllm lint fast setup bench clean help
+.PHONY: demo headline docs test test-compat test-main vllm-env test-vllm lint fast setup bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -46,6 +48,10 @@ test: lint
 
 test-main: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15 -m "($(SLOW)) and not vllm and not ray"
+
+test-compat: setup
+	$(BIN)/python -m tests.compat.environments .compat/venvs
+	$(BIN)/python -W ignore -m tests.compat $(NAMES)
 
 vllm-env:
 	@$(MAKE) --no-print-directory $(VLLM)/.kedge || true
