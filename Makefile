@@ -2,6 +2,8 @@
 # make headline   the demo with RLOO beside PPO, three seeds, and a table with intervals
 # make docs   the site of docs/, in site/
 # make dist   the wheel and the source archive in dist/, checked by installing them
+# make test-compat   programs written for TRL (LLaMA-Factory, ms-swift, TRL's scripts), in environments of
+#                    their own; KEDGE_SHARED: folder with data/stories260k; writes docs/compatibility.md
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +13,7 @@ SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo headline docs test test-main vllm-env test-vllm lint fast setup bench dist clean help
+.PHONY: demo headline docs test test-compat test-main vllm-env test-vllm lint fast setup bench dist clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -47,6 +49,10 @@ test: lint
 
 test-main: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15 -m "($(SLOW)) and not vllm and not ray"
+
+test-compat: setup
+	$(BIN)/python -m tests.compat.environments .compat/venvs
+	$(BIN)/python -W ignore -m tests.compat $(NAMES)
 
 vllm-env:
 	@$(MAKE) --no-print-directory $(VLLM)/.kedge || true

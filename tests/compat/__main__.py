@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ def run(case: Case, cache: Path, venvs: Path) -> dict[str, object]:
     if not python.exists():
         return {"ok": None, "why": f"no environment {case.environment}"}
     work = cache / "work"
+    shutil.rmtree(work / "out", ignore_errors=True)
     environment = {
         **os.environ,
         **case.variables,

@@ -122,7 +122,7 @@ CASES = (
         )
         for name, environment, note in (
             ("lora", "llamafactory", "LoRA policy, full reward model"),
-            ("full", "llamafactory", "all weights, untied head (it cannot save a tied one)"),
+            ("full", "llamafactory", "all weights"),
             (
                 *("lora_reward", "llamafactory-peft"),
                 "LoRA policy and LoRA reward model; with peft 0.18 its optimizer lacks the adapter",

@@ -28,4 +28,4 @@ def _line(case: Case, row: Mapping[str, Any]) -> str:
     program = case.program
     if (own := versions.get(case.packages[0])) and not case.program.startswith("TRL"):
         program = f"{case.program} {own}"
-    return f"| {program} | {what} | {result} | {row.get('seconds', '')} | {used} | {notes} |"
+    return f"| {program} | {what} | {result} | {used} | {notes} |"

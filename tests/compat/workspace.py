@@ -41,7 +41,7 @@ use_cpu: true
 
 
 def prepare(folder: Path, data: Path) -> None:
-    """Fill ``folder``; ``data`` holds stories260k, stories-head32 and the like."""
+    """Fill ``folder``; ``data`` holds stories260k and the like."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts = [
         json.loads(line)["prompt"]
@@ -50,7 +50,6 @@ def prepare(folder: Path, data: Path) -> None:
     for name, source in (
         ("gpt2", "stories260k"),
         ("EleutherAI/pythia-1b-deduped", "stories260k"),
-        ("untied", "stories-head32"),
         ("reward", "stories260k-sentiment"),
     ):
         shutil.copytree(data / source, folder / name, dirs_exist_ok=True)
@@ -128,7 +127,7 @@ def _llamafactory(folder: Path, data: Path, prompts: list[str]) -> None:
     for name, model, tuning, reward in (
         ("lora", "gpt2", "lora", "full"),
         ("lora_reward", "gpt2", "lora", "lora"),
-        ("full", "untied", "full", "full"),
+        ("full", "gpt2", "full", "full"),
     ):
         text = LLAMAFACTORY.format(
             name=f"llamafactory_{name}",

@@ -163,11 +163,13 @@ def test_weights_load_in_float32_unless_told(tmp_path: Path) -> None:
     assert logits.dtype == values.dtype == torch.float32
 
 
-def test_state_dict_round_trip() -> None:
+def test_state_dict_round_trip(tmp_path: Path) -> None:
     model, other = CAUSAL.from_pretrained(gpt2(0)), CAUSAL.from_pretrained(gpt2(1))
     state = model.state_dict()
     assert "transformer.wte.weight" in state
     assert "v_head.summary.weight" in state
+    assert "lm_head.weight" not in state  # tied to transformer.wte
+    save_file(state, tmp_path / "model.safetensors")  # no tensor shares memory with another
     other.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(said(other), said(model), strict=True))
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import TopKLogitsWarper, TopPLogitsWarper, set_seed
+from transformers import TopKLogitsWarper, TopPLogitsWarper, trainer_utils
 
 from kedge.math.masked import whiten as _whiten
 
-__all__ = ["set_seed"]  # of transformers; the other names are defined here
 WANDB_PADDING = -1
+set_seed = trainer_utils.set_seed
 
 
 class LengthSampler:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from kedge.compat import APIS, install
 
+logger = logging.getLogger(__name__)
 _STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer", "BestOfNSampler")
 
 
@@ -45,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.module:
             run.error(f"-m needs --api, one of {', '.join(APIS)}")
         api = detect_api(Path(options.script).read_text(encoding="utf-8"))
+    if not options.replace and find_spec("trl") is not None:
+        logger.warning(
+            "kedge.compat: names that the installed TRL has stay TRL's; if the program needs those "
+            "of %s, add --replace",
+            api,
+        )
     install(
         api,
         replace=options.replace,

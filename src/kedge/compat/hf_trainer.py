@@ -121,8 +121,8 @@ class PPOTrainer(Trainer):
             processing_class=processing_class,
             model=model,
             ref_model=ref_model,
-            reward_model=reward_model,
-            value_model=value_model,
+            reward_model=without_peft(reward_model),
+            value_model=without_peft(value_model),
             train_dataset=prompts(train_dataset, data_collator),
             eval_dataset=prompts(eval_dataset, data_collator),
             callbacks=callbacks,
@@ -143,6 +143,11 @@ class PPOTrainer(Trainer):
     def generate_completions(self, sampling: bool = False) -> None:
         """Log a table of sampled responses."""
         self.kedge_trainer.generate_completions(sampling=sampling)
+
+
+def without_peft(model: Any) -> Any:
+    """The model below a PEFT wrapper, with the adapter's layers in place."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def prompts(rows: Any, collator: Any) -> Any:

@@ -170,18 +170,31 @@ class PreTrainedModelWrapper(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped model's tensors under its own names, the head's as "v_head.*".
 
-        For a PEFT model only those of the head: ``save_pretrained`` saves the adapter.
+        A tied weight is under its first name only, so that the result can be written as
+        safetensors.  For a PEFT model only those of the head: ``save_pretrained`` saves the
+        adapter.
         """
         base = {} if self.is_peft_model else self.pretrained_model.state_dict(*args, **kwargs)
-        return base | {f"{PREFIX}{k}": v for k, v in self.v_head.state_dict().items()}
+        head = {f"{PREFIX}{k}": v for k, v in self.v_head.state_dict().items()}
+        tied = self._tied()
+        return {name: x for name, x in base.items() if name not in tied} | head
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load the tensors of ``state_dict``."""
         head = {k.removeprefix(PREFIX): v for k, v in state_dict.items() if k.startswith(PREFIX)}
         rest = {k: v for k, v in state_dict.items() if not k.startswith(PREFIX)}
+        tied = self._tied().items()
+        rest = {name: rest[first] for name, first in tied if first in rest} | rest
         if rest or not self.is_peft_model:
             self.pretrained_model.load_state_dict(rest, strict=strict, assign=assign)
         return self.v_head.load_state_dict(head, strict=strict, assign=assign)
+
+    def _tied(self) -> dict[str, str]:
+        """The further names of weights of the wrapped model -> their first name."""
+        first: dict[int, str] = {}
+        weights = self.pretrained_model.named_parameters(remove_duplicate=False)
+        names = {name: first.setdefault(id(p), name) for name, p in weights}
+        return {name: kept for name, kept in names.items() if name != kept}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the model (for PEFT, the adapter) and ``value_head.safetensors``.

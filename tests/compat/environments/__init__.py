@@ -1,0 +1,1 @@
+"""Environments of the programs: ``python -m tests.compat.environments FOLDER``."""
