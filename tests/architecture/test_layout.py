@@ -22,6 +22,7 @@ SHELLS = {
     "cli/train/rloo.py",  # `kedge rloo`
     "cli/train/grpo.py",  # `kedge grpo`
     "cli/tools/doctor.py",  # `kedge doctor`
+    "trainers/async_ppo.py",  # `kedge.AsyncPPOTrainer`
     # one formula or one record each, where the layout looks for it
     "engine/seeds.py",
     "engine/early_stopping.py",

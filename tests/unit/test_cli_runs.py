@@ -143,7 +143,7 @@ def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(
     program, file, *again = shlex.split(printed)
     assert (program, Path(file).name, again[0]) == ("python", "main.py", "ppo")
     again[again.index("1000", again.index("--max_steps"))] = str(step + 1)
-    with pytest.warns(UserWarning, match="updates: 1000 in the checkpoint"):
+    with pytest.warns(UserWarning, match="iterations: 1000 in the checkpoint"):
         assert main(again) == 0
     out = capsys.readouterr().out
     assert f"kedge: resuming from {kept} (iteration {step} of {step + 1})\n" in out

@@ -72,7 +72,7 @@ class HFLearner:
         settings: all other settings.
         value: a separate model, a head on the policy's trunk, or None.
         reference: frozen policy of the KL term, or None.
-        remote_reference: computes the reference's log-probabilities instead of ``reference``.
+        remote: computes the reference's log-probabilities instead of ``reference``.
         accelerator: device, precision and processes; None: built from ``args``.
         optimizers: (optimizer, scheduler); None: built from ``args``.
         parts: trunk and head of the policy; None: those of a causal language model.
@@ -89,7 +89,7 @@ class HFLearner:
         *,
         value: ScalarModel | ScalarHead | None = None,
         reference: Reference | None = None,
-        remote_reference: RemoteReference | None = None,
+        remote: RemoteReference | None = None,
         accelerator: Accelerator | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         parts: LanguageModelParts | None = None,
@@ -100,7 +100,7 @@ class HFLearner:
         self.device = self.accelerator.device
         self.module = ActorCritic(policy, parts or causal_parts(policy), value).to(self.device)
         self.reference = None if reference is None else reference.to(self.device)
-        self.remote_reference = remote_reference
+        self.remote = remote
         self._prepare()
         if self.world_size > 1:
             broadcast_parameters([self.module, *(self.reference.own if self.reference else [])])
@@ -196,11 +196,7 @@ class HFLearner:
         lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
         most = self.settings.forward_rows * int(lengths.max())
         groups = by_length(lengths.tolist(), tokens=most, spare=self._spare)
-        begun = (
-            self.remote_reference.begin(rollout, groups)
-            if self.remote_reference and reference
-            else None
-        )
+        begun = self.remote.begin(rollout, groups) if self.remote and reference else None
         names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
         names |= {"ref_logprobs": reference and begun is None, "full_kl": full_kl}
         wanted = {name for name, asked in names.items() if asked}
@@ -218,9 +214,7 @@ class HFLearner:
 
     def _check(self, *, values: bool, reference: bool, full_kl: bool) -> None:
         has_reference = self.reference is not None
-        if (reference and not (has_reference or self.remote_reference)) or (
-            full_kl and not has_reference
-        ):
+        if (reference and not (has_reference or self.remote)) or (full_kl and not has_reference):
             raise ConfigError("the KL term needs a reference, but the learner has none")
         if values and self.value is None:
             raise ConfigError("values need a value model, but the learner has none")
