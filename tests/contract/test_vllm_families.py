@@ -10,7 +10,7 @@ import torch
 from kedge.backends.hf.sampling import restrict
 from kedge.errors import ConfigError, SyncError
 from kedge.types import Sampling
-from tests.contract.engines import PAD, needs_vllm, policy, server_of, trained, vllm_of
+from tests.contract.engines import PAD, needs_vllm, policy, server_of, trained
 from tests.contract.test_rollout_engine import prompts
 
 pytestmark = needs_vllm
@@ -171,25 +171,32 @@ def test_the_head_sizes_are_those_of_vllm():
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
 
 
-@pytest.mark.parametrize(
-    "cut", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.7}]
-)
+CUTS = ({"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.7})
+
+
 @pytest.mark.parametrize("where", ["process", "server"])
-def test_top_k_top_p_and_min_p_come_with_the_tokens_that_they_allow(where, cut):
-    engine = vllm_of() if where == "process" else server_of()
-    weights = trained(policy())
-    engine.load_weights(weights, 0)
-    sampling = Sampling(max_new_tokens=6, temperature=0.8, **cut)
-    rollout = engine.generate(prompts(), sampling=sampling, seed=3)
-    allowed, model = rollout.allowed_tokens, policy().eval()
-    assert allowed is not None
-    for row in range(len(rollout)):
-        prompt = rollout.prompts.ids[row][rollout.prompts.mask[row]]
-        ids = torch.cat([prompt, rollout.ids[row]])[None]
+def test_top_k_top_p_and_min_p_come_with_the_tokens_that_they_allow(where):
+    model = policy().eval()
+    engine = engine_for(model) if where == "process" else server_of()
+    for version, cut in enumerate(CUTS):
+        engine.load_weights(trained(model), version)
+        sampling = Sampling(max_new_tokens=6, temperature=0.8, **cut)
+        rollout = engine.generate(prompts(), sampling=sampling, seed=3)
+        assert rollout.allowed_tokens is not None
+        for row in range(len(rollout)):
+            check_allowed(model, rollout, row, sampling)
+    if where == "process":
+        engine.close()
+
+
+def check_allowed(model, rollout, row, sampling):
+    """The tokens and log-probabilities of one row are those of the learner's own code."""
+    prompt = rollout.prompts.ids[row][rollout.prompts.mask[row]]
+    ids = torch.cat([prompt, rollout.ids[row]])[None]
+    with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
-        cut_logits = restrict(logits, sampling, 9, torch.tensor([], dtype=torch.int64))
-        for t in range(6):
-            tokens = allowed[row, t][allowed[row, t] >= 0]
-            assert {*tokens.tolist()} == {*(cut_logits[t] > -torch.inf).nonzero()[:, 0].tolist()}
-        got = cut_logits.log_softmax(-1).gather(-1, rollout.ids[row][:, None])[:, 0]
-        torch.testing.assert_close(got, rollout.behavior_logprobs[row], atol=1e-4, rtol=0)
+    logits = restrict(logits, sampling, 9, torch.tensor([], dtype=torch.int64))
+    for tokens, at in zip(rollout.allowed_tokens[row], logits, strict=True):
+        assert {*tokens[tokens >= 0].tolist()} == {*(at > -torch.inf).nonzero()[:, 0].tolist()}
+    got = logits.log_softmax(-1).gather(-1, rollout.ids[row][:, None])[:, 0]
+    torch.testing.assert_close(got, rollout.behavior_logprobs[row], atol=1e-4, rtol=0)

@@ -87,7 +87,9 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
 
     monkeypatch.setattr(remote, "_result", noting)
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(other.generate, build_requests(prompts(copies=60), LONG, 0))
+        asked = thread.submit(
+            other.generate, build_requests(prompts(copies=60), LONG, 0, vocabulary=64)
+        )
         until = time.monotonic() + 60
         while not spans and time.monotonic() < until:  # some are answered, others are not
             time.sleep(0.01)
@@ -98,7 +100,7 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
     assert {tuple(each) for each in spans} <= {("6",), ("7",)}
     assert spans[0] == ["6"]
     spans.clear()
-    other.generate(build_requests(prompts(), LONG, 0))
+    other.generate(build_requests(prompts(), LONG, 0, vocabulary=64))
     assert spans == [["7"]] * 6
     other.close()
 
