@@ -21,15 +21,6 @@ from kedge.trainers.build.inputs import TrainerInputs
 from kedge.types import Sampling
 
 Make = Callable[[], Any] | Mapping[str, Callable[[], Any]]
-_OPTIONS = {  # of EnvironmentRollouts, and the options of the config that they come from
-    "max_turns": "max_turns",
-    "max_turn_tokens": "max_turn_tokens",
-    "max_seconds": "max_episode_seconds",
-    "timeout": "environment_timeout",
-    "max_concurrency": "environment_concurrency",
-    "on_env_error": "on_env_error",
-    "env_error_score": "env_error_score",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +57,13 @@ class Environments:
             chat_template_kwargs=json_object("chat_template_kwargs", args.chat_template_kwargs),
             pad_id=pad_id,
             extra_slot=extra_slot,
-            **{name: getattr(args, option) for name, option in _OPTIONS.items()},
+            max_turns=args.max_turns,
+            max_turn_tokens=args.max_turn_tokens,
+            max_seconds=args.max_episode_seconds,
+            timeout=args.environment_timeout,
+            max_concurrency=args.environment_concurrency,
+            on_env_error=args.on_env_error,
+            env_error_score=args.env_error_score,
         )
 
 
