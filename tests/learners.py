@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
+from kedge.algorithms import ppo
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.reference import frozen_copy
 from kedge.backends.hf.settings import LearnerSettings
@@ -128,6 +129,13 @@ def gradient(batch: Experience, algorithm, *, micro_rows=100, order=None, cutter
     )
     flat = [g.flatten() for g in recorder.seen[0] if g is not None]
     return torch.cat(flat), metrics
+
+
+def take_step(found, batch=None, *, algo=None, **options):
+    batch, algo = experience(rollout()) if batch is None else batch, algo or ppo()
+    return found.optimizer_step(
+        cut(batch, torch.arange(len(batch)), algo, 3, one_rank), algo.loss, **options
+    )
 
 
 def drop_rows(r: Rollout, rows) -> Rollout:

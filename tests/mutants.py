@@ -13,31 +13,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.mutants_backends import MUTANTS as BACKENDS
+from tests.mutants_backends import Mutant
+
 ROOT = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One bug: in ``file`` the text ``old`` becomes ``new``; ``tests`` must notice."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: str
 
 
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
 COMPLETED = "tests/property/test_as_completed.py"
 NPLUS = "tests/reference/test_nplus_ppo.py tests/reference/test_nplus_losses.py"
-LEARNER = "tests/unit/test_learner.py"
 RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
 GROUPS = "tests/unit/test_algorithms_engine.py"
-GRADIENT = "tests/property/test_gradient_invariance.py"
-CLASSIC = "tests/unit/test_classic_step.py"
 FAILURES = "tests/e2e/test_failures.py"
 TURNS = "tests/unit/test_turn_credit.py"
 EPISODES = "tests/environments/test_rollouts.py"
@@ -225,39 +215,11 @@ MUTANTS = [
         COMPLETED,
     ),
     Mutant(
-        "every rank takes the first seats of a launch",
-        "backends/ray/resources.py",
-        "first = at.rank * count if each else 0",
-        "first = 0",
-        "tests/unit/test_ray_placement.py",
-    ),
-    Mutant(
-        "the servers of all learners share the same GPUs",
-        "backends/vllm/build.py",
-        "gpus = free[before * count * each :]",
-        "gpus = free",
-        "tests/unit/test_vllm_options.py",
-    ),
-    Mutant(
         "adaptive KL without its clip",
         "engine/kl_control.py",
         "min(max(kl / self.target - 1, -0.2), 0.2)",
         "kl / self.target - 1",
         NPLUS,
-    ),
-    Mutant(
-        "temperature forgotten in training",
-        "backends/hf/settings.py",
-        "temperature=self.temperature",
-        "temperature=1.0",
-        LEARNER,
-    ),
-    Mutant(
-        "value of the state after its token",
-        "backends/hf/packing.py",
-        "self.prompt_lengths[row] + t - 1",
-        "self.prompt_lengths[row] + t",
-        GRADIENT + " " + LEARNER,
     ),
     Mutant(
         "groups by position",
@@ -357,76 +319,7 @@ MUTANTS = [
         "return not over_ratio",
         "tests/unit/test_early_stopping.py",
     ),
-    Mutant(
-        "classic scores are scaled by the deviation of nothing",
-        "classic/scores.py",
-        "        running.update(scores.sums)\n",
-        "",
-        "tests/unit/test_classic_scores.py",
-    ),
-    Mutant(
-        "classic moments of batches are averaged",
-        "classic/scores.py",
-        "self.squares += squares + gap**2 * self.count * count / both",
-        "self.squares += squares",
-        "tests/unit/test_classic_scores.py",
-    ),
-    Mutant(
-        "a mask of classic responses is forgotten",
-        "classic/samples.py",
-        "loss_mask=padded(samples.masks)",
-        "loss_mask=padded([torch.ones_like(r, dtype=torch.bool) for r in responses])",
-        CLASSIC,
-    ),
-    Mutant(
-        "statistics stand one token to the right",
-        "classic/samples.py",
-        "starts = [len(q) - 1 for q in queries]",
-        "starts = [len(q) for q in queries]",
-        "tests/golden/test_classic.py",
-    ),
-    Mutant(
-        "a decoder reads the token that it shall predict",
-        "backends/hf/encoder_decoder.py",
-        "ids=torch.cat([begin, target], dim=1)",
-        "ids=torch.cat([target, begin], dim=1)",
-        CLASSIC,
-    ),
-    Mutant(
-        "shared layers are copies",
-        "classic/models/reference.py",
-        "        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied\n",
-        "",
-        "tests/unit/test_classic_models.py",
-    ),
-    Mutant(
-        "a classic state forgets where the random numbers stood",
-        "classic/state.py",
-        '        set_random_state(saved_state.local["random"])',
-        "        pass",
-        "tests/unit/test_classic_loop.py",
-    ),
-    Mutant(
-        "an end token inside a query ends the response",
-        "classic/generation.py",
-        "ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist()",
-        "ended = torch.isin(row, ends.to(row)).nonzero()[:1, 0].tolist()",
-        "tests/unit/test_classic_loop.py",
-    ),
-    Mutant(
-        "mini-batches of an overridden step count the same, however long",
-        "classic/accumulation.py",
-        "if weighted else",
-        "if weighted is None else",
-        "tests/unit/test_classic_overrides.py",
-    ),
-    Mutant(
-        "the bias of a linear layer is lost",
-        "ops/cpu/matmul.py",
-        "_linear_pointwise(x, w, bias,",
-        "_linear_pointwise(x, w, None,",
-        "tests/unit/test_matmul.py",
-    ),
+    *BACKENDS,
     Mutant(
         "turns that touch are one",
         "math/turns.py",

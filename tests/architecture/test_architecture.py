@@ -39,6 +39,7 @@ KEDGE_RULES = {
         ),
         *("suggestions", "config"),
     },
+    "compat": {"compat", "config", "errors"},  # and names of "kedge" itself
     "testing": {"types", "errors"},
     "http_client": set(),
     "output": {"errors"},
@@ -58,6 +59,7 @@ THIRD_PARTY = {
     "algorithms": {"torch"},
     "config": {"transformers"},
     "engine": {"torch", "safetensors"},
+    "compat": {"torch", "transformers", "datasets"},
     "http_client": {"httpx"},
     "output": set(),
     "insight": set(),

@@ -23,6 +23,8 @@ SHELLS = {
     "cli/train/grpo.py",  # `kedge grpo`
     "cli/tools/doctor.py",  # `kedge doctor`
     "demo/prefer.py",  # a stage of `kedge demo`
+    "trainers/async_ppo.py",  # `kedge.AsyncPPOTrainer`
+    "cli/tools/report.py",  # `kedge report`
     # one formula or one record each, where the layout looks for it
     "engine/seeds.py",
     "engine/early_stopping.py",

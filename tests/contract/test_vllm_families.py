@@ -118,7 +118,19 @@ def test_an_adapter_is_sent_as_an_adapter(place):
     engine.close()
 
 
-def test_an_adapter_on_a_base_in_bfloat16(tmp_path):
+@pytest.mark.slow
+def test_two_workers_of_one_vllm_are_sent_weights():
+    model = policy(heads=2, hidden_size=64)
+    engine = engine_for(model, tensor_parallel_size=2)
+    for version in (1, 2):
+        engine.load_weights(shaken(model), version)
+        rollout = engine.generate(prompts(), sampling=SAMPLING, seed=version)
+        gap = (rollout.behavior_logprobs - learner_says(model, rollout)).abs().max()
+        assert gap < 1e-4
+    engine.close()
+
+
+def test_an_adapter_on_a_base_in_bfloat16():
     from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
     from kedge.backends.vllm.engine import LOW_PRECISION
 

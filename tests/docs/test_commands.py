@@ -30,7 +30,7 @@ SMALL = {
     "--use_cpu": "True",
     "--disable_tqdm": "True",
 }
-SERVES = {"serve-reward"}  # runs until it is stopped; tests/unit/test_verifiers_remote.py serves
+SERVES = {"serve-reward"}  # runs until it is stopped; tests/unit/test_reward_server.py serves
 ELIDED = "..."
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kedge.testing import tiny_policy
-from tests.unit.test_judges import Server, reply
+from tests.unit.judge_server import Server, reply
 from tests.unit.text_toys import word_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -291,7 +291,7 @@ def test_a_run_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_a_run_made_longer_goes_on_from_the_line_to_its_new_end(tmp_path: Path) -> None:
     trainer(tmp_path, logging_steps=1, save_steps=6).train()
     longer = trainer(tmp_path, logging_steps=1, save_steps=6, total_episodes=4 * 12)
-    with pytest.warns(UserWarning, match="updates: 6 in the checkpoint, 12 now"):
+    with pytest.warns(UserWarning, match="iterations: 6 in the checkpoint, 12 now"):
         longer.train(resume_from_checkpoint=True)
     rates = [row["lr"] for row in longer.state.log_history if "lr" in row]
     whole = 3e-3

@@ -146,7 +146,9 @@ def test_every_eos_token_of_the_generation_config_ends_a_response(shared, tmp_pa
 
 
 def test_a_max_model_len_that_would_cut_responses_is_refused_at_the_start(shared, tmp_path):
-    with pytest.raises(ConfigError, match=r"need \d+ positions; vLLM .*max_model_len.* has 20"):
+    with pytest.raises(
+        ConfigError, match=r"need \d+ positions; vLLM with vllm_max_model_length .* has 20"
+    ):
         trainer(shared, tmp_path, vllm_engine_args={"max_model_len": 20})
 
 

@@ -25,7 +25,7 @@ from tests.on_ray.clusters import local, needs_ray
 from tests.on_ray.jobs import Both, Train
 
 pytestmark = needs_ray
-QUICK = LaunchLimits(heartbeat=0.5, patience=5.0, room=5.0, stop=60.0)
+QUICK = LaunchLimits(heartbeat=0.5, patience=5.0, placement=5.0, stop=60.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -179,7 +179,11 @@ def test_learners_without_room_are_one_clear_error():
     begin = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         launch(
-            Train(), learners=[16], engines=1, limits=LaunchLimits(room=1.0), say=lambda text: None
+            Train(),
+            learners=[16],
+            engines=1,
+            limits=LaunchLimits(placement=1.0),
+            say=lambda text: None,
         )
     assert time.monotonic() - begin < 10
     assert "CPU: 17 requested, 8 in the cluster" in str(caught.value)

@@ -47,7 +47,7 @@ def test_learners_of_two_nodes_are_on_two_nodes_and_train_as_on_one(nodes, tmp_p
     options = {"max_lag": 1, **calm}
     job = Train(options=options | {"output_dir": str(tmp_path / "two")}, engine="ray")
     found, moved = launch(
-        job, learners=[1, 1], engines=2, limits=LaunchLimits(room=10), say=said.append
+        job, learners=[1, 1], engines=2, limits=LaunchLimits(placement=10), say=said.append
     )
     placement = place(plan_seats(learners=[1, 1]), wait_seconds=10)
     assert len(set(where(placement))) == 2

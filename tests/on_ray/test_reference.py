@@ -31,7 +31,7 @@ def workers():
     local()
     made = small(**OPTIONS, ray_ref_workers=2)
     yield made
-    made.engine.learner.remote_reference.close()
+    made.engine.learner.remote.close()
 
 
 class TestOnRay:
@@ -46,7 +46,7 @@ class TestOnRay:
 
     def test_a_worker_that_dies_is_made_again_and_computes_its_share_once_more(self, workers):
         learner = workers.engine.learner
-        one, two = learner.remote_reference.workers
+        one, two = learner.remote.workers
         rollout = workers.engine.rollout_engine.generate(
             workers.engine.source.batch(0), sampling=workers.engine.sampling, seed=0
         )

@@ -61,7 +61,7 @@ def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_train
         functools.partial(stories, shared, tmp_path / "ray", **apart),
         learners=[2],
         engines=2,
-        limits=LaunchLimits(room=30.0),
+        limits=LaunchLimits(placement=30.0),
         say=lambda text: None,
     )
     assert [lag for _, lag, _ in found] == [0] + [1] * 9

@@ -1,6 +1,7 @@
 """Names of options: those of Kedge, of TrainingArguments, and of other libraries and releases."""
 
 import copy
+import inspect
 import json
 import pickle
 import re
@@ -13,6 +14,8 @@ from transformers import HfArgumentParser, TrainingArguments
 
 import kedge
 from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
+from kedge.algorithms import grpo, ppo, rloo
+from kedge.backends.ray.resources import RayCluster
 from kedge.config.compat.parser import ConfigParser
 from kedge.config.compat.training_arguments import INHERITED
 from kedge.config.compat.transformers4 import TRANSFORMERS4
@@ -27,6 +30,8 @@ from kedge.config.declare import (
 )
 from kedge.config.options import elsewhere, foreign
 from kedge.config.ppo import PPOConfig, PPOv2Config
+from kedge.config.rollout_engines import ROLLOUT_ENGINES, load_function
+from kedge.engine.batch_sizes import compute_batch_sizes
 from kedge.errors import ConfigError
 
 PRINTED = json.loads((Path(__file__).parent / "ppo_config_defaults.json").read_text())
@@ -127,6 +132,9 @@ ELSEWHERE = {
 def test_every_field_that_acts_is_read_somewhere(cls):
     root = Path(kedge.__file__).parent
     text = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name != "validate.py")
+    takes_options = [ppo, rloo, grpo, compute_batch_sizes, RayCluster]
+    takes_options += [load_function(spec.build) for spec in ROLLOUT_ENGINES.values()]
+    by_signature = {name for g in takes_options for name in inspect.signature(g).parameters}
     missing = []
     for f in fields(cls):
         if not isinstance(status(cls, f.name), str):
@@ -136,8 +144,10 @@ def test_every_field_that_acts_is_read_somewhere(cls):
             theirs = (Path(transformers.__file__).parent / where).read_text()
             read = re.search(rf"\b(args|self)\.{f.name}\b", theirs)
         else:
-            read = where is None or re.search(
-                rf"\b(args|_args|config|self|c|options)\.{f.name}\b", text
+            read = (
+                where is None
+                or f.name in by_signature
+                or re.search(rf"\b(args|_args|config|self|c|options)\.{f.name}\b", text)
             )
         if not read:
             missing.append(f.name)

@@ -19,7 +19,7 @@ from kedge import (
     RLOOTrainer,
 )
 from kedge.backends.hf.end_tokens import eos_token_ids
-from kedge.cli.tools.generate import answered
+from kedge.cli.tools.generate import generate_completions
 from kedge.engine.preflight import _find_warnings
 from kedge.errors import ConfigError
 from kedge.testing import ConstantReward, tiny_policy
@@ -136,7 +136,7 @@ def test_an_option_that_needs_an_end_is_refused_before_weights_are_loaded(tmp_pa
 def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
     from datasets import Dataset
 
-    found = answered(
+    found = generate_completions(
         saved(tmp_path, *range(32)),
         Dataset.from_list(PROMPTS),
         max_new_tokens=8,

@@ -5,21 +5,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForSequenceClassification, modeling_utils
 
 from kedge.algorithms import ppo
 from kedge.backends.hf.fingerprint import fingerprint
-from kedge.backends.hf.load import load_policy
-from kedge.backends.hf.model import causal_parts, no_dropout, trunk
-from kedge.backends.hf.packing import by_length, padding_budget
-from kedge.backends.hf.reference import FrozenModel, frozen_copy
-from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
+from kedge.backends.hf.model import no_dropout
+from kedge.backends.hf.reference import FrozenModel
+from kedge.backends.hf.value_head import ScalarHead, load_value
 from kedge.engine.stages import cut
 from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
-from kedge.types import Loss
-from tests.learners import VOCAB, Recorder, arguments, experience, learner, one_rank, rollout
+from tests.learners import (
+    VOCAB,
+    Recorder,
+    arguments,
+    experience,
+    learner,
+    one_rank,
+    rollout,
+    take_step,
+)
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "qwen2"]
 
@@ -133,24 +137,17 @@ def test_update_equals_one_written_out():
     assert found.version == 0  # updates, not optimizer steps: end_batch counts
 
 
-def step(found, batch=None, *, algo=None, **options):
-    batch, algo = experience(rollout()) if batch is None else batch, algo or ppo()
-    return found.optimizer_step(
-        cut(batch, torch.arange(len(batch)), algo, 3, one_rank), algo.loss, **options
-    )
-
-
 def test_gradients_are_clipped_and_the_norm_is_the_one_before():
     free = learner()
     recorder = free.optimizer = Recorder([p for p in free.module.parameters() if p.requires_grad])
-    before = step(free)
+    before = take_step(free)
     raw = torch.cat([g.flatten() for g in recorder.seen[0] if g is not None])
     assert before["grad_norm"] == pytest.approx(float(raw.norm()), rel=1e-5)
     parts = (before["grad_norm/policy"], before["grad_norm/value"])
     assert before["grad_norm"] == pytest.approx(math.hypot(*parts), rel=1e-6)
     held = learner(max_grad_norm=before["grad_norm"] / 10)
     recorder = held.optimizer = Recorder([p for p in held.module.parameters() if p.requires_grad])
-    after = step(held)
+    after = take_step(held)
     clipped = torch.cat([g.flatten() for g in recorder.seen[0] if g is not None])
     assert after["grad_norm"] == pytest.approx(before["grad_norm"])
     torch.testing.assert_close(clipped, raw / 10, rtol=1e-4, atol=1e-8)
@@ -162,21 +159,21 @@ def test_only_value_leaves_the_policy_alone(shared):
     found = learner(value=value)
     print_before = found.fingerprint()
     value_before = fingerprint(dict(found.value.named_parameters()))
-    metrics = step(found, only_value=True)
+    metrics = take_step(found, only_value=True)
     assert found.fingerprint() == print_before
     assert fingerprint(dict(found.value.named_parameters())) != value_before
     assert metrics["grad_norm/policy"] == 0
     assert metrics["val/ratio"] > 0
-    step(found)
+    take_step(found)
     assert found.fingerprint() != print_before
 
 
 def test_shared_trunk_learns_from_both():
     found = learner(value=ScalarHead(32, init="normal"))
     recorder = found.optimizer = Recorder([found.policy.model.layers[0].mlp.up_proj.weight])
-    step(found)
+    take_step(found)
     batch = experience(rollout())
-    step(found, replace(batch, returns=batch.returns + 1))  # the value's error alone changes
+    take_step(found, replace(batch, returns=batch.returns + 1))  # the value's error alone changes
     first, second = (seen[0] for seen in recorder.seen)
     assert not torch.allclose(first, second)
 
@@ -185,7 +182,7 @@ def test_value_learning_rate_is_its_own():
     found = learner(value_learning_rate=0.0)
     value_before = fingerprint(dict(found.value.named_parameters()))
     policy_before = found.fingerprint()
-    assert step(found)["lr"] == 1e-2
+    assert take_step(found)["lr"] == 1e-2
     assert fingerprint(dict(found.value.named_parameters())) == value_before
     assert found.fingerprint() != policy_before
 
@@ -195,8 +192,8 @@ def test_schedule_moves_once_per_batch():
     found = learner(args=args, total_iterations=4)
     rates = []
     for _ in range(4):
-        step(found)
-        rates.append(step(found)["lr"])
+        take_step(found)
+        rates.append(take_step(found)["lr"])
         found.advance_version()
     assert rates == [1.0, 0.75, 0.5, 0.25]
 
@@ -207,7 +204,7 @@ def test_warmup_is_a_count_or_a_share_of_the_updates():
         found = learner(args=args, total_iterations=4)
         rates = []
         for _ in range(4):
-            rates.append(step(found)["lr"])
+            rates.append(take_step(found)["lr"])
             found.advance_version()
         assert rates == [0.0, 0.5e-2, 1e-2, 1e-2]
 
@@ -226,17 +223,17 @@ def test_a_gradient_that_is_not_finite_is_skipped_then_raised():
     before = found.fingerprint()
     batch = experience(rollout())
     bad = replace(batch, advantages=torch.full_like(batch.advantages, math.inf))
-    metrics = step(found, bad)
+    metrics = take_step(found, bad)
     assert metrics["skipped_steps"] == 1
     assert "grad_norm" not in metrics
     assert found.version == 0
     assert found.fingerprint() == before
-    step(found)
+    take_step(found)
     assert found.fingerprint() != before
-    step(found, bad)
-    step(found, bad)
+    take_step(found, bad)
+    take_step(found, bad)
     with pytest.raises(KedgeError, match="3 optimizer steps in a row"):
-        step(found, bad)
+        take_step(found, bad)
 
 
 def test_recorded_logprobs_are_reused_only_while_they_are_of_these_weights():
@@ -247,7 +244,7 @@ def test_recorded_logprobs_are_reused_only_while_they_are_of_these_weights():
     note = found.compute_logprobs(r, values=True, reference=True, full_kl=False)
     assert note.logprobs is recorded
     assert note.entropy is None
-    step(found)
+    take_step(found)
     note = found.compute_logprobs(r, values=True, reference=True, full_kl=False)
     assert note.logprobs is not recorded
     assert note.entropy is not None
@@ -262,7 +259,7 @@ def test_resume_is_bit_exact(shared):
 
     def go(found, n):
         for _ in range(n):
-            step(found)
+            take_step(found)
             found.advance_version()
 
     whole, first, second = make(), make(), make()
@@ -272,7 +269,7 @@ def test_resume_is_bit_exact(shared):
     go(second, 2)
     assert second.version == whole.version == 4
     assert second.fingerprint() == whole.fingerprint() != first.fingerprint()
-    assert step(second) == step(whole)
+    assert take_step(second) == take_step(whole)
 
 
 def test_total_over_one_rank_is_the_tensor():
@@ -284,7 +281,7 @@ def test_weights_are_copies_under_the_names_of_the_fingerprint():
     found = learner()
     copied = found.weights()
     assert fingerprint(copied) == found.fingerprint()
-    step(found)
+    take_step(found)
     assert fingerprint(copied) != found.fingerprint()
 
 
@@ -297,7 +294,7 @@ def test_gradient_checkpointing_really_happens_and_changes_nothing():
         count = []
         layer.register_forward_hook(lambda *_, count=count: count.append(1))
         recorder = found.optimizer = Recorder(list(found.policy.parameters()))
-        step(found)
+        take_step(found)
         grads.append(torch.cat([g.flatten() for g in recorder.seen[0]]))
         calls.append(len(count))
         found.compute_logprobs(rollout(), values=True, reference=False, full_kl=False)
@@ -311,7 +308,7 @@ def test_dropout_is_off_while_training():
     r = rollout()
     note = found.compute_logprobs(r, values=True, reference=True, full_kl=False)
     batch = replace(experience(r), old_logprobs=note.logprobs)
-    assert step(found, batch)["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert take_step(found, batch)["val/ratio"] == pytest.approx(1, abs=1e-5)
 
 
 def test_no_dropout_reaches_rates_kept_as_numbers():
@@ -349,7 +346,7 @@ def test_autocast_keeps_float32_weights():
     assert a.logprobs.dtype == b.logprobs.dtype == torch.float32
     assert not torch.equal(a.logprobs, b.logprobs)
     torch.testing.assert_close(a.logprobs, b.logprobs, atol=0.05, rtol=0.05)
-    step(low)
+    take_step(low)
     assert {p.dtype for p in low.policy.parameters()} == {torch.float32}
 
 
@@ -364,168 +361,3 @@ def test_an_empty_prompt_is_named():
             reference=False,
             full_kl=False,
         )
-
-
-def test_missing_models_are_named():
-    bare = learner(value=None, reference=None)
-    with pytest.raises(ConfigError, match="values need a value model"):
-        bare.compute_logprobs(rollout(), values=True, reference=False, full_kl=False)
-    with pytest.raises(ConfigError, match="reference"):
-        bare.compute_logprobs(rollout(), values=False, reference=True, full_kl=False)
-
-
-def test_a_model_without_a_head_is_no_policy():
-    with pytest.raises(ConfigError, match="is not a causal language model"):
-        causal_parts(tiny_reward_model())
-
-
-def test_logits_changed_after_the_head_are_noticed():
-    policy = tiny_policy()
-    plain = policy.forward
-
-    def warped(*args, **options):
-        out = plain(*args, **options)
-        out.logits = out.logits * 2
-        return out
-
-    policy.forward = warped
-    with pytest.raises(ConfigError, match="differ from the model's own"):
-        causal_parts(policy)
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("gemma2", {"final_logit_softcapping": 0.5, "head_dim": 8, "num_key_value_heads": 2}),
-        ("cohere", {"logit_scale": 0.3}),
-        ("granite", {"logits_scaling": 4.0}),
-    ],
-)
-def test_heads_that_scale_or_cap(family, options):
-    model = tiny_policy(family, **options)
-    head = causal_parts(model).head()
-    assert (head.scale, head.softcap) != (1.0, None)
-
-
-def test_bidirectional_models_are_no_value_models():
-    config = AutoConfig.for_model(
-        "distilbert", vocab_size=64, dim=32, hidden_dim=64, n_layers=1, n_heads=2, num_labels=1
-    )
-    with pytest.raises(ConfigError, match="reads the tokens that come after"):
-        load_value(AutoModelForSequenceClassification.from_config(config))
-
-
-def test_a_value_model_has_one_label():
-    config = tiny_reward_model().config
-    config.num_labels = 3
-    with pytest.raises(ConfigError, match="num_labels=1"):
-        load_value(AutoModelForSequenceClassification.from_config(config))
-
-
-def test_policies_load_from_a_folder(tmp_path):
-    policy = tiny_policy()
-    policy.save_pretrained(tmp_path)
-    loaded = load_policy(str(tmp_path))
-    assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
-        dict(policy.named_parameters())
-    )
-    assert load_policy(policy) is policy
-
-
-def test_loss_metrics_add_up_over_micro_batches():
-    def loss(output, mb):
-        total = (mb.token_weight * output.logprobs).sum()
-        return Loss(parts={"a": total}, metrics={"weight": mb.token_weight.sum()})
-
-    algo = replace(ppo(), loss=loss)
-    found = learner(reference=None)
-    assert step(found, algo=algo)["weight"] == pytest.approx(1.0)
-
-
-def test_reference_copy_does_not_move():
-    found = learner()
-    r = rollout()
-    before = found.compute_logprobs(r, values=False, reference=True, full_kl=False)
-    step(found)
-    after = found.compute_logprobs(r, values=False, reference=True, full_kl=False)
-    assert torch.equal(before.ref_logprobs, after.ref_logprobs)
-    assert not torch.equal(before.logprobs, after.logprobs)
-    assert frozen_copy(found.policy).model is not found.policy
-
-
-def test_value_models_and_heads_come_back_from_disk(tmp_path):
-    model = load_value(tiny_reward_model())
-    save_value(model, tmp_path / "model")
-    loaded = load_value(str(tmp_path / "model"))
-    assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
-        dict(model.named_parameters())
-    )
-    head = ScalarHead(8, init="normal")
-    save_value(head, tmp_path / "head")
-    assert [p.name for p in (tmp_path / "head").iterdir()] == ["value_head.safetensors"]
-    x = torch.randn(3, 8)
-    assert torch.equal(load_value_head(tmp_path / "head")(x), head(x))
-    with pytest.raises(ConfigError, match=r"has no value_head\.safetensors"):
-        load_value_head(tmp_path / "model")
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements that any tensor has whose storage an operation touches."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.untyped_storage().size() // x.element_size())
-        return out
-
-
-def test_no_tensor_holds_the_logits_of_a_batch():
-    rows, vocab = 64, 20_000
-    r = rollout(rows, response=40)
-    policy = tiny_policy(vocab_size=vocab, hidden_size=8, layers=1, heads=2)
-    found = learner(policy=policy)
-    tokens = int(r.response_mask.sum())
-    batch, algo = experience(r), ppo()
-    with Largest() as seen:
-        found.compute_logprobs(r, values=True, reference=True, full_kl=True)
-        found.optimizer_step(cut(batch, torch.arange(rows), algo, rows, one_rank), algo.loss)
-    assert tokens * vocab > 20_000_000
-    assert seen.elements <= 1 << 20  # one tile
-    with Largest() as seen, torch.no_grad():
-        policy(input_ids=r.ids)
-    assert seen.elements == r.ids.numel() * vocab  # what the watch is for
-
-
-def test_padding_is_worth_less_the_larger_the_model():
-    small = tiny_policy()
-    assert padding_budget(small, small.lm_head) > 1000
-    policy = tiny_policy(hidden_size=512, layers=4, vocab_size=1000)
-    weights = sum(p.numel() for p in policy.parameters())
-    trunk = weights - 2 * 1000 * 512
-    seconds = 8e-3 + 12 * weights / 1e10
-    assert padding_budget(policy, policy.lm_head) == 1 + int(seconds / (6 * trunk / 1e11))
-
-
-def test_rows_are_grouped_by_length():
-    groups = by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=4)
-    assert groups == [[1, 3], [2, 4, 0]]
-    assert by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=0) == [[1], [3], [2], [4], [0]]
-    assert by_length([5, 5, 5], tokens=10, max_padding=99) == [[0, 1], [2]]
-    assert by_length([], tokens=10, max_padding=9) == []
-
-
-def test_rows_padded_at_the_end_are_no_reason_to_ask_for_a_mask(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)
-    model = tiny_policy("gpt2", vocab_size=16)
-    model.config.pad_token_id = 7
-    ids = torch.tensor([[3, 4, 7]])
-    model.transformer(input_ids=ids)
-    assert "attention_mask" in said.pop()
-    trunk(causal_parts(model).backbone, ids)
-    assert said == []

@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from kedge.backends.hf.sampling import check, draw, restrict, support, uniforms
+from kedge.backends.hf.sampling import (
+    allowed_tokens,
+    check_sampling,
+    restrict,
+    sample_tokens,
+    uniforms,
+)
 from kedge.errors import ConfigError, RolloutError
 from kedge.types import Sampling
 
@@ -62,7 +68,7 @@ class TestDraw:
         logits = torch.randn(vocabulary) * 2
         drawn = torch.cat(
             [
-                draw(logits.expand(500, -1), uniforms(3, torch.arange(i, i + 500), 1))[0]
+                sample_tokens(logits.expand(500, -1), uniforms(3, torch.arange(i, i + 500), 1))[0]
                 for i in range(0, n, 500)
             ]
         )
@@ -80,7 +86,9 @@ class TestDraw:
         torch.manual_seed(0)
         logits = torch.randn(30)
         n = 30_000
-        ours = draw(logits.expand(n, -1), uniforms(0, torch.arange(n), 0))[0].bincount(minlength=30)
+        ours = sample_tokens(logits.expand(n, -1), uniforms(0, torch.arange(n), 0))[0].bincount(
+            minlength=30
+        )
         theirs = logits.softmax(-1).multinomial(n, True).bincount(minlength=30)
         assert ((ours - theirs) ** 2 / (ours + theirs).clamp(min=1)).sum() < chi_square_limit(30)
 
@@ -88,7 +96,9 @@ class TestDraw:
     def test_the_ends_of_the_unit_interval(self, vocabulary):
         logits = torch.zeros(3, vocabulary)
         logits[:, 0] = logits[:, -1] = -math.inf  # the first and the last token have no probability
-        token, logprob = draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-52], dtype=torch.float64))
+        token, logprob = sample_tokens(
+            logits, torch.tensor([0.0, 0.5, 1 - 2**-52], dtype=torch.float64)
+        )
         assert token[0] == 1
         assert token[2] == vocabulary - 2
         assert abs(int(token[1]) - vocabulary / 2) <= 1
@@ -99,7 +109,7 @@ class TestDraw:
     def test_the_only_possible_token(self, vocabulary, place):
         logits = torch.full((5, vocabulary), -math.inf)
         logits[:, place] = 3.0
-        token, logprob = draw(logits, uniforms(0, torch.arange(5), 0))
+        token, logprob = sample_tokens(logits, uniforms(0, torch.arange(5), 0))
         assert (token == place % vocabulary).all()
         assert (logprob == 0).all()
 
@@ -110,7 +120,7 @@ class TestDraw:
         sums = logits.softmax(-1).unflatten(-1, (-1, 256)).sum(-1)
         cumulative = sums.cumsum(-1, dtype=torch.float64)
         for nudge in (-(2**-52), 0.0, 2**-52):
-            token, logprob = draw(logits, cumulative[:, 1] / cumulative[:, -1] + nudge)
+            token, logprob = sample_tokens(logits, cumulative[:, 1] / cumulative[:, -1] + nudge)
             assert ((token - 512).abs() < 40).all()
             assert (token != 512).all()
             assert torch.isfinite(logprob).all()
@@ -121,13 +131,13 @@ class TestDraw:
         logits[-1000:] = math.log(149_000 / 1000 * 1e-6)
         tail = logits.double().softmax(-1)[-1000:].sum()
         u = torch.tensor([1 - float(tail) * f for f in (0.75, 0.5, 0.25)], dtype=torch.float64)
-        token = draw(logits.expand(3, -1), u)[0]
+        token = sample_tokens(logits.expand(3, -1), u)[0]
         assert (token - torch.tensor([149_250, 149_500, 149_750])).abs().max() <= 60
 
     def test_logprob_is_that_of_the_log_softmax(self):
         torch.manual_seed(0)
         logits = torch.randn(64, 50304) * 3
-        token, logprob = draw(logits, uniforms(0, torch.arange(64), 0))
+        token, logprob = sample_tokens(logits, uniforms(0, torch.arange(64), 0))
         want = logits.double().log_softmax(-1).gather(-1, token[:, None])[:, 0]
         assert (logprob - want).abs().max() < 1e-6
 
@@ -135,7 +145,7 @@ class TestDraw:
         for vocabulary in (30, 3000):
             logits = torch.zeros(2, vocabulary)
             logits[1, 7] = math.nan
-            token, logprob = draw(logits, torch.tensor([0.5, 0.5], dtype=torch.float64))
+            token, logprob = sample_tokens(logits, torch.tensor([0.5, 0.5], dtype=torch.float64))
             assert torch.isnan(logprob).tolist() == [False, True]
             assert token.max() < vocabulary
 
@@ -182,12 +192,12 @@ class TestRestrict:
 
     def test_support_lists_what_can_be_drawn(self):
         logits = torch.tensor([[0.0, -math.inf, 1.0], [-math.inf, 5.0, -math.inf]])
-        assert [sorted(row) for row in support(logits).tolist()] == [[0, 2], [-1, 1]]
+        assert [sorted(row) for row in allowed_tokens(logits)[0].tolist()] == [[0, 2], [-1, 1]]
 
     def test_support_too_wide_to_be_recorded(self):
-        assert support(torch.zeros(1, 4096)).shape == (1, 4096)
+        assert allowed_tokens(torch.zeros(1, 4096))[0].shape == (1, 4096)
         with pytest.raises(RolloutError, match="left 4097 tokens"):
-            support(torch.zeros(1, 4097))
+            allowed_tokens(torch.zeros(1, 4097))
 
 
 @pytest.mark.parametrize(
@@ -208,5 +218,5 @@ class TestRestrict:
 )
 def test_impossible_sampling_is_refused(options, words):
     with pytest.raises(ConfigError) as error:
-        check(Sampling(**{"max_new_tokens": 4, **options}), vocabulary=5)
+        check_sampling(Sampling(**{"max_new_tokens": 4, **options}), vocabulary=5)
     assert words in str(error.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,11 @@ def test_the_command_line_mixes(tmp_path: Path) -> None:
     assert (len(train), len(test)) == (24, 2)
     with pytest.raises(DataError, match="set only one"):
         load_prompts(parse([*flags, "--dataset_name", given[0]], prog="kedge ppo"))
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_verifiers_can_be_pickled(name: str) -> None:
+    copy = pickle.loads(pickle.dumps(VERIFIERS[name]))
+    assert copy.__name__ == VERIFIERS[name].__name__  # type: ignore[attr-defined]
+    assert copy.on("answer").column == "answer"
+    assert pickle.loads(pickle.dumps(r1_style_format))(["</think><answer>a</answer>"]) == [1.0]

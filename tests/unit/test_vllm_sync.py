@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.func import functional_call
 
 from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.vllm.engine import VLLMEngine
@@ -151,7 +152,7 @@ def test_a_spec_can_be_sent_to_another_process():
     model = policy("qwen2", tie_word_embeddings=True)
     sent = pickle.loads(pickle.dumps(PolicySpec.of(model)))
     weights = trained(model)
-    want = PolicySpec.of(model).logprobs(weights)
+    want = PolicySpec.of(model).on_cpu().logprobs(weights)
     assert torch.equal(sent.logprobs(weights), want)
     assert [n for n, _ in sent.payload(weights).named].count("lm_head.weight") == 1
 
@@ -266,3 +267,74 @@ def test_a_base_in_bfloat16_is_sampled_in_bfloat16():
     adapter = LoraConfig(r=4, target_modules=["q_proj"])
     assert weights_dtype(get_peft_model(policy().bfloat16(), adapter)) == torch.bfloat16
     assert weights_dtype(policy()) == torch.float32
+
+
+def test_a_full_disk_names_the_option(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kedge.backends.vllm.weight_payload.save_file", refuse)
+    model = policy()
+    with pytest.raises(SyncError, match=r"weights of 0.00 GB .* No space left.*weight_sync_folder"):
+        PolicySpec.of(model).payload(trained(model)).write(tmp_path)
+
+
+def test_rows_without_a_version_have_the_one_that_was_sent():
+    model = policy()
+    spec = PolicySpec.of(model)
+    engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
+    engine.load_weights(trained(model), 4)
+    engine.service.said = -1
+    rollout = engine.generate(prompts(), sampling=Sampling(max_new_tokens=1), seed=0)
+    assert rollout.version.tolist() == [4] * 6
+
+
+class Rounded(Ours):
+    """Computes in bfloat16 with weights in bfloat16, as vLLM does; may lose the second sync."""
+
+    def score(self, rows):
+        weights = {name: p.bfloat16() for name, p in self.weights.items()}
+        with torch.no_grad():
+            ids = {"input_ids": torch.tensor(rows)}
+            logits = functional_call(self.spec.skeleton, weights, kwargs=ids).logits
+        logp = logits[:, :-1].float().log_softmax(-1)
+        return logp.gather(-1, ids["input_ids"][:, 1:, None])[..., 0].tolist()
+
+
+def low_precision(broken="", **shape):
+    model = policy(**shape)
+    spec = PolicySpec.of(model, dtype=torch.bfloat16)
+    weights = trained(model)
+    return VLLMEngine(Rounded(spec, weights, broken), spec, pad_id=0), weights
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_honest_syncs_in_bfloat16_are_accepted(family):
+    engine, weights = low_precision(family=family)
+    for version in range(1, 51):
+        engine.load_weights(weights, version)
+        weights = moved(weights, 1e-5)
+    assert engine.sync_gap > 1e-3  # the rounding hides what one update changes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_a_lost_sync_in_bfloat16_is_found_at_the_first_update(family):
+    engine, weights = low_precision("skips", family=family)
+    engine.load_weights(weights, 1)
+    with pytest.raises(SyncError, match="loading version 2 had no effect"):
+        engine.load_weights(moved(weights, 1e-4), 2)
+
+
+def test_a_deep_model_may_differ_by_its_own_rounding():
+    shape = {"layers": 28, "hidden_size": 128, "heads": 4, "initializer_range": 0.15}
+    engine, weights = low_precision(**shape)
+    engine.load_weights(weights, 1)
+    assert engine.sync_gap > 0.05  # more than the limit of a shallow model
+    wrong = {"model.norm.weight": 1.5 * weights["model.norm.weight"]}
+
+    def load(payload, version):
+        engine.service.weights, engine.service.said = weights | wrong, version
+
+    engine.service.load = load
+    with pytest.raises(SyncError, match="differ by"):
+        engine.load_weights(moved(weights, 1e-5), 2)

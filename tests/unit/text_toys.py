@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,3 +120,26 @@ def rollout_of(
         ),
         version=torch.zeros(count, dtype=torch.long),
     )
+
+
+def weightless_model(folder: Path) -> Path:
+    """A folder with a tiny model's configuration and tokenizer, and no weights at all."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    words = {w: i for i, w in enumerate(["<unk>", "</s>", "Day", *map(str, range(30))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder

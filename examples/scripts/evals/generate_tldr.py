@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kedge.cli.data import Splits
 from kedge.cli.main import guarded
-from kedge.cli.tools.generate import answered, write
+from kedge.cli.tools.generate import generate_completions, write
 from kedge.judges import Endpoint, match
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     flags.add_argument("--judge_model", default="gpt-4o-mini")
     args = flags.parse_args(argv)
     rows = Splits(args.dataset_name).load(args.dataset_split)
-    summaries = answered(
+    summaries = generate_completions(
         args.model_name_or_path,
         rows.select(range(min(args.n, len(rows)))),
         max_new_tokens=args.max_new_tokens,

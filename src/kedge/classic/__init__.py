@@ -8,6 +8,7 @@ from typing import Any
 from kedge.classic import core
 from kedge.classic.config import AdaptiveKLController, FixedKLController, PPOConfig
 from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
+from kedge.classic.models.extras import SUPPORTED_ARCHITECTURES, BestOfNSampler, setup_chat_format
 from kedge.classic.models.reference import create_reference_model
 from kedge.classic.models.value_head import ValueHead
 from kedge.classic.models.wrapper import (
@@ -20,9 +21,11 @@ from kedge.classic.scores import RunningMoments
 from kedge.classic.trainer import PPOTrainer
 
 __all__ = [
+    "SUPPORTED_ARCHITECTURES",
     "AdaptiveKLController",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
+    "BestOfNSampler",
     "FixedKLController",
     "LengthSampler",
     "PPOConfig",
@@ -34,6 +37,7 @@ __all__ = [
     "create_reference_model",
     "respond_to_batch",
     "set_seed",
+    "setup_chat_format",
     "unwrap_model_for_generation",
 ]
 

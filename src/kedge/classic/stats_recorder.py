@@ -27,8 +27,8 @@ class OptimizerStep:
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)  # float64 scalars
-    ratios: list[Tensor] = field(default_factory=list)  # float32 [n]
-    advantages: list[Tensor] = field(default_factory=list)  # float32 [n]
+    # float32 [3, b R]: ratio, advantage, and 1 where a token is trained; on the learner's device
+    tokens: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
     def add(self, new: PolicyOutput, mb: MicroBatch, loss: Loss) -> None:
@@ -49,20 +49,20 @@ class OptimizerStep:
         }
         for name, number in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + number.detach().double()
-        log_ratio = new.logprobs - x.old_logprobs
-        self.ratios.append(log_ratio[x.loss_mask].exp().cpu())
-        self.advantages.append(x.advantages[x.loss_mask].cpu())
+        ratio = (new.logprobs - x.old_logprobs).exp()
+        self.tokens.append(torch.stack([ratio, x.advantages, x.loss_mask.float()]).flatten(1))
 
     def statistics(self, total: Total) -> dict[str, Tensor]:
         """The statistics of the step: scalars over all ranks, two float32 [n] of this rank."""
         sums = dict(zip(self.sums, total(torch.stack([*self.sums.values()])), strict=True))
+        ratio, advantages, trained = torch.cat(self.tokens, 1).cpu()
         fix = sums["tokens"] / (sums["tokens"] - 1).clamp(min=1)  # unbiased variances
         for mean, var in (("returns/mean", "returns/var"), ("val/mean", "val/var")):
             sums[var] = fix * (sums[var] - sums[mean] ** 2).clamp(min=0)
         stats = {name: x.float() for name, x in sums.items() if name != "tokens"}
         return stats | {
-            "policy/advantages": torch.cat(self.advantages),
-            "policy/ratio": torch.cat(self.ratios),
+            "policy/advantages": advantages[trained.bool()],
+            "policy/ratio": ratio[trained.bool()],
         }
 
 

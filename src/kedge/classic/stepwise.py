@@ -104,17 +104,10 @@ def _experience(
                 trainer.model if adapter else _with_head(trainer)
             )
     _check_shapes("batched_forward_pass", masks, logprobs=logprobs, values=values)
-    pair = (logprobs, ref_logprobs)
     if full:
-        if logits is None or ref_logits is None:
-            raise DataError(
-                'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
-                "returned None"
-            )
-        pair = (
-            logprobs_from_logits(logits.float(), logits, gather=False),
-            logprobs_from_logits(ref_logits.float(), ref_logits, gather=False),
-        )
+        pair = _over_vocabulary(logits), _over_vocabulary(ref_logits)
+    else:
+        pair = logprobs, ref_logprobs
     clock.append(time.perf_counter())
     rewards, penalty, kls = trainer.compute_rewards(scores.whole.to(device), *pair, masks)
     _check_shapes("compute_rewards", masks, rewards=rewards, non_score_reward=penalty, kls=kls)
@@ -146,6 +139,15 @@ def _experience(
         "kls": kls,
     }
     return batch, record
+
+
+def _over_vocabulary(logits: Tensor | None) -> Tensor:
+    if logits is None:
+        raise DataError(
+            'kl_penalty="full" needs logits, but batched_forward_pass(return_logits=True) '
+            "returned None"
+        )
+    return logprobs_from_logits(logits.float(), logits, gather=False)
 
 
 def _with_head(trainer: PPOTrainer) -> Any:

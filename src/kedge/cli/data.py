@@ -23,11 +23,7 @@ def note(text: str) -> None:
 
 
 def load_prompts(options: Options) -> tuple[Any, Any]:
-    """Training prompts, and evaluation prompts or None if the run does not evaluate.
-
-    Raises:
-        DataError: no dataset is given, or it cannot be read.
-    """
+    """Training prompts, and evaluation prompts or None if the run does not evaluate."""
     script, config = options.script, options.config
     evaluates, test = config.do_eval or config.eval_on_start, None
     if script.dataset_mixer_list:
@@ -116,11 +112,7 @@ class Splits:
             raise DataError(f"dataset_name={self.name!r}: {error}") from error
 
     def load(self, split: str) -> Any:
-        """The rows of a split; a local dataset with a single split returns it for any name.
-
-        Raises:
-            DataError: the split does not exist, or cannot be read.
-        """
+        """The rows of a split; a local dataset with a single split returns it for any name."""
         import datasets
 
         if not self.local:

@@ -41,11 +41,7 @@ def scores_without_model(options: Options) -> bool:
 
 
 def check_rewards(options: Options) -> None:
-    """Reject reward flags that would have no effect, or leave no reward source.
-
-    Raises:
-        ConfigError: names the flag.
-    """
+    """Reject reward flags that would have no effect, or leave no reward source."""
     given, script = options.given, options.script
     for amount, switch in _NEEDS.items():
         if amount in given and not getattr(script, switch):
@@ -70,15 +66,7 @@ def _parse_rename(spec: str | None) -> dict[str, str]:
 
 
 def build_sources(options: Options, *, model: bool) -> Sources:
-    """Reward functions and weights.
-
-    Args:
-        options: what ``parse`` returned.
-        model: whether there is a reward model, which comes first.
-
-    Raises:
-        ConfigError: weights are given twice.
-    """
+    """Reward functions and weights; ``model`` says whether a reward model comes first."""
     from kedge.verifiers import by_column, r1_style_format
 
     script = options.script
@@ -89,11 +77,8 @@ def build_sources(options: Options, *, model: bool) -> Sources:
     if script.add_r1_style_format_reward:
         weighted.append((r1_style_format, script.r1_style_format_reward))
     functions = [function for function, _ in weighted]
-    amounts = [
-        flag
-        for flag in ("reward_model_multiplier", *_NEEDS, *_NEEDS.values())
-        if flag in options.given
-    ]
+    flags = ("reward_model_multiplier", *_NEEDS, *_NEEDS.values())
+    amounts = [flag for flag in flags if flag in options.given]
     if not amounts:
         return Sources(functions=functions, weights=None)
     if options.config.reward_weights is not None:

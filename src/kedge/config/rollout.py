@@ -100,7 +100,8 @@ class RolloutArguments(RayArguments):
     vllm_tolerance: float | None = _rollout(
         None,
         "Largest mean log-probability gap between vLLM and the learner after a weight sync, in nats"
-        " per token. Unset: 1e-3 in float32, 5e-2 in bfloat16 and float16.",
+        " per token. Unset: 1e-3 in float32; in bfloat16 and float16 5e-2, or 2.5 times what that"
+        " precision changes in the learner.",
         gt=0,
         resume="may_change",
     )

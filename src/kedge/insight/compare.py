@@ -14,16 +14,9 @@ AXES = ("episode", "step")
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A metric over several runs, at the points that all of them have.
+    """A metric over several runs, at the points that all of them have."""
 
-    Args:
-        x: episodes or iterations.
-        mean: over the runs.
-        low: minimum over the runs.
-        high: maximum over the runs.
-    """
-
-    x: list[float]
+    x: list[float]  # episodes or iterations
     mean: list[float]
     low: list[float]
     high: list[float]

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,9 +56,6 @@ def read_log(place: str | Path) -> RunLog:
     """Read the log in a run's ``output_dir``, or a ``metrics.jsonl`` file.
 
     Damaged lines are skipped, with a warning that counts them.
-
-    Raises:
-        DataError: there is no log, or it has no training rows.
     """
     skipped = Skipped()
     rows = [row for row in read_rows(place, skipped) if "objective/scores" in row]
@@ -80,11 +78,7 @@ def fixed_length(folder: Path) -> bool:
 
 
 def log_file(place: str | Path) -> Path:
-    """The ``metrics.jsonl`` of a run.
-
-    Raises:
-        DataError: the file does not exist.
-    """
+    """The ``metrics.jsonl`` of a run."""
     path = Path(place).expanduser()
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
@@ -93,11 +87,7 @@ def log_file(place: str | Path) -> Path:
 
 
 def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
-    """All rows of the log, including evaluations; only values that are finite numbers.
-
-    Raises:
-        DataError: there is no log, or it cannot be opened.
-    """
+    """All rows of the log, including evaluations; only values that are finite numbers."""
     rows = read_table(log_file(place), skipped)
     return [
         {k: float(x) for k, x in row.items() if isinstance(x, int | float) and abs(x) <= _LARGEST}
@@ -105,25 +95,17 @@ def read_rows(place: str | Path, skipped: Skipped) -> list[dict[str, float]]:
     ]
 
 
-class Skipped:
+class Skipped(Counter[Path]):
     """Counts unreadable lines in the files of a run, for a single warning."""
-
-    def __init__(self) -> None:
-        self._lines: dict[Path, int] = {}
-
-    def add(self, file: Path, lines: int = 1) -> None:
-        """Count skipped lines of a file."""
-        if lines:
-            self._lines[file] = self._lines.get(file, 0) + lines
 
     def warn(self) -> None:
         """Log one warning if anything was skipped."""
-        if self._lines:
-            files = [f"{file.parent.name}/{file.name} ({n})" for file, n in self._lines.items()]
+        if self.total():
+            files = [f"{file.parent.name}/{file.name} ({n})" for file, n in self.items() if n]
             more = f" and {len(files) - 5} more files" if len(files) > 5 else ""
             logger.warning(
                 "skipped %d damaged lines: %s%s",
-                sum(self._lines.values()),
+                self.total(),
                 ", ".join(files[:5]),
                 more,
             )
@@ -133,16 +115,13 @@ def read_table(file: Path, skipped: Skipped) -> list[dict[str, Any]]:
     """The readable JSON objects of a run's file, one per line.
 
     Non-finite numbers become None, as Kedge writes them.
-
-    Raises:
-        DataError: the file cannot be opened.
     """
     try:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error
     rows = [row for line in lines if (row := _parse_row(line)) is not None]
-    skipped.add(file, sum(1 for line in lines if line.strip()) - len(rows))
+    skipped[file] += sum(1 for line in lines if line.strip()) - len(rows)
     return rows
 
 
@@ -160,11 +139,7 @@ def _finite(text: str) -> float | None:
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a data file, one per line; every line must be valid.
-
-    Raises:
-        DataError: a line is not a JSON object.
-    """
+    """The JSON objects of a data file, one per line; every line must be valid."""
     objects: list[dict[str, Any]] = []
     # Not splitlines: it would also split at other line separators, which responses may contain.
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):

@@ -11,14 +11,7 @@ from typing import Any
 
 from kedge.errors import DataError
 from kedge.insight.doctor import examine
-from kedge.insight.log import (
-    RunLog,
-    Skipped,
-    fixed_length,
-    log_file,
-    read_rows,
-    read_table,
-)
+from kedge.insight.log import RunLog, Skipped, fixed_length, log_file, read_rows, read_table
 from kedge.insight.story import story, vocabulary
 
 TOKENS = "tokens"
@@ -41,9 +34,6 @@ def gather(
         most: maximum responses per table kind; beyond it every step is truncated equally.
 
     Damaged lines are skipped, with one warning that counts them.
-
-    Raises:
-        DataError: there is no log, or it has no readable row.
     """
     folder, skipped = log_file(place).absolute().parent, Skipped()
     rows = read_rows(place, skipped)
@@ -106,7 +96,7 @@ def _read_run_info(folder: Path, skipped: Skipped) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError):
         info = None
     if not isinstance(info, dict):
-        skipped.add(file)
+        skipped[file] += 1
         return {}
     return info
 
@@ -139,7 +129,7 @@ def _read_tables(
     for step in sorted(files):
         rows = read_table(files[step], skipped)
         kept = [row for row in rows if sound(row)]
-        skipped.add(files[step], len(rows) - len(kept))
+        skipped[files[step]] += len(rows) - len(kept)
         tables.append({"step": step, "rows": kept})
     count = sum(len(table["rows"]) for table in tables)
     if count > most:

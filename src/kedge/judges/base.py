@@ -24,14 +24,14 @@ class Answer:
 
     Attributes:
         prefer: the better answer; "invalid" if the reply names none.
-        said: the text of the reply, if any.
+        reply: its text, if any.
         prompt_tokens: tokens read, as reported by the judge.
         completion_tokens: tokens generated.
         cached: whether the reply came from the cache, at no cost.
     """
 
     prefer: Prefer
-    said: str = ""
+    reply: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached: bool = False

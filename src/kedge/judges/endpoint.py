@@ -136,7 +136,7 @@ class Endpoint:
             self._cache.put(request, reply)
         return Answer(
             prefer=winner_in(reply["text"]),
-            said=reply["text"],
+            reply=reply["text"],
             prompt_tokens=reply["prompt_tokens"],
             completion_tokens=reply["completion_tokens"],
             cached=known,

@@ -69,7 +69,7 @@ class ScoreJudge:
             if a is None or b is None
             else Answer(
                 prefer="tie" if abs(a - b) <= self._margin else _preference(a, b),
-                said=f"{a:.6g} {b:.6g}",
+                reply=f"{a:.6g} {b:.6g}",
             )
             for a, b in zip(scores[: len(pairs)], scores[len(pairs) :], strict=True)
         ]

@@ -8,12 +8,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, get_args
 
 from kedge.errors import JudgeError
 from kedge.judges.base import Answer, Judge, Pair
 
 Outcome = Literal["win", "loss", "tie", "invalid"]
+_OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 RESAMPLES = 2000
 _WORTH: dict[Outcome, float] = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 
@@ -29,11 +30,6 @@ class Row:
     outcome: Outcome
     answer: Answer
 
-    @property
-    def worth(self) -> float | None:
-        """See ``worth``."""
-        return worth(self.outcome)
-
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -48,13 +44,8 @@ class Match:
 
     @property
     def win_rate(self) -> float:
-        """Share of wins among the valid answers; a tie counts half.
-
-        Raises:
-            JudgeError: no answer is valid.
-        """
-        worths = self._worths()
-        return sum(worths) / len(worths)
+        """Share of wins among the valid answers; a tie counts half."""
+        return _mean(self._worths())
 
     def interval(self, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
         """Bootstrap interval of the win rate over prompts (Efron 1979), percentile method."""
@@ -69,7 +60,7 @@ class Match:
         et al. 2024 (arXiv:2404.04475), equation 2, without its term for how hard a prompt is.
         None if the answers do not differ in length, or length alone determines the outcome.
         """
-        rows = [row for row in self.rows if row.worth is not None]
+        rows = [row for row in self.rows if row.outcome != "invalid"]
         gaps = [len(row.ours) - len(row.theirs) for row in rows]
         spread = math.sqrt(sum(g * g for g in gaps) / max(len(gaps), 1))
         if not spread or len(set(gaps)) < 2:
@@ -84,10 +75,9 @@ class Match:
         return {
             "judge": self.judge,
             "prompts": len(self.rows),
-            "wins": self.count("win"),
-            "losses": self.count("loss"),
-            "ties": self.count("tie"),
-            "invalid": self.count("invalid"),
+            **dict(
+                zip(("wins", "losses", "ties", "invalid"), map(self.count, _OUTCOMES), strict=True)
+            ),
             "win_rate": self.win_rate,
             "win_rate_low": low,
             "win_rate_high": high,
@@ -101,7 +91,7 @@ class Match:
         }
 
     def _worths(self) -> list[float]:
-        worths = [value for row in self.rows if (value := row.worth) is not None]
+        worths = [value for row in self.rows if (value := worth(row.outcome)) is not None]
         if not worths:
             raise JudgeError(f"judge {self.judge} gave no valid answer to {len(self.rows)} pairs")
         return worths
@@ -139,15 +129,8 @@ def match(
     ]
     answers = judge.judge(pairs)
     rows = [
-        Row(
-            prompt=prompt,
-            ours=a,
-            theirs=b,
-            swapped=swap,
-            outcome=_outcome(answer, swap),
-            answer=answer,
-        )
-        for prompt, a, b, swap, answer in zip(prompts, ours, theirs, swaps, answers, strict=True)
+        Row(prompt=p, ours=a, theirs=b, swapped=s, outcome=_outcome(answer, s), answer=answer)
+        for p, a, b, s, answer in zip(prompts, ours, theirs, swaps, answers, strict=True)
     ]
     return Match(judge.name, rows)
 

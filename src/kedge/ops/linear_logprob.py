@@ -31,6 +31,12 @@ class Head(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None  # y = c tanh(x / c), Gemma 2 (arXiv:2408.00118, sec. 2)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 [..., V] of hidden states float [..., H], all at once."""
+        z = (hidden @ self.weight.T.to(hidden.dtype)).float()
+        z = (z if self.bias is None else z + self.bias) * self.scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenConstraints:

@@ -4,8 +4,9 @@ Its tensors live in CPU memory, so all values are real, but they behave like GPU
 
 * mixing them with CPU tensors of one or more dimensions raises ``RuntimeError``;
 * ``numpy()`` without ``cpu()`` raises ``TypeError``;
-* every host-device synchronization (``item``, ``tolist``, ``nonzero``, a boolean index) and every
-  copy between the two is counted, with the line of Kedge that caused it.
+* every wait of the host (``item``, ``tolist``, ``nonzero``, a boolean index, a copy to the host)
+  and every copy to the device is counted, with the line of Kedge that caused it; a tensor that is
+  copied to the device a second time is counted as "again to device".
 
 It needs only torch and accelerate. It does not test kernels, speed or memory, cannot detect an
 asynchronous copy that is read too early, and autocast only casts matrix products and attention.
@@ -14,7 +15,7 @@ Every operation passes through Python, so keep the models tiny.
     with strict_accelerator() as waits:
         trainer = PPOTrainer(...)  # Accelerator().device is the simulated one
         trainer.train()
-    print(waits.most_common(10))
+    print(total_waits(), waits.most_common(10))
 
 Needs torch 2.8 or newer.
 """
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NAME = "strict"
 _KEDGE = str(Path(__file__).parents[1]) + "/"
 _WAITS: Counter[str] = Counter()
+_COPIED: dict[tuple[int, ...], Tensor] = {}  # tensors copied to the device, kept alive
 _WAITING = ("aten.nonzero", "aten._unique2", "aten.unique_", "aten.masked_select")
 _AUTOCAST = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "scaled_dot_product_attention")
 _libraries: list[torch.library.Library] = []  # a registration lasts as long as its library
@@ -67,6 +69,7 @@ def strict_accelerator() -> Iterator[Counter[str]]:
     threading.Thread.run = run_in_mode  # type: ignore[method-assign, assignment]
     torch.__future__.set_swap_module_params_on_conversion(True)  # or .to() unties weights
     _WAITS.clear()
+    _COPIED.clear()
     try:
         with _Factories():
             yield _WAITS
@@ -75,6 +78,12 @@ def strict_accelerator() -> Iterator[Counter[str]]:
         torch.tensor, torch.as_tensor = _cpu_tensor, _cpu_as_tensor
         torch.__future__.set_swap_module_params_on_conversion(swap)
         Accelerator.device = before
+        _COPIED.clear()
+
+
+def total_waits() -> int:
+    """How often the host has waited so far: all counts but those of copies to the device."""
+    return sum(count for key, count in _WAITS.items() if "to device" not in key)
 
 
 @functools.cache
@@ -231,7 +240,7 @@ def _to_copy(source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     device = kwargs.get("device")
     to_strict = isinstance(source, _StrictTensor) if device is None else _is_strict(device)
     if isinstance(source, _StrictTensor) != to_strict:
-        _count("to device" if to_strict else "to host")
+        _count_copy(source, to_strict)
     rest = {k: v for k, v in kwargs.items() if k != "device"}
     copied: Tensor = _aten._to_copy.default(_unwrap(source), **rest)
     return _StrictTensor(copied) if to_strict else copied
@@ -239,7 +248,7 @@ def _to_copy(source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
 
 def _copy_(target: Tensor, source: Tensor, *rest: Any) -> Tensor:
     if isinstance(target, _StrictTensor) != isinstance(source, _StrictTensor):
-        _count("to device" if isinstance(target, _StrictTensor) else "to host")
+        _count_copy(source, isinstance(target, _StrictTensor))
     _unwrap(target).copy_(_unwrap(source))
     return target
 
@@ -261,6 +270,15 @@ def _count(kind: str) -> None:
             return
         frame = frame.f_back
     _WAITS[f"{kind} elsewhere"] += 1
+
+
+def _count_copy(source: Tensor, to_device: bool) -> None:
+    if not to_device:
+        _count("to host")
+        return
+    key = (source.data_ptr(), source._version, *source.shape)
+    _count("again to device" if key in _COPIED and source.numel() > 1 else "to device")
+    _COPIED[key] = source
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:

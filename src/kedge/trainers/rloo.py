@@ -108,9 +108,9 @@ class RLOOTrainer(TrainerShell):
             )
         arguments = one_spelling(locals(), older)
         if older.get("reward_model") is not None:
-            given = arguments["processing_class"]
-            tokenizer = load_tokenizer(given, arguments["model"], arguments["args"])
-            arguments["processing_class"] = own_or(given, tokenizer)
+            processor = arguments["processing_class"]
+            tokenizer = load_tokenizer(processor, arguments["model"], arguments["args"])
+            arguments["processing_class"] = own_or(processor, tokenizer)
             arguments["reward_funcs"] = of_texts(arguments["reward_funcs"], tokenizer)
         super().__init__(arguments)
 

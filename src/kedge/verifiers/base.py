@@ -7,12 +7,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kedge.errors import RewardError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Check = Callable[[str, Any], float]
 
@@ -57,7 +54,7 @@ class Verifier:
     def __repr__(self) -> str:
         return f"Verifier({self.__name__!r}, column={self.column!r})"
 
-    def on(self, column: str) -> Self:
+    def on(self, column: str) -> Verifier:
         """The same verifier, with the ground truth in another column."""
         other = copy.copy(self)
         other.column = column

@@ -60,12 +60,7 @@ class ByColumn:
                 raise ConfigError(self._unknown(key, "weights or rename"))
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Score all rows.
-
-        Raises:
-            RewardError: a row names an unknown verifier, or has fewer or more ground truths than
-                names.
-        """
+        """Score all rows; raises RewardError for an unknown verifier."""
         rows = len(completions)
         names = read_column(columns, self.column, rows, self.__name__)
         truths = read_column(columns, self.truth, rows, self.__name__)

@@ -43,11 +43,11 @@ def format_reward(*, strict: bool = True, opened: bool = False, name: str = "for
         opened: see ``has_think_answer``.
         name: of the reward.
     """
+    return Verifier(partial(_check, strict=strict, opened=opened), name=name, column=None)
 
-    def check(text: str, _: Any) -> float:
-        return float(has_think_answer(text, strict=strict, opened=opened))
 
-    return Verifier(check, name=name, column=None)
+def _check(text: str, _: Any, *, strict: bool, opened: bool) -> float:
+    return float(has_think_answer(text, strict=strict, opened=opened))
 
 
 def tag_count_reward(tags: Sequence[str] = _TAGS) -> Verifier:

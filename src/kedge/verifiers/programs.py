@@ -70,10 +70,8 @@ def code_verifier(
 def extract_code(response: str, entry_point: str = "", tests: Sequence[str] = ()) -> str:
     """The program in a response.
 
-    Args:
-        response: the whole response.
-        entry_point: name of the function or class under test, if known.
-        tests: without ``entry_point``, blocks that define a name used in these are preferred.
+    Blocks that define ``entry_point`` are preferred; without it, those that define a name used in
+    ``tests``.
     """
     parts = _TILDES.sub(r"\1```", response).split("```")
     blocks = []

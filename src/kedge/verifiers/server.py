@@ -15,14 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kedge.errors import ConfigError
 from kedge.verifiers.base import is_finite
 from kedge.verifiers.by_column import accepted
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +100,7 @@ class RewardServer(ThreadingHTTPServer):
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.server_address[1]}/score"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RewardServer:
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.1,), name="kedge-reward-server", daemon=True
         )

@@ -40,11 +40,7 @@ def f1(response: str, truth: str) -> float:
 
 
 def accepted(truth: Any, name: str) -> list[str]:
-    """The accepted texts of a ground truth, given as one text or a list.
-
-    Raises:
-        RewardError: the list is empty, or an entry is not text.
-    """
+    """The accepted texts of a ground truth, given as one text or a list."""
     texts = list(truth) if isinstance(truth, (list, tuple)) else [truth]
     texts = [str(text) if isinstance(text, (int, float)) else text for text in texts]
     if not texts or not all(isinstance(text, str) for text in texts):

@@ -27,22 +27,13 @@ def positions(model: Any) -> int | None:
 
 
 def check_vocabulary(models: Mapping[str, nn.Module], *, tokens: int) -> None:
-    """Reject models whose vocabulary is smaller than the policy's.
-
-    Args:
-        models: by the name used in messages.
-        tokens: size of the policy's vocabulary.
-
-    Raises:
-        ConfigError: naming the model and both sizes.
-    """
+    """Reject models (by name) whose vocabulary is smaller than the policy's ``tokens``."""
     for name, model in models.items():
         rows = vocabulary(model)
         if rows is not None and rows < tokens:
             raise ConfigError(
                 f"{name} ({type(model).__name__}) has a vocabulary of {rows} tokens, the policy of "
-                f"{tokens}: it reads the policy's token ids, so it must be a model with the same "
-                "tokenizer"
+                f"{tokens}; it reads the policy's token ids, so it must have the same tokenizer"
             )
 
 
@@ -68,11 +59,11 @@ def check_length(
             raise ConfigError(
                 f"the longest prompt of {prompt} tokens and {option}={response} need "
                 f"{prompt + response} positions; {name}{kind} has {limit}. "
-                + _shorter(prompt, response, limit, option)
+                + _suggest_lengths(prompt, response, limit, option)
             )
 
 
-def _shorter(prompt: int, response: int, most: int, option: str) -> str:
+def _suggest_lengths(prompt: int, response: int, most: int, option: str) -> str:
     """Suggest lengths that fit."""
     ways = [f"{option}={most - prompt} or less"] if most > prompt else []
     if most - response >= prompt / 2:  # else hardly anything is left of the prompts
@@ -88,15 +79,7 @@ def _shorter(prompt: int, response: int, most: int, option: str) -> str:
 def check_no_shared_weights(
     trained: Mapping[str, nn.Module], frozen: Mapping[str, nn.Module]
 ) -> None:
-    """Reject frozen models that share weights with a model that trains.
-
-    Args:
-        trained: models whose weights with ``requires_grad`` will change, by name.
-        frozen: reward models and reference, by name.
-
-    Raises:
-        ConfigError: naming both models.
-    """
+    """Reject ``frozen`` models (reward models, reference) that share weights that train."""
     owner = {id(p): name for name, m in trained.items() for p in m.parameters() if p.requires_grad}
     for name, model in frozen.items():
         shared = next((owner[id(p)] for p in model.parameters() if id(p) in owner), None)

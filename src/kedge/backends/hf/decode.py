@@ -10,24 +10,31 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from kedge.backends.hf.mask_checks import known_masks
 from kedge.errors import ConfigError
 
-_SPARE = 64  # token slots that a layer has free when it is allocated
+_FREE_SLOTS = 64  # at least, when a layer is allocated
 
 
 class Stepper(Protocol):
     """A batch of sequences that grow by one token per step."""
 
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
-        """Read prompts ids, mask [u, P] once; row i continues prompt copies[i].  Logits [b, V]."""
+        """Read prompts ids, mask [u, P] once; row i continues prompt copies[i].  Logits [b, V].
+
+        All three are on the host, the logits on the model's device.
+        """
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append tokens int64 [b].  Logits [b, V] of what follows."""
         ...
 
-    def select(self, rows: Tensor) -> None:
-        """Keep only the rows int64 [n] of the batch, in that order."""
+    def select(self, rows: Tensor) -> Tensor:
+        """Keep only the rows int64 [n] of the batch, in that order.
+
+        ``rows`` is on the host; the same on the model's device is returned.
+        """
         ...
 
 
@@ -62,7 +69,7 @@ class GrowingLayer(DynamicLayer):
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, used: int) -> None:
         needed = used + key_states.shape[-2]
-        free = max(_SPARE, needed // 2)
+        free = max(_FREE_SLOTS, needed // 2)
         keys, values = (
             x.new_empty(*x.shape[:-2], needed + free, x.shape[-1])
             for x in (key_states, value_states)
@@ -109,35 +116,46 @@ class CausalStepper:
         if "logits_to_keep" in accepted:
             self._options["logits_to_keep"] = 1
         self._takes_positions = "position_ids" in accepted
+        self._device = next(model.parameters()).device
 
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
         """Read the prompts once, then repeat their keys and values for each row."""
         # Positions count real tokens, so left padding does not change a row's result.
-        positions = (mask.long().cumsum(-1) - 1).clamp_(min=0)
-        logits = self._forward(ids, mask, positions)
-        if len(copies) != len(ids) or not torch.equal(copies, torch.arange(len(ids)).to(copies)):
-            keep_rows(self._cache, copies)
-            logits, mask, positions = logits[copies], mask[copies], positions[copies]
+        positions = (mask.long().cumsum(-1) - 1).clamp_(min=0).to(self._device)
+        self._padded = ~mask.all(-1)  # on the host: rows with padding
+        self._mask = mask.to(self._device) if self._padded.any() else None
         self._position = positions[:, -1:] + 1
-        self._mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+        logits = self._forward(ids.to(self._device), positions)
+        self._extend_mask()
+        if not torch.equal(copies, torch.arange(len(ids))):
+            logits = logits[self.select(copies)]
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
         """One forward pass over one token per row."""
-        logits = self._forward(tokens[:, None], self._mask, self._position)
+        logits = self._forward(tokens[:, None], self._position)
         self._position = self._position + 1
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=-1)
+        self._extend_mask()
         return logits
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> Tensor:
         """Drop the other rows from the cache, the mask and the positions."""
+        self._padded, rows = self._padded[rows], rows.to(self._device)
         keep_rows(self._cache, rows)
-        self._mask, self._position = self._mask[rows], self._position[rows]
+        self._position = self._position[rows]
+        if self._mask is not None:
+            self._mask = self._mask[rows] if self._padded.any() else None
+        return rows
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _extend_mask(self) -> None:
+        if self._mask is not None:
+            self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._takes_positions:
             self._options["position_ids"] = positions
-        out = self._model(input_ids=ids, attention_mask=mask, **self._options)
+        with known_masks():
+            out = self._model(input_ids=ids, attention_mask=self._mask, **self._options)
         return out.logits[:, -1]
 
 
@@ -160,12 +178,12 @@ class EncoderDecoderStepper:
         """Encode each prompt once, then repeat its state for each row."""
         # Right-padded: the positions of absolute embeddings then count real tokens only.
         real_first = mask.long().argsort(dim=-1, descending=True, stable=True)
-        ids, mask = ids.gather(-1, real_first), mask.gather(-1, real_first)
+        device = next(self._model.parameters()).device
+        ids, mask = (x.gather(-1, real_first).to(device) for x in (ids, mask))
         self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=mask)[0]
         self._mask = mask
         logits = self.step(ids.new_full((len(ids),), self._start_token))
-        self.select(copies)
-        return logits[copies]
+        return logits[self.select(copies)]
 
     def step(self, tokens: Tensor) -> Tensor:
         """One forward pass of the decoder over one token per row."""
@@ -178,10 +196,12 @@ class EncoderDecoderStepper:
         )
         return out.logits[:, -1]
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> Tensor:
         """Drop the other rows from both caches and the encoder output."""
+        rows = rows.to(self._mask.device)
         self._cache.batch_select_indices(rows)
         self._encoded, self._mask = self._encoded[rows], self._mask[rows]
+        return rows
 
 
 def build_stepper(model: nn.Module) -> Stepper:

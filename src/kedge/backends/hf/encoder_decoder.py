@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.backends.hf.decode import get_base_model
-from kedge.backends.hf.model import LanguageModelParts, causal_parts, head_weight
+from kedge.backends.hf.model import LanguageModelParts, causal_parts, eval_mode, head_weight
 from kedge.backends.hf.packing import Packed
 from kedge.errors import ConfigError
 from kedge.ops.linear_logprob import Head
@@ -114,17 +114,11 @@ def _verify(model: nn.Module, parts: EncoderDecoderParts, name: str) -> None:
     device = next(model.parameters()).device
     ids = torch.tensor([[5, 3, 4, 2]], device=device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    was_training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         packed = parts.pack(ids, real, ids, real)
         expected = model(input_ids=ids, decoder_input_ids=packed.ids).logits[0].float()
-        head = parts.head()
         hidden = parts.read(packed)[0]
-    finally:
-        model.train(was_training)
-    logits = (hidden @ head.weight.T).float() * head.scale
-    logits = logits if head.bias is None else logits + head.bias
+        logits = parts.head().logits(hidden)
     gap = float((logits - expected).abs().max())
     slack = 1e-4 if expected.dtype == hidden.dtype else 0.05
     if not gap <= slack * (1 + float(expected.abs().max())):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,10 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
     """
     pairs = sorted(named.items() if isinstance(named, Mapping) else named, key=lambda x: x[0])
     digest = hashlib.blake2b(digest_size=8)
-    factors: dict[torch.device, Tensor] = {}
     sums = []
     for _, tensor in pairs:
         tensor = full(tensor)  # noqa: PLW2901
-        if tensor.device not in factors:
-            factors[tensor.device] = _factors().to(tensor.device)
-        sums.append(_sum(tensor.detach(), factors[tensor.device]))
+        sums.append(_sum(tensor.detach(), _factors(tensor.device)))
     for (name, tensor), total in zip(pairs, _to_host(sums), strict=True):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode())
     return digest.hexdigest()
@@ -52,11 +50,12 @@ def policy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in trained.items()}
 
 
-def _factors() -> Tensor:
+@cache
+def _factors(device: torch.device) -> Tensor:
     """Odd int64 [_WIDTH]."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randint(-(2**63), 2**63 - 1, (_WIDTH,), generator=generator, dtype=torch.int64)
-    return wide | 1
+    return (wide | 1).to(device)
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,8 +99,8 @@ def _to_host(sums: list[Tensor]) -> list[int]:
     return [int(x) for x in sums]
 
 
-def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Check that weights fit a model with the weights ``own``.
+def check_weights(current: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Check that weights fit a model with the weights ``current``.
 
     Raises:
         SyncError: there are none, or one is unknown or has a different shape.
@@ -109,12 +108,12 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> N
     if not weights:
         raise SyncError("a rollout engine with a copy of the policy received no weights")
     for name, new in weights.items():
-        if name not in own:
+        if name not in current:
             raise SyncError(
                 f"weights contain {name!r}, which the rollout engine's model does not have"
             )
-        if own[name].shape != new.shape:
+        if current[name].shape != new.shape:
             raise SyncError(
-                f"{name} is {tuple(new.shape)} in the weights but {tuple(own[name].shape)} in the"
-                " rollout engine's model; both must come from the same checkpoint"
+                f"{name} is {tuple(new.shape)} in the weights but {tuple(current[name].shape)} in"
+                " the rollout engine's model; both must come from the same checkpoint"
             )

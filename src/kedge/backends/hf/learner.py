@@ -77,7 +77,7 @@ class HFLearner:
         settings: all other settings.
         value: a separate model, a head on the policy's trunk, or None.
         reference: frozen policy of the KL term, or None.
-        remote_reference: computes the reference's log-probabilities instead of ``reference``.
+        remote: computes the reference's log-probabilities instead of ``reference``.
         accelerator: device, precision and processes; None: built from ``args``.
         optimizers: (optimizer, scheduler); None: built from ``args``.
         parts: trunk and head of the policy; None: those of a causal language model.
@@ -94,7 +94,7 @@ class HFLearner:
         *,
         value: ScalarModel | ScalarHead | None = None,
         reference: Reference | None = None,
-        remote_reference: RemoteReference | None = None,
+        remote: RemoteReference | None = None,
         accelerator: Accelerator | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         parts: LanguageModelParts | None = None,
@@ -105,7 +105,7 @@ class HFLearner:
         self.device = self.accelerator.device
         self.module = ActorCritic(policy, parts or causal_parts(policy), value).to(self.device)
         self.reference = None if reference is None else reference.to(self.device)
-        self.remote_reference = remote_reference
+        self.remote = remote
         self._prepare()
         if self.world_size > 1:
             broadcast_parameters([self.module, *self._all_models()])
@@ -121,8 +121,8 @@ class HFLearner:
         )
         if args.torch_compile:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
-        plain = not (args.torch_compile or self.sharded)
-        self._kernels = Kernels(self._all_models() if plain else [])
+        swaps_kernels = not (args.torch_compile or self.sharded)
+        self._kernels = Kernels(self._all_models() if swaps_kernels else [])
         padding = settings.padding_budget
         if padding is None:
             padding = padding_budget(policy, self.module.parts.output)
@@ -203,7 +203,7 @@ class HFLearner:
         lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
         most = self.settings.forward_rows * int(lengths.max())
         groups = by_length(lengths.tolist(), tokens=most, max_padding=self._padding_budget)
-        remote = self.remote_reference if reference else None
+        remote = self.remote if reference else None
         pending = remote.begin(rollout, groups) if remote else None
         names = {"logprobs": not reuse, "entropy": not reuse, "values": values}
         names |= {"ref_logprobs": reference and pending is None, "full_kl": full_kl}
@@ -220,7 +220,7 @@ class HFLearner:
 
     def _check_models(self, *, values: bool, reference: bool, full_kl: bool) -> None:
         local = self.reference is not None
-        if (full_kl and not local) or (reference and not (local or self.remote_reference)):
+        if (full_kl and not local) or (reference and not (local or self.remote)):
             raise ConfigError("the KL term needs a reference, but the learner has none")
         if values and self.value is None:
             raise ConfigError("values need a value model, but the learner has none")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,18 +73,26 @@ def load_policy(
     options["trust_remote_code"] = trust_remote_code
     options |= {name: value for name, value in optional.items() if value is not None}
     options |= more or {}
-    try:
+    what = f"the model {source!r}"
+    with _named_errors(what):
         if find_adapter_config_file(source, revision=revision) is not None:
             return _load_adapter(source, options)
-        return load_whole(AutoModelForCausalLM, f"the model {source!r}", source, **options)
+    return load_whole(AutoModelForCausalLM, what, source, **options)
+
+
+@contextmanager
+def _named_errors(what: str) -> Iterator[None]:
+    """Context in which any error names the model that could not be loaded."""
+    try:
+        yield
     except ConfigError:
         raise
     except Exception as error:  # a damaged file raises whatever its reader raises
-        raise ConfigError(f"the model {source!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"{what} cannot be loaded: {error}") from error
 
 
 def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **options: Any) -> Any:
-    """``kind.from_pretrained``, rejecting files that lack weights (those would be random).
+    """``kind.from_pretrained``, rejecting files that lack weights, which would be random.
 
     Args:
         kind: an auto class of transformers.
@@ -93,9 +102,10 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
         options: arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: naming some of the missing weights.
+        ConfigError: it cannot be loaded, or lacks weights; naming some of them.
     """
-    model, loading_info = kind.from_pretrained(source, output_loading_info=True, **options)
+    with _named_errors(what):
+        model, loading_info = kind.from_pretrained(source, output_loading_info=True, **options)
     architectures = getattr(model.config, "architectures", None) or []
     scores = any("SequenceClassification" in name for name in architectures)
     heads = set() if scores or not new_head else _HEADS
@@ -123,9 +133,7 @@ def _load_adapter(source: str, options: dict[str, Any]) -> Any:
             "the adapter (peft.PeftModel.from_pretrained(model, folder, is_trainable=True)), and "
             "pass the result as model"
         )
-    base_options = {
-        k: v for k, v in options.items() if k != "revision"
-    }  # the base has separate branches
-    model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **base_options)
+    options = options | {"revision": None}  # the base has other revisions
+    model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **options)
     with without_notices():
         return PeftModel.from_pretrained(model, source, is_trainable=True)

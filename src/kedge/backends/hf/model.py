@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.packing import Packed, pack
 from kedge.errors import ConfigError
 from kedge.ops.linear_logprob import Head
@@ -19,7 +21,8 @@ _RATES = ("dropout", "layerdrop", "drop_path")
 
 def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:
     """Last hidden states float [b, L, H] of right-padded rows, without an attention mask."""
-    return backbone(input_ids=ids, use_cache=False).last_hidden_state
+    with known_masks():
+        return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 class LanguageModelParts(Protocol):
@@ -80,11 +83,7 @@ class CausalParts:
 
 
 def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight [V, H] and bias [V] that an output layer applies now, with its adapter if it has one.
-
-    Raises:
-        ConfigError: the layer is not linear, or its adapter does more than add to the weight.
-    """
+    """Weight [V, H] and bias [V] of an output layer, with its LoRA adapter if it has one."""
     layer: Any = module
     if hasattr(layer, "original_module"):  # PEFT's modules_to_save
         on = layer.active_adapters and not layer.disable_adapters
@@ -142,11 +141,11 @@ def causal_parts(model: nn.Module, *, verify: bool = True) -> CausalParts:
 
 
 def silence_mask_warning(backbone: Any) -> None:
-    """Keep transformers from asking for an attention mask: rows are padded at the end alone."""
-    backbone.warn_if_padding_and_no_attention_mask = _say_nothing
+    """Silence the warning about a missing attention mask: rows are padded at the end only."""
+    backbone.warn_if_padding_and_no_attention_mask = _do_nothing
 
 
-def _say_nothing(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     pass
 
 
@@ -170,27 +169,20 @@ def _softcap(config: Any) -> float | None:
 @torch.no_grad()
 def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
     """Compare with the model's own logits, and a prefix with the whole."""
-    head, was_training = parts.head(), model.training
+    head = parts.head()
     count = min(16, head.weight.shape[0])
     ids = torch.arange(count, device=head.weight.device)[None]
-    model.eval()
-    try:
+    with eval_mode(model):
         hidden = trunk(parts.backbone, ids)[0]
         prefix = trunk(parts.backbone, ids[:, : count // 2])[0]
-        want = model(input_ids=ids, use_cache=False).logits[0].float()
-    finally:
-        model.train(was_training)
-    if not bool(want.isfinite().all()):
+        expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    if not bool(expected.isfinite().all()):
         raise ConfigError(
             f"{name}: its logits are not finite, on tokens 0 to {count - 1}; its weights hold NaN "
             "or infinite numbers"
         )
-    logits = (hidden @ head.weight.T.to(hidden.dtype)).float()
-    logits = (logits if head.bias is None else logits + head.bias) * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    slack = (1e-3 if hidden.dtype == torch.float32 else 5e-2) * float(want.abs().max() + 1)
-    gap = float((logits - want).abs().max())
+    slack = (1e-3 if hidden.dtype == torch.float32 else 5e-2) * float(expected.abs().max() + 1)
+    gap = float((head.logits(hidden) - expected).abs().max())
     if not gap <= slack:
         raise ConfigError(
             f"{name}: logits from trunk and head differ from the model's own by {gap:.3g}; it "
@@ -199,6 +191,19 @@ def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
     ahead = float((hidden[: len(prefix)] - prefix).abs().max())
     if not ahead <= slack:
         raise ConfigError(f"{name} is not causal: later tokens change earlier states ({ahead:.3g})")
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Context without dropout; restores the mode of every module."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def no_dropout(model: nn.Module) -> None:

@@ -21,7 +21,6 @@ from kedge.errors import CheckpointError, ConfigError
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
-
 _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 
 
@@ -156,15 +155,7 @@ def _style(args: TrainingArguments) -> str:
 def check_optimizer_covers(
     optimizer: Optimizer, trained: Mapping[str, Sequence[nn.Parameter]]
 ) -> None:
-    """Reject an optimizer without any weight of one of the trained models.
-
-    Args:
-        optimizer: built from options or passed by the user.
-        trained: trainable weights by model.
-
-    Raises:
-        ConfigError: naming the model.
-    """
+    """Reject an optimizer without any weight of one of the trained models (by name)."""
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, params in trained.items():
         if params and not any(id(p) in in_optimizer for p in params):
@@ -212,7 +203,7 @@ def load_optimizer_state(
     *,
     names: Mapping[int, str] | None = None,
 ) -> None:
-    """Restore the saved moments and the saved step of the schedule.
+    """Restore optimizer state and the step of the schedule.
 
     Learning rates are those of this schedule at that step, which differ from the saved ones if the
     run was extended: a linear schedule that had ended at 0 continues on the line to its new end.
@@ -224,10 +215,10 @@ def load_optimizer_state(
         names: weight names by id, for errors.
 
     Raises:
-        CheckpointError: the moments belong to another kind of optimizer.
-        DamagedCheckpointError: a moment is missing, or has a different shape or dtype.
+        CheckpointError: the state belongs to another kind of optimizer.
+        DamagedCheckpointError: a tensor is missing, or has a different shape or dtype.
     """
-    _load_moments(optimizer, state["optimizer"], names or {})
+    _load_state(optimizer, state["optimizer"], names or {})
     scheduler.load_state_dict(state["scheduler"])
     if isinstance(scheduler, LambdaLR):
         step = scheduler.last_epoch
@@ -236,29 +227,25 @@ def load_optimizer_state(
             group["lr"] = base * rule(step)
 
 
-def _load_moments(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> None:
-    now = set(optimizer.param_groups[0]) - {"initial_lr"}
+def _load_state(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> None:
+    current = set(optimizer.param_groups[0]) - {"initial_lr"}
     saved = set(state["param_groups"][0]) - {"initial_lr"}
-    if now != saved:
+    if current != saved:
+        removed, added = (", ".join(sorted(x)) for x in (saved - current, current - saved))
         raise CheckpointError(
-            f"the checkpoint's optimizer has {', '.join(sorted(saved - now)) or 'no more'}, this"
-            f" run's {type(optimizer).__name__} {', '.join(sorted(now - saved)) or 'no more'}; set"
-            " optim as it was"
+            f"the checkpoint's optimizer must have the options of this run's"
+            f" {type(optimizer).__name__}; only the checkpoint has {removed or 'none'}, only this"
+            f" run has {added or 'none'}. Resume with the same optim"
         )
     check_state(optimizer, state, names)
     optimizer.load_state_dict(state)
 
 
 def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float) -> None:
-    """Add the gradients of all ranks: loss weights sum to 1 over them, so gradients just add.
+    """Sum the gradients of all ranks (loss weights sum to 1 over them), ``bucket_mb`` at a time.
 
-    Done by hand after the last micro-batch: ranks may hold different numbers of them, and a step
-    may leave some weights without a gradient.
-
-    Args:
-        trained: all trainable weights, whole or sharded.
-        ranks: number of processes that train.
-        bucket_mb: megabytes per all-reduce.
+    After the last micro-batch, not in hooks: ranks may have different numbers of micro-batches, and
+    a step may leave some weights without a gradient.
     """
     if ranks > 1:
         _sum_whole([p for p in trained if not isinstance(p, DTensor)], bucket_mb)
@@ -268,7 +255,7 @@ def sum_gradients(trained: Sequence[nn.Parameter], ranks: int, bucket_mb: float)
 
 
 def _sum_whole(params: Sequence[nn.Parameter], bucket_mb: float) -> None:
-    """In buckets; a gradient that only some ranks have counts as 0 on the others."""
+    """In buckets; a gradient that a rank lacks counts as 0."""
     if not params:
         return
     device = params[0].device

@@ -1,4 +1,4 @@
-"""Drawing tokens: which may be drawn, with what probability, and by which random number."""
+"""Sampling of tokens: allowed tokens, their probabilities, and random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kedge.errors import ConfigError, RolloutError
 from kedge.types import Sampling
 
 _BLOCK = 256  # width of the first level of the search
-_MOST_DRAWABLE = 4096  # so that no rollout holds rows x tokens x vocabulary
+MAX_ALLOWED = 4096  # recorded per token, so that no rollout holds rows x tokens x vocabulary
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
@@ -43,14 +43,14 @@ def uniforms(seed: int, rows: Tensor, t: int | Tensor) -> Tensor:
     """
     steps = torch.as_tensor(t, dtype=torch.int64, device=rows.device)
     golden = _signed(_GOLDEN)
-    start = _mix(torch.tensor(_signed(seed + _GOLDEN), device=rows.device))
+    start = _mix(torch.tensor(_signed(seed + _GOLDEN)))
     stream = _mix(start + (rows + 1) * golden)
     state = _mix(stream.view(-1, *[1] * steps.ndim) + (steps + 1) * golden)
     return ((state >> 12) & ((1 << 52) - 1)).to(torch.float64) * 2.0**-52
 
 
-def check(sampling: Sampling, vocabulary: int) -> None:
-    """Refuse a Sampling that no token could satisfy.
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Reject a Sampling that no token could satisfy.
 
     Raises:
         ConfigError: names the field, its value and the range.
@@ -87,7 +87,7 @@ def check(sampling: Sampling, vocabulary: int) -> None:
 
 
 def restrict(logits: Tensor, sampling: Sampling, t: int, stop_ids: Tensor) -> Tensor:
-    """Logits of the distribution that token ``t`` is drawn from; -inf where it cannot be drawn.
+    """Logits of the distribution that token ``t`` is sampled from; -inf for excluded tokens.
 
     In this order: stop tokens are banned while t < min_new_tokens, logits are divided by the
     temperature, then top-k, top-p and min-p each keep at least the most likely token.
@@ -112,7 +112,7 @@ def restrict(logits: Tensor, sampling: Sampling, t: int, stop_ids: Tensor) -> Te
 
 
 def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p."""
+    """Top-k, then top-p of the remaining tokens, then min-p."""
     if sampling.top_k or sampling.top_p < 1:
         k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
         best, index = logits.topk(k)
@@ -126,29 +126,47 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def support(restricted: Tensor) -> Tensor:
-    """The tokens that can be drawn from ``restricted`` logits: int64 [B, K], unused slots -1.
+def allowed_tokens(restricted: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """The tokens that ``restricted`` logits float [B, V] can sample.
+
+    Args:
+        restricted: -inf for excluded tokens.
+        width: K; None: the largest number of them, for which the host waits.
+
+    Returns:
+        int64 [B, K], unused slots -1, and their number int64 [B].
 
     Raises:
-        RolloutError: they are too many to be recorded for every token of a rollout.
+        RolloutError: there are more than MAX_ALLOWED, and ``width`` is None.
     """
-    k = int((restricted > -math.inf).sum(-1).max())
-    if k > _MOST_DRAWABLE:
+    count = (restricted > -math.inf).sum(-1)
+    if width is None:
+        width = int(count.max())
+        check_allowed(width)
+    best, index = restricted.topk(width)
+    return index.masked_fill(best == -math.inf, -1), count
+
+
+def check_allowed(count: int) -> None:
+    """Reject more allowed tokens than are recorded.
+
+    Raises:
+        RolloutError: with the number, and what to set.
+    """
+    if count > MAX_ALLOWED:
         raise RolloutError(
-            f"top-p or min-p left {k} tokens to draw from, more than the {_MOST_DRAWABLE} that are"
-            f" recorded per token; set top_k={_MOST_DRAWABLE} or lower, too"
+            f"top-p or min-p left {count} tokens to sample from, more than the {MAX_ALLOWED} that"
+            f" are recorded per token; set top_k={MAX_ALLOWED} or lower, too"
         )
-    best, index = restricted.topk(k)
-    return index.masked_fill(best == -math.inf, -1)
 
 
-def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The token at quantile ``u`` of softmax(logits), and its log-probability.
 
-    The token is the first whose cumulative probability exceeds u times the total, so one of
-    probability zero is never drawn.  Large vocabularies are searched in two levels: sums of blocks
-    of 256 are accumulated in float64, then the tokens of one block.  That is faster than one long
-    cumulative sum, and its rounding (1e-7 of a block) does not grow with the vocabulary.
+    The token is the first whose cumulative probability exceeds u times the total, so a token of
+    probability zero is never sampled.  Large vocabularies are searched in two levels: sums of
+    blocks of 256 are accumulated in float64, then the tokens of one block.  That is faster than one
+    long cumulative sum, and its rounding (1e-7 of a block) does not grow with the vocabulary.
 
     Args:
         logits: float32 [B, V]; -inf is probability zero.
@@ -172,8 +190,8 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 def _above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """First index whose cumulative sum exceeds the threshold, which lies below the total."""
-    found = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
-    return found.clamp_(max=cumulative.shape[-1] - 1)  # only NaN gets past the end
+    index = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
+    return index.clamp_(max=cumulative.shape[-1] - 1)  # only NaN gets past the end
 
 
 def _search_blocks(probs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ _MARGIN = 8  # tokens before the longest possible match: decoding may trim the f
 
 
 class StopStrings:
-    """Says which rows have just completed a stop string, decoding a short tail of each."""
+    """Finds rows that have just completed a stop string, by decoding a short tail of each."""
 
     def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
         if tokenizer is None:
@@ -34,7 +34,7 @@ class StopStrings:
         return [self._completes(ids) for ids in responses]
 
     def _completes(self, ids: list[int]) -> bool:
-        if len(ids) < self._first or not self._ends_one(ids[-1]):
+        if len(ids) < self._first or not self._may_complete(ids[-1]):
             return False
         tail = ids[-self._window :]
         after = self._text(tail)
@@ -46,11 +46,11 @@ class StopStrings:
     def _text(self, ids: list[int]) -> str:
         return self._decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _ends_one(self, token: int) -> bool:
+    def _may_complete(self, token: int) -> bool:
         """Whether the token could hold the last character of a stop string."""
         if token not in self._may_end:
             text = self._text([token])
-            # Part of a character, or a space that decoding trims at the start, proves nothing.
+            # Part of a character, or a space that decoding trims at the start: undecided.
             unsure = not text.strip() or "\N{REPLACEMENT CHARACTER}" in text
             self._may_end[token] = unsure or any(
                 s[-1] in text or s[-1].isspace() for s in self._stops
@@ -59,22 +59,26 @@ class StopStrings:
 
 
 class Stopper:
-    """Collects the tokens of a chunk of rows and says which rows have just ended."""
+    """Finds where the rows of a chunk end, from tokens on the host."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Any, rows: int, device: torch.device) -> None:
-        self._ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+    def __init__(self, sampling: Sampling, tokenizer: Any, rows: int) -> None:
+        self._ids = torch.tensor(sampling.stop_ids, dtype=torch.int64)
         self._strings = StopStrings(sampling, tokenizer) if sampling.stop_strings else None
         self._responses: list[list[int]] = [[] for _ in range(rows)]
 
-    def ended(self, tokens: Tensor) -> Tensor | None:
-        """Which rows end with ``tokens`` int64 [b]: bool [b]; None if nothing can end a row."""
-        hit = (tokens[:, None] == self._ids).any(-1) if len(self._ids) else None
-        if self._strings is None:
-            return hit
-        for response, token in zip(self._responses, tokens.tolist(), strict=True):
-            response.append(token)
-        done = torch.tensor(self._strings.completed(self._responses), device=tokens.device)
-        return done if hit is None else hit | done
+    @property
+    def can_end(self) -> bool:
+        """Whether anything can end a row."""
+        return len(self._ids) > 0 or self._strings is not None
+
+    def ended(self, tokens: Tensor) -> Tensor:
+        """Whether a stop token or string ends with each of the next tokens int64 [T, b]."""
+        ended = torch.isin(tokens, self._ids)
+        for t, step in enumerate(tokens.tolist() if self._strings else []):
+            for response, token in zip(self._responses, step, strict=True):
+                response.append(token)
+            ended[t] |= torch.tensor(self._strings.completed(self._responses))  # type: ignore[union-attr]
+        return ended
 
     def select(self, rows: Tensor) -> None:
         """Keep only the rows int64 [n], in that order."""

@@ -1,4 +1,4 @@
-"""Models that give one number per token."""
+"""Value models and value heads: one number per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from kedge.backends.hf.load import check_folder, load_whole
-from kedge.backends.hf.model import CausalParts, get_backbone, silence_mask_warning, trunk
+from kedge.backends.hf.model import (
+    CausalParts,
+    eval_mode,
+    get_backbone,
+    silence_mask_warning,
+    trunk,
+)
 from kedge.backends.rewards.heads import SHIFT, in_full
 from kedge.errors import ConfigError
 
@@ -46,13 +52,12 @@ class ScalarHead(nn.Module):
 class ScalarModel(nn.Module):
     """A trunk and a head that gives one number per state.
 
-    A reward model whose scores are shifted (``kedge reward``) is a value model with the same shift,
-    so that it starts from what its scores are.
+    A value model from a reward model with shifted scores (``kedge reward``) has the same shift.
 
     Args:
-        model: the whole model, what is saved.
-        backbone: the part of it that makes hidden states.
-        head: the part that makes numbers, [..., H] -> [..., 1].
+        model: the whole model, which is saved.
+        backbone: its trunk.
+        head: its head, [..., H] -> [..., 1].
     """
 
     def __init__(self, model: nn.Module, backbone: nn.Module, head: nn.Module) -> None:
@@ -83,11 +88,10 @@ class ScalarModel(nn.Module):
 
 
 def scalar_model(model: nn.Module) -> ScalarModel:
-    """One number per token from a sequence-classification model with one label.
+    """One number per token from a causal sequence-classification model with one label.
 
     Raises:
-        ConfigError: no trunk, no head for single states, several labels, or a trunk that looks
-            ahead (a value must not see the tokens after it).
+        ConfigError: it has no trunk or no head for single states, several labels, or is not causal.
     """
     name = type(model).__name__
     if isinstance(model, ScalarModel):
@@ -100,29 +104,26 @@ def scalar_model(model: nn.Module) -> ScalarModel:
             f"{' or '.join(_HEADS[:2])}; pass an AutoModelForSequenceClassification"
         )
     silence_mask_warning(backbone)
-    found = ScalarModel(model, backbone, head)
-    _verify(found, name)
-    return found
+    value = ScalarModel(model, backbone, head)
+    _verify(value, name)
+    return value
 
 
 @torch.no_grad()
 def _verify(value: ScalarModel, name: str) -> None:
-    was_training = value.training
-    device = next(value.parameters()).device
-    ids = torch.arange(8, device=device)[None]
-    value.eval()
-    try:
+    ids = torch.arange(8, device=next(value.parameters()).device)[None]
+    with eval_mode(value):
         hidden = trunk(value.backbone, ids)[0]
         prefix = trunk(value.backbone, ids[:, :4])[0]
         out = value.head(hidden)
-    finally:
-        value.train(was_training)
     if out.shape != (8, 1):
         raise ConfigError(
             f"{name} gives {out.shape[-1]} numbers per token; a value model has num_labels=1"
         )
     if not torch.allclose(hidden[:4], prefix, rtol=1e-2, atol=1e-3):
-        raise ConfigError(f"{name} cannot be a value model: it reads the tokens that come after")
+        raise ConfigError(
+            f"{name} cannot be a value model: it must be causal, but sees later tokens"
+        )
 
 
 def load_value(
@@ -136,22 +137,10 @@ def load_value(
     if isinstance(source, nn.Module):
         return scalar_model(source)
     check_folder(source, "the value model")
-    given = {"use_safetensors": True, "trust_remote_code": False, "num_labels": 1}
-    given |= {k: v for k, v in options.items() if v is not None}
-    try:
-        model = load_whole(
-            AutoModelForSequenceClassification,
-            f"the value model {source!r}",
-            source,
-            new_head=True,
-            dtype=dtype,
-            **given,
-        )
-    except ConfigError:
-        raise
-    except Exception as error:  # a damaged file raises whatever its reader raises
-        raise ConfigError(f"the value model {source!r} cannot be loaded: {error}") from error
-    return scalar_model(model)
+    arguments = {"use_safetensors": True, "trust_remote_code": False, "num_labels": 1}
+    arguments |= {k: v for k, v in options.items() if v is not None}
+    what, kind = f"the value model {source!r}", AutoModelForSequenceClassification
+    return scalar_model(load_whole(kind, what, source, new_head=True, dtype=dtype, **arguments))
 
 
 def value_from_trunk(parts: CausalParts, *, init: Literal["zero", "normal"] = "zero") -> ScalarHead:
@@ -166,9 +155,9 @@ def save_value(
     """Write a value model as a transformers folder, a value head as ``value_head.safetensors``.
 
     Args:
-        value: what to write.
-        folder: made if it is missing.
-        state: a value model's tensors, where it does not hold them whole itself.
+        value: the value model or value head.
+        folder: created if it is missing.
+        state: the full tensors of a sharded value model.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -135,7 +135,7 @@ def _vllm_starts(
         limit=cluster.worker_start_timeout,
     )
     arguments = dict(arguments) | ({"weight_transfer_config": NCCL} if connect else {})
-    spec_ref, shared_weights = ray.put(spec), SharedWeights(len(resources.seats))
+    spec_ref, shared_weights = ray.put(spec.on_cpu()), SharedWeights(len(resources.seats))
     initial_weights = ray.put({name: x.detach().cpu() for name, x in weights.items()})
     return [
         partial(

@@ -28,7 +28,7 @@ _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 class LaunchLimits:
     """Timeouts of a launch, in seconds."""
 
-    room: float = 300.0  # until the cluster can place all actors
+    placement: float = 300.0  # until the cluster can place all actors
     start: float = 300.0  # until all ranks respond
     heartbeat: float = 5.0  # between health checks of a rank
     patience: float = 60.0  # without a response; then it counts as hung
@@ -97,7 +97,7 @@ def launch(  # noqa: PLR0913
             gpus_per_reference=gpus_per_reference,
             single_gpu_mode=single_gpu_mode,
         )
-        placement = place(plan, wait_seconds=limits.room)
+        placement = place(plan, wait_seconds=limits.placement)
         (say or _print)(f"on Ray:\n{placement.text()}")
         group = _LearnerGroup(placement, limits, on_row)
         try:

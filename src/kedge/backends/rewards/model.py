@@ -142,13 +142,14 @@ class RewardModel:
     def _scores(self, ids: Tensor, lengths: Tensor) -> Tensor:
         self.model.eval()
         device = next((p.device for p in self.model.parameters()), ids.device)
-        ids, lengths = ids.to(device), lengths.to(device)
-        out = torch.empty(len(ids), dtype=torch.float32, device=device)
+        groups, scores = chunks(lengths, rows=self._chunk), []
         with self._precision(device), Kernels([self.model]).active():
-            for rows in chunks(lengths, rows=self._chunk):
-                width = int(lengths[rows[0]])
-                logits = self._head(ids[rows, :width], lengths[rows])
-                out[rows] = self._pick(logits).float()
+            for rows in groups:
+                width = int(lengths[rows[0]])  # on the host, as the row numbers are
+                logits = self._head(ids[rows, :width].to(device), lengths[rows].to(device))
+                scores.append(self._pick(logits).float())
+        out = torch.empty(len(ids), dtype=torch.float32, device=ids.device)
+        out[torch.cat(groups)] = torch.cat(scores).to(ids.device)
         return out
 
     def _pick(self, logits: Tensor) -> Tensor:

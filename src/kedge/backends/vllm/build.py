@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kedge.backends.hf.fingerprint import policy_weights
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.rollout import EngineInputs, ShardedEngine, start_all
-from kedge.backends.vllm.engine import FULL_PRECISION, LOW_PRECISION, VLLMEngine
+from kedge.backends.vllm.engine import VLLMEngine
 from kedge.backends.vllm.inprocess import InProcess
 from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
 from kedge.backends.vllm.remote import Remote
@@ -120,15 +120,13 @@ def build_vllm(
         **arguments,
     }
     spec = PolicySpec.of(inputs.policy, inputs.tokenizer, dtype=arguments["dtype"])
-    low = str(arguments["dtype"]).removeprefix("torch.") != "float32"
-    default = LOW_PRECISION if low else FULL_PRECISION
 
     def make(start: Start) -> VLLMEngine:
         return VLLMEngine(
             start(),
             spec,
             pad_id=inputs.pad_id,
-            tolerance=default if tolerance is None else tolerance,
+            tolerance=tolerance,
             extra_slot=inputs.extra_slot,
             sleeps=sleep,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,15 @@ class PolicySpec:
         if isinstance(dtype, str):  # "auto" is not a dtype
             dtype = getattr(torch, dtype.removeprefix("torch."), None)
         return cls(_skeleton(policy), _tied(base), tokenizer, adapter, dtype)
+
+    def on_cpu(self) -> PolicySpec:
+        """The spec with its frozen weights on the CPU, to be sent to another process."""
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().cpu(), requires_grad=False)
+            for p in self.skeleton.parameters()
+            if not p.is_meta
+        }
+        return replace(self, skeleton=copy.deepcopy(self.skeleton, memo))
 
     @property
     def base(self) -> nn.Module:
@@ -132,13 +141,19 @@ class PolicySpec:
         return torch.randint(0, config.vocab_size, size, generator=generator)
 
     @torch.no_grad()
-    def logprobs(self, weights: Mapping[str, Tensor]) -> Tensor:
+    def logprobs(
+        self, weights: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
+    ) -> Tensor:
         """Log-probabilities of the probe by the learner's code: float32 [rows, tokens - 1]."""
         device = next(iter(weights.values())).device
         ids = self.probe().to(device)
         frozen = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
         parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
-        with _SKELETON_LOCK:
+        # Without autocast's cache, which would hold a copy of all weights.
+        mixed = torch.autocast(
+            device.type, autocast, enabled=autocast is not None, cache_enabled=False
+        )
+        with _SKELETON_LOCK, mixed:
             logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kedge.backends.hf.peft import is_quantized
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, SyncError
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
@@ -44,7 +45,14 @@ class WeightPayload:
             tensors[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
             seen.add(tensor.data_ptr())
         part = folder / f"{name}.part"
-        save_file(tensors, part, metadata={"format": "pt"})
+        try:
+            save_file(tensors, part, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            size = sum(x.numel() * x.element_size() for x in tensors.values()) / 1e9
+            raise SyncError(
+                f"weights of {size:.2f} GB cannot be written to {folder}: {error}; set"
+                " weight_sync_folder to a folder with room (shared memory is small in a container)"
+            ) from error
         if self.adapter is not None:
             self.adapter.save_pretrained(folder)
         part.replace(folder / name)

@@ -134,7 +134,7 @@ def _run_stage(stage: Stage, folder: Path, inputs: Mapping[str, str]) -> str:
     else:
         load_command(stage.command)(words)
     mark = uuid.uuid4().hex
-    about = {"run": mark, "asked": stage.asked, "inputs": inputs}
+    about = {"run": mark, "definition": stage.definition, "inputs": inputs}
     unfinished = place / f"{DONE}.new"
     unfinished.write_text(json.dumps(about, indent=1), encoding="utf-8")
     unfinished.replace(place / DONE)
@@ -159,11 +159,11 @@ def _done(place: Path, stage: Stage, inputs: Mapping[str, str], *, again: bool) 
     if again or not file.is_file():
         return None
     before = json.loads(file.read_text(encoding="utf-8"))
-    if before["asked"] != stage.asked:
+    if before["definition"] != stage.definition:
+        changes = _changes(before["definition"], stage.definition)
         raise ConfigError(
-            f"stage {stage.name} in {place} was run with other options"
-            f" ({_changes(before['asked'], stage.asked)}); run it again with --redo {stage.name},"
-            " or set another output_dir"
+            f"stage {stage.name} in {place} was run with other options ({changes}); run it again"
+            f" with --redo {stage.name}, or set another output_dir"
         )
     if before["inputs"] != dict(inputs):
         return None  # an earlier stage ran again

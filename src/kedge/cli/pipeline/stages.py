@@ -36,7 +36,7 @@ class Stage:
     uses: tuple[str, ...] = ()  # stages whose folders its options name
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Any]:
         """Everything that determines its results, as JSON: options and digests of programs."""
         options = json.loads(json.dumps(dict(self.options)))
         return {"command": self.command, "options": options, "programs": self._programs()}
@@ -106,15 +106,7 @@ class Pipeline:
 
 
 def read(file: str, given: Mapping[str, Any] | None = None) -> Pipeline:
-    """Read a pipeline file and check every option.
-
-    Args:
-        file: YAML with ``output_dir``, ``stages`` and optional ``variables``.
-        given: values that override the file's variables.
-
-    Raises:
-        ConfigError: an unknown file, variable, command, option or stage.
-    """
+    """Read a pipeline file and check every option; ``given`` overrides its variables."""
     path = Path(file).expanduser()
     content = _load(path, file)
     variables, here = _variables(content, file, given or {}), str(path.resolve().parent)

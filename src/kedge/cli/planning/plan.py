@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> None:
         return
     own = Flags(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--num_processes", "--num-processes", type=int)
-    asked, rest = own.parse_known_args(rest)
-    processes = asked.num_processes
+    flags, rest = own.parse_known_args(rest)
+    processes: int | None = flags.num_processes
     if processes is not None and processes < 1:
         raise ConfigError(f"--num_processes {processes} must be at least 1")
     with elsewhere() if config is AsyncPPOConfig else nullcontext():
@@ -69,14 +69,9 @@ def main(argv: Sequence[str]) -> None:
 def plan(
     options: Options, processes: int | None = None
 ) -> tuple[Options, BatchSizes, dict[str, int], list[memory.Need]]:
-    """Batch sizes, prompt statistics and memory of the run that the flags describe.
+    """Batch sizes, prompt statistics and memory of a run; raises the errors of training.
 
-    Args:
-        options: what ``parse`` returned.
-        processes: number of ranks; None: as in this launch.
-
-    Raises:
-        ConfigError, DataError: as training would.
+    ``processes`` is the number of ranks; None: as in this launch.
     """
     from kedge.backends.hf.end_tokens import eos_token_ids
 

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("prompts", help="dataset with a column prompt")
     flags.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
     flags.add_argument("--split", default="test", help="split of the dataset")
-    flags.add_argument("--limit", type=int, help="the first so many prompts")
+    flags.add_argument("--limit", type=int, help="use only the first N prompts")
     flags.add_argument("--num_generations", type=int, default=1, help="completions per prompt")
     flags.add_argument("--batch_size", type=int, default=BATCH, help="completions at a time")
     flags.add_argument("--max_new_tokens", type=int, default=53, help="tokens of a completion")
@@ -49,13 +49,15 @@ def main(argv: Sequence[str]) -> None:
     rows = Splits(flags.prompts).load(flags.split)
     if flags.limit is not None:
         rows = rows.select(range(min(flags.limit, len(rows))))
-    names = inspect.signature(answered).parameters.keys() & vars(flags)
-    completions = answered(flags.model, rows, **{name: getattr(flags, name) for name in names})
+    names = inspect.signature(generate_completions).parameters.keys() & vars(flags)
+    completions = generate_completions(
+        flags.model, rows, **{name: getattr(flags, name) for name in names}
+    )
     write(Path(flags.output), completions)
     sys.stdout.write(f"kedge: {len(completions)} completions are in {flags.output}\n")
 
 
-def answered(
+def generate_completions(
     name: str,
     dataset: Any,
     *,

@@ -18,14 +18,14 @@ from kedge.judges.endpoint import TEMPLATE
 from kedge.output import check_folder, write_csv, write_jsonl
 
 EPILOG = """\
-OURS and THEIRS are jsonl files with a prompt and an answer a line; rows go together by prompt,
-the second answer to a prompt with the second one.  Texts may be chat messages.
+OURS and THEIRS are jsonl files with a prompt and an answer per line.  Rows are matched by prompt;
+repeated prompts are matched in order.  Texts may be chat messages.
 THEIRS may be @COLUMN: another column of OURS, such as a reference.
 judges:
   --endpoint URL --model NAME    any OpenAI-compatible endpoint; the key is in the environment
   --reward_model PATH            the answer with the higher score of a reward model
   --function file.py:f           f(prompts, firsts, seconds): 1 first, 0 second, 0.5 tie, None
-  --score file.py:f              f(prompts, answers): a score each
+  --score file.py:f              f(prompts, answers): one score per answer
 example: kedge judge ppo.jsonl @reference --endpoint http://127.0.0.1:8000/v1 --model qwen"""
 
 
@@ -175,7 +175,7 @@ def _readable(value: Any) -> str | None:
         return None
     if len(turns) == 1:
         return turns[0][1]
-    return "\n\n".join(f"{role}: {said}" for role, said in turns) or None
+    return "\n\n".join(f"{role}: {content}" for role, content in turns) or None
 
 
 def summarize(result: Match, flags: argparse.Namespace) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def summarize(result: Match, flags: argparse.Namespace) -> dict[str, Any]:
 def write(folder: Path, result: Match, summary: dict[str, Any]) -> None:
     """``judgments.jsonl``, ``judgments.csv`` and ``summary.json``."""
     names = ("prompt", "ours", "theirs", "outcome", "swapped")
-    rows = [{n: getattr(r, n) for n in names} | {"said": r.answer.said} for r in result.rows]
+    rows = [{n: getattr(r, n) for n in names} | {"reply": r.answer.reply} for r in result.rows]
     write_jsonl(folder / "judgments.jsonl", rows)
     write_csv(folder / "judgments.csv", rows)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")

@@ -92,7 +92,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
             address=config.ray_address,
             environment=build_environment(config, sum(learners)),
             limits=LaunchLimits(
-                room=config.ray_wait_seconds,
+                placement=config.ray_wait_seconds,
                 start=config.worker_start_timeout,
                 heartbeat=config.worker_heartbeat,
                 patience=config.worker_timeout,

@@ -297,7 +297,9 @@ class AsCompletedScheduler:
         if worker.version != newest.version or not worker.fingerprint:
             receipt = worker.engine.load_weights(newest.weights, newest.version)
             moved = newest.moves > worker.moves and worker.fingerprint != ""
-            worker.fingerprint = verify_sync(receipt, newest, held=worker.fingerprint, moved=moved)
+            worker.fingerprint = verify_sync(
+                receipt, newest, confirmed=worker.fingerprint, moved=moved
+            )
             worker.version, worker.moves = newest.version, newest.moves
         step, index = divmod(part.number, self.partial_batches)
         sample = self.collector.draw(step, worker.engine, self._rows(step, index))

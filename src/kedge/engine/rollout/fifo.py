@@ -125,7 +125,7 @@ class FifoScheduler:
             receipt, sent = self._syncs.popleft()
             moved, self._moves = sent.moves > self._moves, sent.moves
             self._fingerprint = verify_sync(
-                receipt.result(), sent, held=self._fingerprint, moved=moved
+                receipt.result(), sent, confirmed=self._fingerprint, moved=moved
             )
 
     @property

@@ -21,27 +21,27 @@ class WeightUpdate(NamedTuple):
     moves: int  # iterations so far that trained the policy
 
 
-def verify_sync(receipt: Receipt | None, sent: WeightUpdate, *, held: str, moved: bool) -> str:
+def verify_sync(receipt: Receipt | None, sent: WeightUpdate, *, confirmed: str, moved: bool) -> str:
     """The fingerprint of the weights that the rollout engine now has.
 
     Args:
         receipt: returned by the engine; None from an engine without weights.
         sent: what it was sent.
-        held: the fingerprint it confirmed before.
+        confirmed: the fingerprint that it confirmed before.
         moved: whether the policy was trained in between.
 
     Raises:
         SyncError: the engine has other weights, or training did not change them.
     """
     if receipt is None:
-        return held
+        return confirmed
     if (receipt.version, receipt.fingerprint) != (sent.version, sent.fingerprint):
         raise SyncError(
             f"weight sync failed: the rollout engine must have weights {sent.fingerprint} (version"
             f" {sent.version}), but reports {receipt.fingerprint} (version {receipt.version}); it"
             " would sample from another policy than the one being trained"
         )
-    if moved and receipt.fingerprint == held:
+    if moved and receipt.fingerprint == confirmed:
         raise SyncError(
             f"iteration {sent.version} had a gradient and a learning rate above 0, but the policy's"
             f" weights did not change (fingerprint {sent.fingerprint}): the learning rate is too"

@@ -14,6 +14,7 @@ from typing import Any
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hub import logged_in
 from kedge.config.base import OnPolicyConfig
+from kedge.config.ppo import PPOConfig
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.protocols import KLController, RewardSource, RolloutEngine
@@ -66,11 +67,7 @@ def build_run(inputs: TrainerInputs) -> Run:
 
 
 class EngineStage:
-    """The training loop, and the run around it: callbacks, evaluations and checkpoints.
-
-    Raises:
-        ConfigError: an unknown tracker, or callbacks of another type.
-    """
+    """The training loop, and the run around it: callbacks, evaluations and checkpoints."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -150,9 +147,10 @@ class EngineStage:
 
     def _value_warmup_steps(self) -> int:
         """Iterations at the start that train only the value model."""
-        if not self.setup.algorithm.needs_values:
+        args = self.setup.args
+        if not (self.setup.algorithm.needs_values and isinstance(args, PPOConfig)):
             return 0
-        steps: int = getattr(self.setup.args, "value_warmup_steps", 0)
+        steps = args.value_warmup_steps
         if steps >= self.setup.sizes.iterations:
             logger.warning(
                 "value_warmup_steps=%d covers all %d iterations: the policy will not be trained",

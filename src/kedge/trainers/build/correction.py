@@ -40,10 +40,6 @@ def build_correction(
         engine: name of the rollout engine, for messages.
         vllm: whether vLLM samples.
         logprobs: ``RolloutEngine.logprobs``.
-
-    Raises:
-        ConfigError: invalid bounds, an engine that records no log-probabilities, or token-level
-            weights for an algorithm with one advantage per response.
     """
     low, high = args.sampler_correction_low, args.sampler_correction_high
     _check_order("sampler_correction_low", low, "sampler_correction_high", high)

@@ -37,12 +37,7 @@ def build_prompts(
     collator: Any = None,
     min_group: int = 1,
 ) -> tuple[DatasetPrompts, BatchSizes]:
-    """Tokenize the training prompts and derive the batch sizes.
-
-    Raises:
-        DataError: the dataset is missing or invalid.
-        ConfigError: sizes do not divide.
-    """
+    """Tokenize the training prompts and derive the batch sizes."""
     if dataset is None:
         raise DataError("train_dataset=None: pass a dataset with a `prompt` column")
     options = shared_kwargs(args, compute_batch_sizes) | {
@@ -95,12 +90,7 @@ def build_prompt_source(
 def build_eval_sets(
     dataset: Any, args: OnPolicyConfig, tokenizer: Any, accelerator: Accelerator
 ) -> list[EvalSet]:
-    """Evaluation prompts: none, one dataset, or a dict of named ones.
-
-    Raises:
-        ConfigError: an option needs evaluation prompts, and there are none.
-        DataError: a dataset is empty.
-    """
+    """Evaluation prompts: none, one dataset, or a dict of named ones."""
     if dataset is None:
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         if strategy != "no":

@@ -68,11 +68,7 @@ class TrainerInputs:
 
 
 def check_kinds(inputs: TrainerInputs) -> None:
-    """Check the type of each argument before anything is loaded.
-
-    Raises:
-        ConfigError: an argument has the wrong type.
-    """
+    """Check the type of each argument before anything is loaded."""
     pair = inputs.optimizers
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(
@@ -102,12 +98,7 @@ def check_kinds(inputs: TrainerInputs) -> None:
 
 
 def check_verifiers(inputs: TrainerInputs) -> None:
-    """Check that verifiers can run here, and that all verifiers named by dataset rows exist.
-
-    Raises:
-        RewardError: names the row with an unknown verifier.
-        ConfigError: names what this machine lacks.
-    """
+    """Check that verifiers can run here, and that all verifiers named by dataset rows exist."""
     functions = inputs.reward_funcs
     functions = functions if isinstance(functions, list | tuple) else [functions]
     for function in functions:

@@ -13,6 +13,7 @@ from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.reference import RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
+from kedge.config.ppo import PPOConfig
 from kedge.errors import ConfigError
 from kedge.trainers.build.loading import trusts
 from kedge.trainers.build.models import Models
@@ -20,11 +21,7 @@ from kedge.trainers.build.setup import Setup
 
 
 class LearnerStage:
-    """The models that train, and the workers that compute the reference.
-
-    Raises:
-        ConfigError: options of the reference workers that cannot work.
-    """
+    """The models that train, and the workers that compute the reference."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -40,7 +37,7 @@ class LearnerStage:
             settings,
             value=models.value,
             reference=models.reference,
-            remote_reference=self._build_remote_reference(models.policy, settings)
+            remote=self._build_remote_reference(models.policy, settings)
             if args.ray_ref_workers
             else None,
             accelerator=setup.accelerator,
@@ -50,15 +47,13 @@ class LearnerStage:
     def _settings(self) -> LearnerSettings:
         args, sampling = self.setup.args, self.setup.sampling
         kwargs = args.gradient_checkpointing_kwargs
-        value_learning_rate = getattr(args, "value_learning_rate", None)
+        rate = args.value_learning_rate if isinstance(args, PPOConfig) else None
         return LearnerSettings(
             total_iterations=self.setup.sizes.iterations,
             temperature=sampling.temperature,
             min_new_tokens=sampling.min_new_tokens,
             stop_ids=sampling.stop_ids,
-            value_learning_rate=args.learning_rate
-            if value_learning_rate is None
-            else value_learning_rate,
+            value_learning_rate=args.learning_rate if rate is None else rate,
             max_grad_norm=args.max_grad_norm or math.inf,
             forward_rows=args.local_rollout_forward_batch_size,
             gradient_checkpointing=bool(args.gradient_checkpointing),
@@ -104,11 +99,7 @@ class LearnerStage:
 
 
 def check_reference_workers(setup: Any) -> None:
-    """Check the options of reference workers.
-
-    Raises:
-        ConfigError: names the option, its value and the fix.
-    """
+    """Check the options of reference workers."""
     inputs, args, algorithm = setup.inputs, setup.args, setup.algorithm
     option = f"ray_ref_workers={args.ray_ref_workers}"
     if not algorithm.needs_reference:

@@ -29,11 +29,7 @@ def trusts(config: OnPolicyConfig) -> bool:
 
 
 def load_tokenizer(processing_class: Any, model: Any, args: OnPolicyConfig) -> Any:
-    """The tokenizer: an object, a name or folder, part of a processor, or saved with the model.
-
-    Raises:
-        ConfigError: it is missing or cannot be loaded.
-    """
+    """The tokenizer: an object, a name or folder, part of a processor, or saved with the model."""
     if model is None or model == "" or not isinstance(model, str | Module):
         raise ConfigError(f"model={model!r} must be the policy: a model, a folder or a hub name")
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
@@ -69,11 +65,7 @@ def _load_tokenizer(name: str, trust: bool, revision: str | None) -> Any:
 
 
 def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
-    """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``.
-
-    Raises:
-        ConfigError: it is not a mapping, or sets a reserved argument.
-    """
+    """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``."""
     if not isinstance(config, NewerArguments):
         return {}
     kwargs = dict(json_object(NAME, config.model_init_kwargs))
@@ -87,11 +79,7 @@ def init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
 
 
 def loading_options(inputs: TrainerInputs) -> dict[str, Any]:
-    """Arguments of ``load_policy`` for the policy and a reference by name.
-
-    Raises:
-        ConfigError: options without effect, or quantized weights without an adapter to train.
-    """
+    """Arguments of ``load_policy`` for the policy and a reference by name."""
     kwargs = init_kwargs(inputs.args)
     if kwargs and not isinstance(inputs.model, str):
         raise ConfigError(

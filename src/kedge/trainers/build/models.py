@@ -31,6 +31,7 @@ from kedge.backends.hf.value_head import (
 )
 from kedge.backends.rewards.load import load_tokenizer
 from kedge.backends.rewards.model import same_tokens
+from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import vllm_limit
 from kedge.errors import ConfigError
 from kedge.trainers.build.setup import Setup
@@ -57,11 +58,7 @@ class Models:
 
 
 class ModelStage:
-    """Policy, reference and value model.
-
-    Raises:
-        ConfigError: models and options that contradict each other.
-    """
+    """Policy, reference and value model."""
 
     def __init__(self, setup: Setup) -> None:
         inputs, args = setup.inputs, setup.args
@@ -77,11 +74,11 @@ class ModelStage:
             )
         if not isinstance(inputs.model, str):
             _check_adapter(inputs.model, args.ref_adapter_name)
-        value_source = getattr(args, "value_source", "policy")
+        self.value_source = args.value_source if isinstance(args, PPOConfig) else "policy"
         if setup.algorithm.needs_values and inputs.value_model is None:
-            if value_source == "reward":
+            if self.value_source == "reward":
                 self.reward.check()
-            elif value_source == "policy":
+            elif self.value_source == "policy":
                 self.reward = NO_REWARD
 
     def build(self) -> Models:
@@ -134,7 +131,7 @@ class ModelStage:
             try:
                 return self.reward.value_model()
             except ConfigError as problem:
-                if args.value_source == "reward":
+                if self.value_source == "reward":
                     raise
                 logger.warning(
                     "the value model is a head on the policy instead of the reward model: %s",
@@ -199,11 +196,7 @@ class FirstReward:
             )
 
     def value_model(self) -> ScalarModel:
-        """A value model that starts from the reward model.
-
-        Raises:
-            ConfigError: it cannot be one.
-        """
+        """A value model that starts from the reward model."""
         self.check()
         if isinstance(self.model, str):
             return load_value(self.model)
@@ -227,12 +220,7 @@ def first_reward(reward_model: Any, tokenizers: Any, policy_tokenizer: Any) -> F
 
 
 def check_models(models: Models, setup: Setup) -> None:
-    """Check vocabularies, context lengths, and that frozen and trained models share no weights.
-
-    Raises:
-        ConfigError: names the model, the value and the fix.
-        DataError: a prompt has a token outside the policy's vocabulary.
-    """
+    """Check vocabularies, context lengths, and that frozen and trained models share no weights."""
     inputs, args = setup.inputs, setup.args
     all_models = {"the policy": models.policy}
     trained = {"model": models.policy}

@@ -21,11 +21,7 @@ from kedge.trainers.build.setup import Setup
 
 
 class RewardStage:
-    """Reward models, functions and penalties, combined into one reward source.
-
-    Raises:
-        ConfigError: no reward, weights of another number, or a function that needs other columns.
-    """
+    """Reward models, functions and penalties, combined into one reward source."""
 
     def __init__(self, setup: Setup) -> None:
         inputs = setup.inputs

@@ -22,17 +22,12 @@ PARTIAL_BATCHES_PER_WORKER = 4  # so that a fast engine gets more work
 
 
 class RolloutStage:
-    """The rollout engine: a recording, the one passed by the user, or the one the config names.
-
-    Raises:
-        ConfigError: an engine that cannot work with these options, or two engines.
-        CheckpointError: the recording belongs to another run.
-    """
+    """The rollout engine: a recording, the one passed by the user, or the one the config names."""
 
     def __init__(self, setup: Setup) -> None:
-        args, given = setup.args, setup.inputs.rollout_engine
+        args, custom = setup.args, setup.inputs.rollout_engine
         self.setup, self.spec = setup, setup.engine
-        if given is not None and self.spec.copies_weights:
+        if custom is not None and self.spec.copies_weights:
             raise ConfigError(
                 f"rollout_engine={args.rollout_engine!r} is set in the config and an engine is"
                 " passed to the trainer; remove one of them"
@@ -48,7 +43,7 @@ class RolloutStage:
             self.options["vllm_num_engines"] = engines_per_rank(args, self.spec, ranks=self.ranks)
         self._check_groups()
         self.replayed = None if args.replay_rollouts is None else self._build_replay()
-        ready = self.replayed or given
+        ready = self.replayed or custom
         self.correction = build_correction(
             args,
             setup.algorithm,
@@ -140,11 +135,7 @@ class RolloutStage:
 
 
 def engines_per_rank(args: Any, engine: RolloutEngineSpec, *, ranks: int) -> int:
-    """The number of engines of one rank when each rank has separate engines.
-
-    Raises:
-        ConfigError: the number of engines is not a multiple of the ranks.
-    """
+    """The number of engines of one rank when each rank has separate engines."""
     schedule = f'rollout_schedule="as_completed" needs separate engines for each of {ranks} ranks'
     if not engine.several:
         raise ConfigError(

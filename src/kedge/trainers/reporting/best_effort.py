@@ -79,11 +79,7 @@ class BestEffortTracker:
 
 @contextmanager
 def required_write(option: str, folder: str | Path) -> Iterator[None]:
-    """Context for the first files of a run, in which a failed write raises.
-
-    Raises:
-        ConfigError: names the option, the folder and the cause.
-    """
+    """Context for the first files of a run, in which a failed write raises."""
     try:
         yield
     except OSError as error:

@@ -48,11 +48,7 @@ def write_card(
     dataset_name: str | None = None,
     tags: str | list[str] | None = None,
 ) -> Path:
-    """Write ``README.md`` into ``output_dir``; ``about`` is the content of ``run.json``.
-
-    Raises:
-        ConfigError: ``output_dir`` is not set.
-    """
+    """Write ``README.md`` into ``output_dir``; ``about`` is the content of ``run.json``."""
     if not args.output_dir:
         raise ConfigError("output_dir must be set to write a model card")
     return write_model_card(

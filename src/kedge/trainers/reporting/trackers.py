@@ -28,12 +28,7 @@ def build_tables(callbacks: Callbacks) -> Tables:
 def build_trackers(
     callbacks: Callbacks, args: OnPolicyConfig, screen: Screen, best_effort: BestEffortWriter
 ) -> Many:
-    """Build the trackers: files, screen, services and the hub repository for completions.
-
-    Raises:
-        ConfigError: the output folder is not writable.
-        HubError: the repository for completions cannot be created.
-    """
+    """Build the trackers: files, screen, services and the hub repository for completions."""
     trackers: list[Tracker] = []
     if args.output_dir:
         with required_write("output_dir", args.output_dir):

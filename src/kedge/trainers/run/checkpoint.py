@@ -29,9 +29,6 @@ def write_models(folder: Path, learner: HFLearner, tokenizer: Any) -> None:
     """Policy, tokenizer and value model, in the layout that ``from_pretrained`` reads.
 
     Every rank calls it; rank 0 writes.
-
-    Raises:
-        CheckpointError: a file cannot be written.
     """
     try:
         with _no_bars():  # they would interrupt the progress of the run
@@ -60,11 +57,7 @@ def _no_bars() -> Iterator[None]:
 
 
 def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
-    """Checkpoints of an earlier run that a new run in the folder removes.
-
-    Raises:
-        CheckpointError: there are some, and ``overwrite`` is False.
-    """
+    """Checkpoints of an earlier run that a new run in the folder removes."""
     existing = checkpoints(output_dir)
     if existing and not overwrite:
         raise CheckpointError(
@@ -106,11 +99,7 @@ def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
 
 
 def build_recorder(folder: str | None, sampling: Sampling, learner: HFLearner) -> Recorder | None:
-    """The recorder of this rank's rollouts, or None without a folder.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
+    """The recorder of this rank's rollouts, or None without a folder."""
     if folder is None:
         return None
     with required_write("save_rollouts", folder):

@@ -58,9 +58,6 @@ class Callbacks:
         tracker: gets every logged row after the callbacks.
         rank: rank of this process.
         local_rank: its rank on this machine.
-
-    Raises:
-        ConfigError: ``report_to`` is unknown or not installed, or a callback has the wrong type.
     """
 
     def __init__(
@@ -211,9 +208,6 @@ def reporting_callbacks(report_to: str | list[str] | None) -> list[TrainerCallba
     Args:
         report_to: "none", "all" (everything installed), a name or names ("tensorboard", "wandb",
             "trackio", "mlflow", ...).
-
-    Raises:
-        ConfigError: an unknown name, or a package that is not installed.
     """
     if report_to in (None, [], "none", ["none"]):
         return []

@@ -47,9 +47,6 @@ class InitialPolicyScores:
         """The scores of a set of ``count`` rows, from this process or an earlier one.
 
         None, with one warning, if the folder of a resumed run does not hold them.
-
-        Raises:
-            CheckpointError: the file belongs to other prompts.
         """
         if name not in self._kept:
             self._kept[name] = self._read(name)

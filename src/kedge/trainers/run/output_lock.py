@@ -13,11 +13,7 @@ from kedge.output import RunLock, check_folder
 
 
 def check_targets(args: Any) -> None:
-    """Check that output folders can be created and written to.
-
-    Raises:
-        ConfigError: names the option, the folder and the cause.
-    """
+    """Check that output folders can be created and written to."""
     reports = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     targets = {
         "output_dir": args.output_dir,
@@ -33,11 +29,7 @@ def check_targets(args: Any) -> None:
 
 @contextmanager
 def claimed(args: Any) -> Iterator[None]:
-    """Hold the lock on ``output_dir``; call it on every rank, rank 0 locks.
-
-    Raises:
-        ConfigError: on every rank, if another run holds the lock.
-    """
+    """Hold the lock on ``output_dir``; call it on every rank, rank 0 locks."""
     with ExitStack() as stack:
         problem = None
         if args.output_dir and args.process_index == 0:

@@ -22,9 +22,6 @@ def resume_run(run: Run, resume: str | Path | bool | None) -> Path | None:
     Args:
         run: receives the checkpoint's state.
         resume: True for the newest loadable one in ``output_dir``, or a folder.
-
-    Raises:
-        CheckpointError: it is missing, damaged or from another run.
     """
     if not resume:
         return None

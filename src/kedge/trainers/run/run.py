@@ -237,11 +237,7 @@ class Run:
                 rollout_engine.load_weights(self.learner.weights(), self.learner.version)
 
     def root(self) -> Path:
-        """The output folder.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The output folder."""
         if not self.args.output_dir:
             raise ConfigError("output_dir must be set to write checkpoints")
         return Path(self.args.output_dir)

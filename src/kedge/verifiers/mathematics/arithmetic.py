@@ -83,14 +83,14 @@ def final_number(text: str, *, marked_only: bool = False) -> Number | None:
     return numbers[-1] if numbers else None
 
 
-def same_number(found: Number, want: Number, tolerance: float = 0.0) -> bool:
+def same_number(answer: Number, want: Number, tolerance: float = 0.0) -> bool:
     """Whether two numbers are equal; 50, 50% and 0.5 match where one side has a percent sign."""
     slack = abs(want.value) * Fraction(tolerance)
     if want.decimals >= ROUNDED_FROM:
         slack = max(slack, Fraction(1, 2 * 10**want.decimals))
-    values = [found.value]
-    if found.percent != want.percent:
-        values.append(found.value / 100 if found.percent else found.value * 100)
+    values = [answer.value]
+    if answer.percent != want.percent:
+        values.append(answer.value / 100 if answer.percent else answer.value * 100)
     return any(abs(value - want.value) <= slack for value in values)
 
 

@@ -86,27 +86,18 @@ def final_answer(text: str) -> str | None:
     return text.strip() if 0 < len(text.strip()) <= SHORT else None
 
 
-def equal(found: str, want: str, checker: SymbolicChecker | None = None) -> bool:
-    """Whether two answers are equivalent.
-
-    Args:
-        found: the answer of a response.
-        want: the ground truth.
-        checker: compares formulas that differ as text; None: those are unequal.
-
-    Raises:
-        Unanswered: the checker timed out or crashed.
-    """
-    if len(found) > MAX_LETTERS:
+def equal(answer: str, want: str, checker: SymbolicChecker | None = None) -> bool:
+    """Whether two answers are equivalent; without ``checker``, formulas must be equal as text."""
+    if len(answer) > MAX_LETTERS:
         return False
-    return _equal(tidy(found), tidy(want), checker)
+    return _equal(tidy(answer), tidy(want), checker)
 
 
-def _equal(found: str, want: str, checker: SymbolicChecker | None) -> bool:
-    found, want = bare(found), bare(want)
-    (variable, left), (wanted, right) = prefix(found), prefix(want)
+def _equal(answer: str, want: str, checker: SymbolicChecker | None) -> bool:
+    answer, want = bare(answer), bare(want)
+    (variable, left), (wanted, right) = prefix(answer), prefix(want)
     if variable and wanted and variable != wanted:
-        left, right = found, want
+        left, right = answer, want
     left, right = bare(left), bare(right)
     if squeezed(left) == squeezed(right):
         return True
@@ -126,18 +117,18 @@ def _equal(found: str, want: str, checker: SymbolicChecker | None) -> bool:
         return _all_equal(parts.parts, wanted_parts.parts, parts.ordered, checker)
     if checker is None or not (_well_formed(left) and _well_formed(right)):
         return False
-    whole = "=" in found and "=" in want
-    return checker.equal(found, want) if whole else checker.equal(left, right)
+    whole = "=" in answer and "=" in want
+    return checker.equal(answer, want) if whole else checker.equal(left, right)
 
 
 def _all_equal(
-    found: tuple[str, ...], want: tuple[str, ...], ordered: bool, checker: SymbolicChecker | None
+    answer: tuple[str, ...], want: tuple[str, ...], ordered: bool, checker: SymbolicChecker | None
 ) -> bool:
-    if len(found) != len(want) or len(want) > MAX_PARTS:
+    if len(answer) != len(want) or len(want) > MAX_PARTS:
         return False
     if ordered:
-        return all(_equal(a, b, checker) for a, b in zip(found, want, strict=True))
-    rest = list(found)
+        return all(_equal(a, b, checker) for a, b in zip(answer, want, strict=True))
+    rest = list(answer)
     for part in want:
         match = next((i for i, one in enumerate(rest) if _equal(one, part, None)), None)
         if match is None:
@@ -181,16 +172,7 @@ def _truth(truth: Any, name: str) -> str:
 
 
 class SymbolicChecker:
-    """Compares formulas with math-verify in helper processes.
-
-    Args:
-        timeout: seconds for one pair.
-        workers: maximum number of processes.
-
-    Raises:
-        Unanswered: a pair timed out or crashed the process (memory).
-        ConfigError: math-verify is not installed.
-    """
+    """Compares formulas with math-verify in helper processes, with a time limit for each pair."""
 
     def __init__(self, timeout: float = 5.0, workers: int = 2) -> None:
         self._pool = WorkerPool(
@@ -204,7 +186,7 @@ class SymbolicChecker:
     def __reduce__(self) -> Any:
         return SymbolicChecker, (self._pool.timeout, self._pool.size)
 
-    def equal(self, found: str, want: str) -> bool:
+    def equal(self, answer: str, want: str) -> bool:
         """Whether math-verify proves the formulas equal."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
@@ -212,18 +194,18 @@ class SymbolicChecker:
                 " math_verifier(symbolic=False)"
             )
         try:
-            return bool(self._ask(found.replace(ROW, r"\\"), want.replace(ROW, r"\\")))
+            return bool(self._ask(answer.replace(ROW, r"\\"), want.replace(ROW, r"\\")))
         except TaskError as error:
             raise Unanswered("crashes", str(error)) from error
 
 
-def same_formula(found: str, want: str) -> bool:
+def same_formula(answer: str, want: str) -> bool:
     """The worker task: whether math-verify considers the formulas equal."""
     from math_verify import parse, verify
 
     pair = [
         parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True)
-        for text in (want, found)
+        for text in (want, answer)
     ]
     if not all(pair):
         return False

@@ -52,35 +52,28 @@ def guard(folder: str, readable: list[str]) -> None:
 Rule = Callable[[tuple[Any, ...]], bool]  # arguments of an event -> whether it is refused
 
 
-def plain_path() -> Callable[[str], str]:
-    """Normalize a path to an absolute one without file-system access.
+def path_rule() -> Callable[[Any, tuple[str, ...]], bool]:
+    """Whether a path is inside one of the given folders.
 
-    This is exact in the solution's folder, where it cannot create links.
+    Paths are normalized without file-system access, which is exact in the solution's folder: it
+    cannot create links there.
     """
-    here = os.getcwd
+    here, kind, text, raw, whole = os.getcwd, type, str, bytes, int
 
-    def plain(path: str) -> str:
+    def inside(path: Any, roots: tuple[str, ...]) -> bool:
+        if path is None or kind(path) is whole:  # the working directory or an open file
+            return True
+        if kind(path) is raw:
+            path = path.decode("utf-8", "surrogateescape")
+        if kind(path) is not text:
+            return False
         parts: list[str] = []
         for part in (path if path.startswith("/") else here() + "/" + path).split("/"):
             if part == "..":
                 parts = parts[:-1]
             elif part not in ("", "."):
                 parts.append(part)
-        return "/" + "/".join(parts)
-
-    return plain
-
-
-def path_rule() -> Callable[[Any, tuple[str, ...]], bool]:
-    """Whether a path is inside one of the given folders."""
-    plain, kind, text, raw, whole = plain_path(), type, str, bytes, int
-
-    def inside(path: Any, roots: tuple[str, ...]) -> bool:
-        if path is None or kind(path) is whole:  # the working directory or an open file
-            return True
-        if kind(path) is not text and kind(path) is not raw:
-            return False
-        where = plain(path if kind(path) is text else path.decode("utf-8", "surrogateescape"))
+        where = "/" + "/".join(parts)
         for root in roots:  # noqa: SIM110 - any() can be replaced by the solution
             if where == root or where.startswith(root + "/"):
                 return True
@@ -97,35 +90,20 @@ def path_rules(
     """Rules for events about files."""
     writes, max_files, created_files = WRITES, MAX_FILES, [0]
 
-    def opened(arguments: tuple[Any, ...]) -> bool:
-        path, _, flags = arguments
-        if not (flags or 0) & writes:
-            return not inside(path, roots)
-        created_files[0] += 1
-        return created_files[0] > max_files or not inside(path, writable)
-
     def created(arguments: tuple[Any, ...]) -> bool:
         created_files[0] += 1
         return created_files[0] > max_files or not inside(arguments[0], writable)
 
-    def changed(arguments: tuple[Any, ...]) -> bool:
-        return not inside(arguments[0], writable)
-
-    def renamed(arguments: tuple[Any, ...]) -> bool:
-        return not (inside(arguments[0], writable) and inside(arguments[1], writable))
-
-    def listed(arguments: tuple[Any, ...]) -> bool:
+    def opened(arguments: tuple[Any, ...]) -> bool:
+        if (arguments[2] or 0) & writes:
+            return created(arguments)
         return not inside(arguments[0], roots)
 
     changes = ("os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.utime", "os.chdir")
-    rules: dict[str, Rule] = dict.fromkeys(changes, changed)
-    return rules | {
-        "open": opened,
-        "os.mkdir": created,
-        "os.rename": renamed,
-        "os.listdir": listed,
-        "os.scandir": listed,
-    }
+    rules: dict[str, Rule] = dict.fromkeys(changes, lambda a: not inside(a[0], writable))
+    rules |= dict.fromkeys(("os.listdir", "os.scandir"), lambda a: not inside(a[0], roots))
+    rules["os.rename"] = lambda a: not (inside(a[0], writable) and inside(a[1], writable))
+    return rules | {"open": opened, "os.mkdir": created}
 
 
 def other_rules(
@@ -135,25 +113,11 @@ def other_rules(
     import _socket
 
     hidden, local, folders = frozenset(NO_IMPORT), getattr(_socket, "AF_UNIX", None), (work_folder,)
-
-    def imported(arguments: tuple[Any, ...]) -> bool:
-        name, file = arguments[:2]
-        return name in hidden or (file is not None and inside(file, folders))
-
-    def connected(arguments: tuple[Any, ...]) -> bool:
-        return arguments[1] != local  # asyncio needs socket pairs within the process
-
-    def read_attribute(arguments: tuple[Any, ...]) -> bool:
-        return arguments[1] == "tb_frame"
-
-    def database(arguments: tuple[Any, ...]) -> bool:
-        return arguments[0] != ":memory:"
-
     return {
-        "import": imported,
-        "socket.__new__": connected,
-        "object.__getattr__": read_attribute,
-        "sqlite3.connect": database,
+        "import": lambda a: a[0] in hidden or (a[1] is not None and inside(a[1], folders)),
+        "socket.__new__": lambda a: a[1] != local,  # asyncio needs socket pairs within the process
+        "object.__getattr__": lambda a: a[1] == "tb_frame",
+        "sqlite3.connect": lambda a: a[0] != ":memory:",
     }
 
 

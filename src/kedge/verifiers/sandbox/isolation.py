@@ -104,9 +104,6 @@ def choose(level: str, attempt: Callable[[str], str]) -> str:
     Args:
         level: one of ``LEVELS``, or ``auto``: the first kernel-enforced one that works.
         attempt: runs a program at a level; returns the error, or "".
-
-    Raises:
-        ConfigError: no level works; the message says what to do.
     """
     if level == "audit":
         _warn_audit()

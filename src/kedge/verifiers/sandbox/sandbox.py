@@ -81,11 +81,7 @@ class Sandbox:
             raise ConfigError(f"isolation={self.isolation!r} must be auto, {', '.join(LEVELS)}")
 
     def level(self) -> str:
-        """The isolation that programs get on this machine.
-
-        Raises:
-            ConfigError: it is not available; the message says what to install or allow.
-        """
+        """The isolation that programs get on this machine; raises ConfigError without any."""
         return choose(self.isolation, _attempt)
 
     def test(
@@ -118,12 +114,7 @@ class Sandbox:
         )
 
     def run(self, code: str, stdin: str = "") -> Outcome:
-        """Run a program on an input.
-
-        Args:
-            code: the program.
-            stdin: its standard input.
-        """
+        """Run a program on an input, its standard input."""
         with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as output:
             stdin_file.write(stdin.encode(errors="replace"))
             stdin_file.seek(0)
@@ -222,11 +213,6 @@ def _folder(level: str) -> Iterator[str]:
 def _environment(folder: str) -> dict[str, str]:
     home = WORK if folder == "/" else folder
     return {
-        "PATH": "/usr/bin:/bin",
-        "HOME": home,
-        "TMPDIR": home,
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+        "PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip

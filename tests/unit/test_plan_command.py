@@ -1,4 +1,4 @@
-"""Batch sizes and memory of a run without its weights, and the launch files."""
+"""``kedge plan``: sizes, memory, and the checks of training."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,20 @@ import pytest
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
 from kedge.cli.planning import memory
-from kedge.cli.planning.plan import human, plan, short
+from kedge.cli.planning.plan import CONFIGS, human, plan, short
+
+from .text_toys import weightless_model
 
 ROOT = Path(__file__).parents[2]
-MODEL = ["--model_name_or_path", "m"]
 
 
-def options(*flags, **kwargs):
-    return parse(flags, prog="kedge ppo", **kwargs)
+def options(*flags):
+    return parse(flags, prog="kedge ppo")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return weightless_model(tmp_path_factory.mktemp("tiny"))
 
 
 def test_a_plan_needs_no_weights(tiny):
@@ -80,8 +86,6 @@ def test_sizes_that_do_not_divide_are_found_by_the_plan(tiny, capsys):
     [("rloo", ["policy", "reference", "reward"]), ("grpo", ["policy", "reward"])],
 )
 def test_runs_without_a_value_model_are_planned(tiny, kind, roles):
-    from kedge.cli.planning.plan import CONFIGS
-
     made = parse(
         [
             *("--model_name_or_path", str(tiny), "--per_device_train_batch_size", "8"),
@@ -103,6 +107,15 @@ def test_the_plan_is_printed(tiny, capsys):
     assert "peak about" in out
     assert main(["plan", "dpo"]) == 2
     assert main(["plan", "ppo", "--num_processes", "none", *flags]) == 2
+
+
+def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text("def f(completions): return [0.0] * len(completions)\n")
+    flags = ["--model_name_or_path", str(tiny), "--use_cpu", "--total_episodes", "640"]
+    flags += ["--reward_funcs", f"{tmp_path}/rewards.py:f", "--actor_num_gpus_per_node", "2", "1"]
+    assert main(["plan", "async-ppo", *flags]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(row for row in rows if "processes" in row)[3] == "3"
 
 
 def test_a_plan_fails_where_the_run_would(tiny, tmp_path, capsys):

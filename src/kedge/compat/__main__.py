@@ -1,0 +1,63 @@
+"""``python -m kedge.compat run SCRIPT``: run a program that was written for TRL."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kedge.compat import APIS, install
+
+_STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer", "BestOfNSampler")
+
+
+def detect_api(text: str) -> str:
+    """The API that a script's text uses."""
+    modern = "trl.experimental" in text
+    return "trl-0.11" if not modern and any(x in text for x in _STEP_MARKS) else "trl-1.12"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        argv: arguments; None: those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kedge.compat", description=__doc__)
+    run = parser.add_subparsers(required=True).add_parser("run", help="run a script or module")
+    run.add_argument("--api", choices=["auto", *APIS], default="auto", help="auto: by the script")
+    run.add_argument("--replace", action="store_true", help="replace names of the installed TRL")
+    run.add_argument("--report-version", help="version of TRL that the program sees")
+    run.add_argument(
+        "--transformers-4",
+        dest="transformers4",
+        action="store_true",
+        help="apply_chat_template returns token ids",
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    options = parser.parse_args(argv)
+    api = options.api
+    if api == "auto":
+        if options.module:
+            run.error(f"-m needs --api, one of {', '.join(APIS)}")
+        api = detect_api(Path(options.script).read_text(encoding="utf-8"))
+    install(
+        api,
+        replace=options.replace,
+        report_version=options.report_version,
+        transformers4=options.transformers4,
+    )
+    sys.argv = [options.script, *options.arguments]
+    if options.module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(options.script).resolve().parent)
+        runpy.run_path(options.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Programs of other people on Kedge: ``python -m tests.compat``, or ``make test-compat``."""

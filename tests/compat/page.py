@@ -1,0 +1,31 @@
+"""``docs/compatibility.md`` from the results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.compat.cases import Case
+
+_SHOWN = ("llamafactory", "ms_swift", "trl", "transformers", "peft", "torch")
+
+
+def write_page(cases: Sequence[Case], results: Mapping[str, Any], file: Path) -> None:
+    """Write the page."""
+    lines = [_line(case, results[case.name]) for case in cases if case.name in results]
+    template = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    file.write_text(template.replace("{rows}", "\n".join(lines)), encoding="utf-8")
+
+
+def _line(case: Case, row: Mapping[str, Any]) -> str:
+    versions = row.get("versions", {})
+    used = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if versions.get(name))
+    result = {True: "runs", False: "fails", None: "not run"}[row["ok"]]
+    path = case.source.split(":")[-1].removeprefix("-m ")
+    what = f"`{path}`" + (f" `{' '.join(case.arguments)}`" if len(case.arguments) < 3 else "")
+    notes = "; ".join(x for x in (case.note, row["why"]) if x).replace("|", "\\|")
+    program = case.program
+    if (own := versions.get(case.packages[0])) and not case.program.startswith("TRL"):
+        program = f"{case.program} {own}"
+    return f"| {program} | {what} | {result} | {row.get('seconds', '')} | {used} | {notes} |"

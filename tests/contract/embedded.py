@@ -1,0 +1,66 @@
+"""Models and prompts for tests of the embedded engine."""
+
+import torch
+
+from kedge.testing import tiny_policy
+from kedge.types import PromptBatch
+
+PAD, VOCAB = 0, 64
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "qwen2",
+    "opt",
+    "bloom",
+    "mistral",
+    "gemma2",
+    "lfm2",
+)
+
+
+def policy(family="llama", **options):
+    if family == "gpt_neo":  # alternates full attention with a window that is shorter than the text
+        options |= {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+    if family in ("qwen2", "mistral", "gemma2", "lfm2"):
+        options |= {"num_key_value_heads": 2}
+    if family in ("mistral", "gemma2"):
+        options |= {"sliding_window": 4, "head_dim": 8}
+    if family == "lfm2":  # one layer of attention, one of convolution
+        options |= {"full_attn_idxs": [1]}
+    if family == "opt":
+        options |= {"ffn_dim": 64, "word_embed_proj_dim": 32}
+    return tiny_policy(family, **options).requires_grad_(True)
+
+
+def prompts(lengths=(7, 3, 5, 1, 6, 2), width=7, copies=1):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(8, VOCAB, (len(lengths), width), generator=generator)
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    group = torch.arange(len(lengths)).repeat_interleave(copies)
+    return PromptBatch(
+        ids=ids.masked_fill(~mask, PAD)[group],
+        mask=mask[group],
+        group=group,
+        row=torch.arange(len(group)),
+    )
+
+
+def full_logits(model, rollout):
+    """Logits [B, R, V] of one forward pass over prompts and responses, without a cache."""
+    ids = torch.cat([rollout.prompts.ids, rollout.ids], 1)
+    mask = torch.cat([rollout.prompts.mask, rollout.response_mask], 1)
+    out = []
+    for row, real in zip(ids, mask, strict=True):  # one row at a time: no padding at all
+        logits = model.eval()(input_ids=row[real][None]).logits[0].detach()
+        n = int(real[-rollout.ids.shape[1] :].sum())
+        padded = torch.zeros(rollout.ids.shape[1], logits.shape[-1])
+        padded[:n] = logits[-n - 1 : -1]
+        out.append(padded)
+    return torch.stack(out)
+
+
+def logprobs_of(logits, rollout):
+    picked = logits.log_softmax(-1).gather(-1, rollout.ids[..., None])[..., 0]
+    return picked.masked_fill(~rollout.response_mask, 0.0)

@@ -1,0 +1,297 @@
+"""The model of the embedded engine: modes, weights, adapters, memory, and what is rejected."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.errors import ConfigError, RolloutError, SyncError
+from kedge.types import Sampling
+
+from .embedded import FAMILIES, PAD, VOCAB, full_logits, logprobs_of, policy, prompts
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    made = policy(request.param)
+    with torch.no_grad():
+        for p in made.parameters():  # far from uniform, so that mistakes show
+            p.mul_(4.0) if p.ndim > 1 else p
+    return made
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return policy("llama", initializer_range=0.3)
+
+
+class TestTheModelIsLeftAsItWas:
+    def test_dropout_is_off_while_sampling_and_modes_are_restored(self):
+        model = policy("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+        engine = EmbeddedEngine(model, pad_id=PAD)
+        model.train()
+        model.transformer.h[0].eval()  # a mix of modes comes back as it was
+        modes = [m.training for m in model.modules()]
+        first = engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
+        second = engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
+        assert [m.training for m in model.modules()] == modes
+        assert torch.equal(first.behavior_logprobs, second.behavior_logprobs)
+        want = logprobs_of(full_logits(model, first), first)
+        assert (first.behavior_logprobs - want).abs().max() < 1e-5
+
+    def test_modes_are_restored_after_an_error(self, llama):
+        model = copy.deepcopy(llama).train()
+        with torch.no_grad():
+            model.lm_head.weight.fill_(math.nan)
+        with pytest.raises(RolloutError, match="NaN"):
+            EmbeddedEngine(model, pad_id=PAD).generate(
+                prompts(), sampling=Sampling(max_new_tokens=3), seed=0
+            )
+        assert all(m.training for m in model.modules())
+
+    def test_no_gradient_graph_is_kept(self, llama):
+        rollout = EmbeddedEngine(llama, pad_id=PAD).generate(
+            prompts(), sampling=Sampling(max_new_tokens=3), seed=0
+        )
+        assert not rollout.behavior_logprobs.requires_grad
+
+
+class TestWeights:
+    def test_a_live_engine_follows_the_model(self, llama):
+        model = copy.deepcopy(llama)
+        engine = EmbeddedEngine(model, pad_id=PAD)
+        assert engine.shares_weights
+        before = engine.load_weights({}, 1)
+        assert before.fingerprint == fingerprint(policy_weights(model))
+        with torch.no_grad():
+            model.lm_head.weight[3, 3] += 1e-3
+        assert engine.load_weights({}, 2).fingerprint != before.fingerprint
+
+    def test_a_copy_changes_only_when_weights_are_loaded(self, llama):
+        model, sampling = copy.deepcopy(llama), Sampling(max_new_tokens=6)
+        engine = EmbeddedEngine(model, pad_id=PAD, shares_weights=False)
+        assert not engine.shares_weights
+        want = engine.generate(prompts(), sampling=sampling, seed=0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        assert torch.equal(engine.generate(prompts(), sampling=sampling, seed=0).ids, want.ids)
+        receipt = engine.load_weights(policy_weights(model), 3)
+        assert receipt.fingerprint == fingerprint(policy_weights(model))
+        got = engine.generate(prompts(), sampling=sampling, seed=0)
+        live = EmbeddedEngine(model, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert torch.equal(got.ids, live.ids)
+        assert not torch.equal(got.ids, want.ids)
+        assert got.version.tolist() == [3] * 6
+
+    def test_the_receipt_tells_what_is_held_not_what_was_sent(self, llama):
+        model = copy.deepcopy(llama).bfloat16()
+        engine = EmbeddedEngine(model, pad_id=PAD, shares_weights=False)
+        sent = policy_weights(llama)
+        assert engine.load_weights(sent, 1).fingerprint != fingerprint(sent)
+
+    @pytest.mark.parametrize(
+        ("weights", "words"),
+        [
+            ({}, "no weights"),
+            ({"nope": torch.zeros(1)}, "'nope'"),
+            ({"lm_head.weight": torch.zeros(2, 2)}, r"\(2, 2\)"),
+        ],
+    )
+    def test_weights_that_do_not_fit(self, llama, weights, words):
+        engine = EmbeddedEngine(llama, pad_id=PAD, shares_weights=False)
+        with pytest.raises(SyncError, match=words):
+            engine.load_weights(weights, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+class TestPeft:
+    @pytest.fixture
+    def adapted(self, llama):
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5)
+        model = peft.get_peft_model(copy.deepcopy(llama), config)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(generator=torch.Generator().manual_seed(0))
+        return model.train()
+
+    def test_samples_from_base_and_adapter(self, adapted, llama):
+        sampling = Sampling(max_new_tokens=8)
+        rollout = EmbeddedEngine(adapted, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        want = logprobs_of(full_logits(adapted, rollout), rollout)
+        assert (rollout.behavior_logprobs - want).abs().max() < 1e-5
+        base = EmbeddedEngine(llama, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert not torch.equal(rollout.ids, base.ids)
+        merged = EmbeddedEngine(copy.deepcopy(adapted).merge_and_unload(), pad_id=PAD)
+        assert torch.equal(merged.generate(prompts(), sampling=sampling, seed=0).ids, rollout.ids)
+
+    def test_a_copy_takes_the_adapter_alone(self, adapted):
+        engine = EmbeddedEngine(adapted, pad_id=PAD, shares_weights=False)
+        weights = policy_weights(adapted)
+        assert weights
+        assert all("lora" in name for name in weights)
+        with torch.no_grad():
+            for w in weights.values():
+                w.mul_(2.0)
+        assert engine.load_weights(weights, 1).fingerprint == fingerprint(weights)
+        sampling = Sampling(max_new_tokens=8)
+        live = EmbeddedEngine(adapted, pad_id=PAD).generate(prompts(), sampling=sampling, seed=0)
+        assert torch.equal(engine.generate(prompts(), sampling=sampling, seed=0).ids, live.ids)
+
+    def test_prompt_learning_is_refused(self, llama):
+        peft = pytest.importorskip("peft")
+        config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        engine = EmbeddedEngine(peft.get_peft_model(copy.deepcopy(llama), config), pad_id=PAD)
+        with pytest.raises(ConfigError, match="virtual tokens"):
+            engine.generate(prompts(), sampling=Sampling(max_new_tokens=2), seed=0)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, in elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if is_tensor(x)}
+        for leaf in tree_leaves(out):
+            if is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:  # no view
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+class TestMemory:
+    rows, steps, vocab = 12, 20, 5000
+
+    def generate(self, **sampling):
+        model = policy("llama", vocab_size=self.vocab, hidden_size=8)
+        engine = EmbeddedEngine(model, pad_id=PAD, chunk_rows=4)
+        batch = prompts(lengths=(7,) * self.rows)
+        with Largest() as seen:
+            engine.generate(batch, sampling=Sampling(max_new_tokens=self.steps, **sampling), seed=0)
+        return seen.elements
+
+    @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 9}, {"top_p": 0.01}])
+    def test_nothing_holds_more_than_one_vocabulary_per_row_in_flight(self, options):
+        assert self.generate(**options) <= 4 * self.vocab
+
+    def test_the_watch_sees_logits_of_whole_prompts(self, monkeypatch):
+        from kedge.backends.hf import decode
+
+        real = decode.CausalStepper.__init__
+
+        def keeps_all(stepper, model):
+            real(stepper, model)
+            del stepper._options["logits_to_keep"]
+
+        monkeypatch.setattr(decode.CausalStepper, "__init__", keeps_all)
+        assert self.generate() >= 4 * 7 * self.vocab
+
+
+class TestRefusals:
+    def refused(self, model, batch, error, words, **sampling):
+        with pytest.raises(error, match=words):
+            EmbeddedEngine(model, pad_id=PAD).generate(
+                batch, sampling=Sampling(**{"max_new_tokens": 3, **sampling}), seed=0
+            )
+
+    def test_an_empty_prompt(self, llama):
+        self.refused(llama, prompts(lengths=(3, 0, 2)), RolloutError, "row 1 is empty")
+
+    def test_right_padding(self, llama):
+        p = prompts()
+        flipped = replace(p, mask=p.mask.flip(1))
+        self.refused(llama, flipped, RolloutError, "left-padded")
+
+    def test_a_group_with_two_prompts(self, llama):
+        mixed = replace(prompts(), group=torch.tensor([0, 1, 2, 3, 0, 5]))
+        self.refused(llama, mixed, RolloutError, "rows 0 and 4 are of group 0")
+
+    def test_more_positions_than_the_model_has(self, llama):
+        self.refused(llama, prompts(), RolloutError, "need 129 positions", max_new_tokens=122)
+
+    def test_a_stop_id_beyond_the_vocabulary(self, llama):
+        self.refused(llama, prompts(), ConfigError, r"stop_ids=\(64,\)", stop_ids=(64,))
+
+    def test_stop_strings_without_a_tokenizer(self, llama):
+        self.refused(llama, prompts(), ConfigError, "tokenizer", stop_strings=("x",))
+
+    def test_a_model_without_a_key_value_cache(self):
+        from transformers import MambaConfig, MambaForCausalLM
+
+        model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1))
+        self.refused(model, prompts(), ConfigError, "key-value cache")
+
+
+def seq2seq(family):
+    from transformers import (
+        BartConfig,
+        BartForConditionalGeneration,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if family == "t5":
+            shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+            config = T5Config(
+                vocab_size=VOCAB, decoder_start_token_id=0, tie_word_embeddings=False, **shape
+            )
+            made = T5ForConditionalGeneration(config)
+            made.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32) * 0.5)
+            return made
+        shape = {f"{part}_layers": 2 for part in ("encoder", "decoder")}
+        shape |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+        shape |= {f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")}
+        config = BartConfig(
+            vocab_size=VOCAB, d_model=32, max_position_embeddings=40, init_std=0.2, **shape
+        )
+        return BartForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+class TestEncoderDecoder:
+    def test_greedy_is_the_greedy_of_transformers(self, family):
+        model, batch = seq2seq(family).eval(), prompts()
+        sampling = Sampling(max_new_tokens=12, temperature=0.0)
+        rollout = EmbeddedEngine(model, pad_id=PAD).generate(batch, sampling=sampling, seed=0)
+        generation = model.generation_config
+        generation.forced_eos_token_id = generation.forced_bos_token_id = None
+        for row, (ids, mask) in enumerate(zip(batch.ids, batch.mask, strict=True)):
+            want = model.generate(
+                ids[mask][None],
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=12,
+                eos_token_id=None,
+                pad_token_id=PAD,
+            )
+            assert rollout.ids[row].tolist() == want[0, 1:].tolist()
+        assert len(rollout.ids.unique()) > 3
+
+    def test_recorded_logprobs_are_those_of_a_full_forward_pass(self, family):
+        model = seq2seq(family)
+        sampling = Sampling(max_new_tokens=12, temperature=0.7, stop_ids=tuple(range(5, 20)))
+        rollout = EmbeddedEngine(model, pad_id=PAD, chunk_rows=7).generate(
+            prompts(copies=2), sampling=sampling, seed=0
+        )
+        assert len(rollout.response_mask.sum(1).unique()) > 2
+        start = torch.full((len(rollout), 1), model.config.decoder_start_token_id)
+        decoder = torch.cat([start, rollout.ids[:, :-1]], 1)
+        for row, (ids, mask) in enumerate(
+            zip(rollout.prompts.ids, rollout.prompts.mask, strict=True)
+        ):
+            out = model.eval()(input_ids=ids[mask][None], decoder_input_ids=decoder[row : row + 1])
+            picked = (out.logits[0] / 0.7).log_softmax(-1).gather(-1, rollout.ids[row][:, None])
+            want = picked[:, 0].masked_fill(~rollout.response_mask[row], 0.0)
+            assert (rollout.behavior_logprobs[row] - want).abs().max() < 1e-5

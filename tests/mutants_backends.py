@@ -1,0 +1,121 @@
+"""Seeded bugs of the backends, the kernels and the classic API; see ``mutants.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug: in ``file`` the text ``old`` becomes ``new``; ``tests`` must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+LEARNER = "tests/unit/test_learner.py"
+GRADIENT = "tests/property/test_gradient_invariance.py"
+CLASSIC = "tests/unit/test_classic_step.py"
+MUTANTS = [
+    Mutant(
+        "every rank takes the first seats of a launch",
+        "backends/ray/resources.py",
+        "first = at.rank * count if each else 0",
+        "first = 0",
+        "tests/unit/test_ray_placement.py",
+    ),
+    Mutant(
+        "the servers of all learners share the same GPUs",
+        "backends/vllm/build.py",
+        "gpus = free[before * count * each :]",
+        "gpus = free",
+        "tests/unit/test_vllm_options.py",
+    ),
+    Mutant(
+        "temperature forgotten in training",
+        "backends/hf/settings.py",
+        "temperature=self.temperature",
+        "temperature=1.0",
+        LEARNER,
+    ),
+    Mutant(
+        "value of the state after its token",
+        "backends/hf/packing.py",
+        "self.prompt_lengths[row] + t - 1",
+        "self.prompt_lengths[row] + t",
+        GRADIENT + " " + LEARNER,
+    ),
+    Mutant(
+        "classic scores are scaled by the deviation of nothing",
+        "classic/scores.py",
+        "        running.update(scores.sums)\n",
+        "",
+        "tests/unit/test_classic_scores.py",
+    ),
+    Mutant(
+        "classic moments of batches are averaged",
+        "classic/scores.py",
+        "self.squares += squares + gap**2 * self.count * count / both",
+        "self.squares += squares",
+        "tests/unit/test_classic_scores.py",
+    ),
+    Mutant(
+        "a mask of classic responses is forgotten",
+        "classic/samples.py",
+        "loss_mask=padded(samples.masks)",
+        "loss_mask=padded([torch.ones_like(r, dtype=torch.bool) for r in responses])",
+        CLASSIC,
+    ),
+    Mutant(
+        "statistics stand one token to the right",
+        "classic/samples.py",
+        "starts = [len(q) - 1 for q in queries]",
+        "starts = [len(q) for q in queries]",
+        "tests/golden/test_classic.py",
+    ),
+    Mutant(
+        "a decoder reads the token that it shall predict",
+        "backends/hf/encoder_decoder.py",
+        "ids=torch.cat([begin, target], dim=1)",
+        "ids=torch.cat([target, begin], dim=1)",
+        CLASSIC,
+    ),
+    Mutant(
+        "shared layers are copies",
+        "classic/models/reference.py",
+        "        memo[id(weights[name])] = weights[name]  # deepcopy treats these as copied\n",
+        "",
+        "tests/unit/test_classic_models.py",
+    ),
+    Mutant(
+        "a classic state forgets where the random numbers stood",
+        "classic/state.py",
+        '        set_random_state(saved_state.local["random"])',
+        "        pass",
+        "tests/unit/test_classic_loop.py",
+    ),
+    Mutant(
+        "an end token inside a query ends the response",
+        "classic/generation.py",
+        "ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist()",
+        "ended = torch.isin(row, ends.to(row)).nonzero()[:1, 0].tolist()",
+        "tests/unit/test_classic_loop.py",
+    ),
+    Mutant(
+        "mini-batches of an overridden step count the same, however long",
+        "classic/accumulation.py",
+        "if weighted else",
+        "if weighted is None else",
+        "tests/unit/test_classic_overrides.py",
+    ),
+    Mutant(
+        "the bias of a linear layer is lost",
+        "ops/cpu/matmul.py",
+        "_linear_pointwise(x, w, bias,",
+        "_linear_pointwise(x, w, None,",
+        "tests/unit/test_matmul.py",
+    ),
+]

@@ -1,0 +1,186 @@
+"""Models of the learner: heads, value models, loading, memory, and grouping rows by length."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForSequenceClassification, modeling_utils
+
+from kedge.algorithms import ppo
+from kedge.backends.hf.fingerprint import fingerprint
+from kedge.backends.hf.load import load_policy
+from kedge.backends.hf.model import causal_parts, trunk
+from kedge.backends.hf.packing import by_length, padding_budget
+from kedge.backends.hf.reference import frozen_copy
+from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
+from kedge.engine.stages import cut
+from kedge.errors import ConfigError
+from kedge.testing import tiny_policy, tiny_reward_model
+from kedge.types import Loss
+from tests.learners import experience, learner, one_rank, rollout, take_step
+
+
+def test_missing_models_are_named():
+    bare = learner(value=None, reference=None)
+    with pytest.raises(ConfigError, match="values need a value model"):
+        bare.compute_logprobs(rollout(), values=True, reference=False, full_kl=False)
+    with pytest.raises(ConfigError, match="reference"):
+        bare.compute_logprobs(rollout(), values=False, reference=True, full_kl=False)
+
+
+def test_a_model_without_a_head_is_no_policy():
+    with pytest.raises(ConfigError, match="is not a causal language model"):
+        causal_parts(tiny_reward_model())
+
+
+def test_logits_changed_after_the_head_are_noticed():
+    policy = tiny_policy()
+    plain = policy.forward
+
+    def warped(*args, **options):
+        out = plain(*args, **options)
+        out.logits = out.logits * 2
+        return out
+
+    policy.forward = warped
+    with pytest.raises(ConfigError, match="differ from the model's own"):
+        causal_parts(policy)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5, "head_dim": 8, "num_key_value_heads": 2}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("granite", {"logits_scaling": 4.0}),
+    ],
+)
+def test_heads_that_scale_or_cap(family, options):
+    model = tiny_policy(family, **options)
+    head = causal_parts(model).head()
+    assert (head.scale, head.softcap) != (1.0, None)
+
+
+def test_bidirectional_models_are_no_value_models():
+    config = AutoConfig.for_model(
+        "distilbert", vocab_size=64, dim=32, hidden_dim=64, n_layers=1, n_heads=2, num_labels=1
+    )
+    with pytest.raises(ConfigError, match="must be causal"):
+        load_value(AutoModelForSequenceClassification.from_config(config))
+
+
+def test_a_value_model_has_one_label():
+    config = tiny_reward_model().config
+    config.num_labels = 3
+    with pytest.raises(ConfigError, match="num_labels=1"):
+        load_value(AutoModelForSequenceClassification.from_config(config))
+
+
+def test_policies_load_from_a_folder(tmp_path):
+    policy = tiny_policy()
+    policy.save_pretrained(tmp_path)
+    loaded = load_policy(str(tmp_path))
+    assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
+        dict(policy.named_parameters())
+    )
+    assert load_policy(policy) is policy
+
+
+def test_loss_metrics_add_up_over_micro_batches():
+    def loss(output, mb):
+        total = (mb.token_weight * output.logprobs).sum()
+        return Loss(parts={"a": total}, metrics={"weight": mb.token_weight.sum()})
+
+    algo = replace(ppo(), loss=loss)
+    found = learner(reference=None)
+    assert take_step(found, algo=algo)["weight"] == pytest.approx(1.0)
+
+
+def test_reference_copy_does_not_move():
+    found = learner()
+    r = rollout()
+    before = found.compute_logprobs(r, values=False, reference=True, full_kl=False)
+    take_step(found)
+    after = found.compute_logprobs(r, values=False, reference=True, full_kl=False)
+    assert torch.equal(before.ref_logprobs, after.ref_logprobs)
+    assert not torch.equal(before.logprobs, after.logprobs)
+    assert frozen_copy(found.policy).model is not found.policy
+
+
+def test_value_models_and_heads_come_back_from_disk(tmp_path):
+    model = load_value(tiny_reward_model())
+    save_value(model, tmp_path / "model")
+    loaded = load_value(str(tmp_path / "model"))
+    assert fingerprint(dict(loaded.named_parameters())) == fingerprint(
+        dict(model.named_parameters())
+    )
+    head = ScalarHead(8, init="normal")
+    save_value(head, tmp_path / "head")
+    assert [p.name for p in (tmp_path / "head").iterdir()] == ["value_head.safetensors"]
+    x = torch.randn(3, 8)
+    assert torch.equal(load_value_head(tmp_path / "head")(x), head(x))
+    with pytest.raises(ConfigError, match=r"has no value_head\.safetensors"):
+        load_value_head(tmp_path / "model")
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that any tensor has whose storage an operation touches."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().size() // x.element_size())
+        return out
+
+
+def test_no_tensor_holds_the_logits_of_a_batch():
+    rows, vocab = 64, 20_000
+    r = rollout(rows, response=40)
+    policy = tiny_policy(vocab_size=vocab, hidden_size=8, layers=1, heads=2)
+    found = learner(policy=policy)
+    tokens = int(r.response_mask.sum())
+    batch, algo = experience(r), ppo()
+    with Largest() as seen:
+        found.compute_logprobs(r, values=True, reference=True, full_kl=True)
+        found.optimizer_step(cut(batch, torch.arange(rows), algo, rows, one_rank), algo.loss)
+    assert tokens * vocab > 20_000_000
+    assert seen.elements <= 1 << 20  # one tile
+    with Largest() as seen, torch.no_grad():
+        policy(input_ids=r.ids)
+    assert seen.elements == r.ids.numel() * vocab  # what the watch is for
+
+
+def test_padding_is_worth_less_the_larger_the_model():
+    small = tiny_policy()
+    assert padding_budget(small, small.lm_head) > 1000
+    policy = tiny_policy(hidden_size=512, layers=4, vocab_size=1000)
+    weights = sum(p.numel() for p in policy.parameters())
+    trunk = weights - 2 * 1000 * 512
+    seconds = 8e-3 + 12 * weights / 1e10
+    assert padding_budget(policy, policy.lm_head) == 1 + int(seconds / (6 * trunk / 1e11))
+
+
+def test_rows_are_grouped_by_length():
+    groups = by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=4)
+    assert groups == [[1, 3], [2, 4, 0]]
+    assert by_length([5, 90, 7, 88, 6], tokens=1000, max_padding=0) == [[1], [3], [2], [4], [0]]
+    assert by_length([5, 5, 5], tokens=10, max_padding=99) == [[0, 1], [2]]
+    assert by_length([], tokens=10, max_padding=9) == []
+
+
+def test_rows_padded_at_the_end_are_no_reason_to_ask_for_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)
+    model = tiny_policy("gpt2", vocab_size=16)
+    model.config.pad_token_id = 7
+    ids = torch.tensor([[3, 4, 7]])
+    model.transformer(input_ids=ids)
+    assert "attention_mask" in said.pop()
+    trunk(causal_parts(model).backbone, ids)
+    assert said == []
