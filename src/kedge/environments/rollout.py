@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ class EnvironmentRollouts:
         make_environment: makes an environment, which is reused for later episodes; or a mapping of
             names to such functions, chosen by the column ``environment`` of the prompts.
         tokenizer: the policy's; None if environments exchange token ids only.
-        max_turns: turns per episode.
+        max_turns: turns per episode; None: as many as its tokens allow.
         max_turn_tokens: tokens per turn; None: as many as the episode has left.
         max_seconds: seconds after which the running episodes of a batch are truncated.
         timeout: seconds that a call of an environment may take; None: no limit.
@@ -63,7 +64,7 @@ class EnvironmentRollouts:
         make_environment: MakeEnvironment | Mapping[str, MakeEnvironment],
         tokenizer: Any = None,
         *,
-        max_turns: int = 8,
+        max_turns: int | None = None,
         max_turn_tokens: int | None = None,
         max_seconds: float | None = None,
         timeout: float | None = 60.0,
@@ -152,7 +153,7 @@ class EnvironmentRollouts:
         begin = self._clock()
         self._environments.reset(prompts, episodes, seed)
         in_environments = self._clock() - begin
-        for turn in range(self._max_turns):
+        for turn in itertools.count():
             live = [episode for episode in episodes if not episode.done]
             if not live:
                 break

@@ -140,6 +140,13 @@ class TurnTokens:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def as_messages(observation: Observation) -> list[dict[str, Any]]:
+    """An observation as chat messages; none for token ids."""
+    if _token_ids(observation) is not None:
+        return []
+    return [dict(message) for message in _messages(observation)]
+
+
 def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and not isinstance(prompt, str)
 
