@@ -21,7 +21,6 @@ import torch
 from tests.property.test_as_completed import Batches, Judge, Wide, writing
 from tests.property.test_staleness import Run, Sampler, engine
 
-from kedge.engine.rollout.dynamic_sampling import rows_of
 from kedge.engine.rollout.joining import joined, split_groups
 from kedge.types import PromptBatch, Rollout, Sampling
 
@@ -68,9 +67,7 @@ class Engines:
         shares = split_groups(prompts, len(self.engines))
         with ThreadPoolExecutor(len(self.engines)) as pool:
             parts = pool.map(
-                lambda lane, rows: lane.generate(
-                    rows_of(prompts, rows), sampling=sampling, seed=seed
-                ),
+                lambda lane, rows: lane.generate(prompts.rows(rows), sampling=sampling, seed=seed),
                 self.engines,
                 shares,
             )
