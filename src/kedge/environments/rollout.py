@@ -6,6 +6,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -133,7 +134,8 @@ class EnvironmentRollouts:
         begin = self._clock()
         episodes = self._environments.episodes(prompts)
         try:
-            in_environments = self._play(prompts, episodes, sampling, seed)
+            with getattr(self.engine, "keep_prefixes", nullcontext)():
+                in_environments = self._play(prompts, episodes, sampling, seed)
         finally:
             for episode in episodes:
                 self._environments.release(episode)
