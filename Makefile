@@ -16,12 +16,8 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-<<<<<<< HEAD
-.PHONY: demo demo-agent headline docs test test-compat test-main vllm-env test-vllm lint fast setup bench dist \
-	clean help
-=======
-.PHONY: demo demo-agent headline docs test test-main vllm-env test-vllm test-adapters lint fast setup bench dist clean help
->>>>>>> envs
+.PHONY: demo demo-agent headline docs test test-adapters test-compat test-main vllm-env test-vllm lint fast setup \
+	bench dist clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
