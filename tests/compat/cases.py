@@ -48,8 +48,8 @@ def _trl(tag: str, path: str, *arguments: str, **more: object) -> Case:
 
 
 _SCRIPTS = "examples/scripts"
-_REPLACE = "`--replace`: `ModelConfig` of the installed TRL lacks an option"
-_RLOO = "`--replace`: the installed TRL has another `RLOOTrainer`"
+_REPLACE = "`ModelConfig` of the installed TRL lacks an option"
+_RLOO = "the installed TRL has another `RLOOTrainer`"
 _LLAMAFACTORY = ("--api", "trl-0.11", "--replace", "--report-version", "0.9.6", "-m")
 _SWIFT = (
     *("--rlhf_type", "ppo", "--model", "gpt2", "--model_type", "llama", "--template", "default"),
@@ -74,7 +74,7 @@ CASES = (
     _trl(
         *("v0.11.4", f"{_SCRIPTS}/ppo/ppo_tldr.py", *_PPO),
         compat=("--replace", "--transformers-4"),
-        note=f"{_REPLACE}; `--transformers-4`: `apply_chat_template` returns ids",
+        note=f"{_REPLACE}; `apply_chat_template` returns ids",
         expect=_MODEL,
     ),
     _trl(
@@ -92,7 +92,7 @@ CASES = (
     _trl(
         *("v0.17.0", f"{_SCRIPTS}/ppo/ppo_tldr.py", *_TLDR, *_PPO),
         compat=("--replace", "--transformers-4"),
-        note=f"{_REPLACE}; `--transformers-4`: `apply_chat_template` returns ids",
+        note=f"{_REPLACE}; `apply_chat_template` returns ids",
         expect=_MODEL,
     ),
     _trl(

@@ -23,9 +23,10 @@ def _line(case: Case, row: Mapping[str, Any]) -> str:
     used = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if versions.get(name))
     result = {True: "runs", False: "fails", None: "not run"}[row["ok"]]
     path = case.source.split(":")[-1].removeprefix("-m ")
-    what = f"`{path}`" + (f" `{' '.join(case.arguments)}`" if len(case.arguments) < 3 else "")
+    short = f" {' '.join(case.arguments)}" if 0 < len(case.arguments) < 3 else ""
+    options = f"`{' '.join(case.compat)}`" if case.compat else ""
     notes = "; ".join(x for x in (case.note, row["why"]) if x).replace("|", "\\|")
     program = case.program
     if (own := versions.get(case.packages[0])) and not case.program.startswith("TRL"):
         program = f"{case.program} {own}"
-    return f"| {program} | {what} | {result} | {used} | {notes} |"
+    return f"| {program} | `{path}{short}` | {options} | {result} | {used} | {notes} |"

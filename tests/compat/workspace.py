@@ -121,7 +121,12 @@ def _llamafactory(folder: Path, data: Path, prompts: list[str]) -> None:
     save_file(head, root / "reward" / HEAD)
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,  # it gives other rewards than its base
+    )
     get_peft_model(base, config).save_pretrained(root / "reward_lora")
     save_file(head, root / "reward_lora" / HEAD)
     for name, model, tuning, reward in (
