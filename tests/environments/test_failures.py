@@ -159,14 +159,20 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lag"), [("exception", 1), ("hang", 0), ("garbage", 1), ("kill", 0)]
+    ("kind", "lag"),
+    [
+        ("exception", 1),
+        ("hang", 0),
+        pytest.param("garbage", 1, marks=pytest.mark.slow),
+        pytest.param("kill", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_training_drops_failed_episodes(kind: str, lag: int, planned: Any) -> None:
     plan = planned(kind, {5, 14, 21})
-    made = flaky(plan, lag, "drop", total_episodes=16)
+    made = flaky(plan, lag, "drop", total_episodes=12)
     made.train()
     assert plan.failures == 3
-    assert len(rows(made)) == 4
+    assert len(rows(made)) == 3
     assert sum(row["rollout/dropped_rows"] for row in rows(made)) == 3
     assert sum(row["environment/errors"] for row in rows(made)) == pytest.approx(3 / 4)
 
@@ -190,9 +196,9 @@ def run_with_failures(made: Any, plan: Plan) -> list[int]:
 
 def test_a_raised_failure_costs_its_iteration(planned: Any) -> None:
     plan = planned("exception", {5, 21})
-    made = flaky(plan, 0, "raise", total_episodes=16)
+    made = flaky(plan, 0, "raise", total_episodes=8)
     assert run_with_failures(made, plan) == [0, 1]
-    assert_equal(made, whole(0, 16))
+    assert_equal(made, whole(0, 8))
 
 
 @pytest.mark.slow
@@ -222,17 +228,17 @@ def test_twenty_failures(kind: str, lag: int, planned: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_resume_is_exact(lag: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"total_episodes": 24, "save_strategy": "steps", "save_steps": 3}
+    options: dict[str, Any] = {"total_episodes": 16, "save_strategy": "steps", "save_steps": 2}
     one = trainer(lag=lag, output_dir=str(tmp_path), **options)
     one.train()
     two = trainer(lag=lag, output_dir=str(tmp_path), **options)
-    two.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    two.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_equal(one, two)
 
 
 def test_recorded_episodes_are_replayed(tmp_path: Path) -> None:
     folder = str(tmp_path / "recorded")
-    options: dict[str, Any] = {"total_episodes": 16}
+    options: dict[str, Any] = {"total_episodes": 8}
     one = trainer(save_rollouts=folder, **options)
     one.train()
     two = trainer(lambda: Flaky(Plan("exception", {1})), replay_rollouts=folder, **options)
