@@ -1,0 +1,297 @@
+"""A small text world: rooms, locked doors, keys, and gold to find.
+
+    task    Hall. Exits: north, east. Red door: south.
+    policy  go east
+    task    Attic. Exits: west. Here: red key.
+    policy  take red key
+    task    Taken. Attic. Exits: west.
+    ...
+    policy  take gold           reward 1, the end
+
+The policy sees one room at a time and has to remember the rest.  Every world can be solved in 6 to
+12 turns by exploring the nearest unknown exit first.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+STEPS = {"north": (0, 1), "east": (1, 0), "south": (0, -1), "west": (-1, 0)}
+OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
+NAMES = ("Hall", "Attic", "Cellar", "Kitchen", "Library", "Study", "Garden", "Tower")
+COLORS = ("red", "blue", "green")
+GOLD = "gold"
+FEWEST, MOST = 6, 12  # turns of the expert
+RULES = "Find the gold. Commands: go north, open north, take red key, take gold."
+
+Place = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Room:
+    """What one can see in a room; also what the expert remembers of it."""
+
+    name: str
+    exits: list[str] = field(default_factory=list)
+    doors: dict[str, str] = field(default_factory=dict)  # direction -> color; locked ones
+    things: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The room in words."""
+        parts = [f"{self.name}."]
+        if self.exits:
+            parts.append(f"Exits: {', '.join(d for d in STEPS if d in self.exits)}.")
+        parts += [f"{self.doors[d].capitalize()} door: {d}." for d in STEPS if d in self.doors]
+        if self.things:
+            parts.append(f"Here: {', '.join(sorted(self.things))}.")
+        return " ".join(parts)
+
+
+def beyond(place: Place, direction: str) -> Place:
+    """The place next to this one."""
+    step = STEPS[direction]
+    return place[0] + step[0], place[1] + step[1]
+
+
+class TextWorld:
+    """Rooms with locked doors; the reward is 1 when the gold is taken.
+
+    Args:
+        rooms: the fewest and the most rooms of a world, up to 8.
+        rules: whether the first observation explains the task and the commands.
+    """
+
+    def __init__(self, *, rooms: tuple[int, int] = (4, 7), rules: bool = True) -> None:
+        if not 3 <= rooms[0] <= rooms[1] <= len(NAMES):
+            raise ValueError(
+                f"rooms must be (fewest, most) with 3 <= fewest <= most <= {len(NAMES)},"
+                f" got {rooms}"
+            )
+        self.size, self.rules = tuple(rooms), rules
+        self.rooms: dict[Place, Room] = {}
+        self.place: Place = (0, 0)
+        self.held: set[str] = set()
+
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """The world of this seed, at its first room."""
+        rng = random.Random(f"text world {seed}")
+        while True:
+            rooms = make_rooms(rng, rng.randint(*self.size))
+            if rooms is not None and FEWEST <= turns_of_expert(rooms) <= MOST:
+                break
+        self._enter(rooms)
+        words = self.rooms[self.place].text()
+        return (f"{RULES}\n{words}" if self.rules else words), {}
+
+    def _enter(self, rooms: dict[Place, Room]) -> None:
+        self.rooms = {
+            place: Room(room.name, [*room.exits], dict(room.doors), [*room.things])
+            for place, room in rooms.items()
+        }
+        self.place, self.held = (0, 0), set()
+
+    def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Carry out a command."""
+        command = " ".join(str(response).lower().split())
+        words, legal = self._act(command)
+        if command == f"take {GOLD}" and legal:
+            return words, 1.0, True, False, {"illegal": 0.0, "success": 1.0}
+        text = f"{words} {self.rooms[self.place].text()}".strip()
+        return text, 0.0, False, False, {"illegal": float(not legal)}
+
+    def _act(self, command: str) -> tuple[str, bool]:
+        """What happened, and whether the command was possible."""
+        here, (verb, _, rest) = self.rooms[self.place], command.partition(" ")
+        if verb == "go" and rest in here.exits:
+            self.place = beyond(self.place, rest)
+            return "", True
+        if verb == "go" and rest in here.doors:
+            return f"The {here.doors[rest]} door is locked.", False
+        if verb == "go":
+            return "There is no way.", False
+        if verb == "take" and rest in here.things:
+            here.things.remove(rest)
+            self.held.add(rest)
+            return "You found the gold." if rest == GOLD else "Taken.", True
+        if verb == "take":
+            return "That is not here.", False
+        if verb == "open" and rest in here.doors:
+            return self._open(here, rest)
+        if verb == "open":
+            return "No locked door is there.", False
+        return "Unknown command.", False
+
+    def _open(self, here: Room, direction: str) -> tuple[str, bool]:
+        color = here.doors[direction]
+        if f"{color} key" not in self.held:
+            return f"You need the {color} key.", False
+        behind = self.rooms[beyond(self.place, direction)]
+        for room, way in ((here, direction), (behind, OPPOSITE[direction])):
+            del room.doors[way]
+            room.exits.append(way)
+        return "Opened.", True
+
+    def random_action(self, rng: random.Random) -> str:
+        """An arbitrary command that is possible here."""
+        here = self.rooms[self.place]
+        commands = [f"go {d}" for d in here.exits] + [f"take {t}" for t in here.things]
+        commands += [f"open {d}" for d, c in here.doors.items() if f"{c} key" in self.held]
+        return rng.choice(sorted(commands))
+
+    @staticmethod
+    def expert(messages: Sequence[Mapping[str, str]]) -> str:
+        """The next command of a careful explorer, from the conversation alone.
+
+        Args:
+            messages: with role and content; observations are the user's.
+        """
+        return next_command(remember(messages))
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the conversation has shown: rooms seen, the place, and the keys."""
+
+    rooms: dict[Place, Room] = field(default_factory=dict)
+    place: Place = (0, 0)
+    keys: set[str] = field(default_factory=set)  # colors
+
+    def see(self, text: str) -> None:
+        """Remember the room that is described at the end of an observation."""
+        found = re.search(rf"({'|'.join(NAMES)})\.(.*)$", text)
+        if found is None:
+            raise ValueError(f"not an observation of TextWorld: {text!r}")
+        room = Room(found[1])
+        for part in found[2].split("."):
+            label, _, rest = part.strip().partition(": ")
+            if label == "Exits":
+                room.exits = rest.split(", ")
+            elif label == "Here":
+                room.things = rest.split(", ")
+            elif label:
+                room.doors[rest] = label.split()[0].lower()
+        self.rooms[self.place] = room
+
+
+def remember(messages: Sequence[Mapping[str, str]]) -> Memory:
+    """Follow a conversation from its beginning."""
+    memory = Memory()
+    memory.see(messages[0]["content"])
+    for command, observation in zip(messages[1::2], messages[2::2], strict=True):
+        verb, _, rest = " ".join(command["content"].lower().split()).partition(" ")
+        here = memory.rooms[memory.place]
+        if verb == "go" and rest in here.exits:
+            memory.place = beyond(memory.place, rest)
+        elif verb == "take" and rest in here.things:
+            memory.keys.add(rest.split()[0])
+        memory.see(observation["content"])
+    return memory
+
+
+def next_command(memory: Memory) -> str:
+    """Take what is here, open what can be opened, else walk to the nearest of these or the unknown.
+
+    Breadth-first over known rooms, directions in a fixed order.
+    """
+    first_step: dict[Place, str] = {memory.place: ""}
+    queue = [memory.place]
+    for place in queue:
+        room = memory.rooms.get(place)
+        here = place == memory.place
+        wanted = room is None  # not seen yet
+        if room is not None:
+            openable = [d for d in STEPS if room.doors.get(d) in memory.keys]
+            if here and room.things:
+                return f"take {sorted(room.things)[0]}"
+            if here and openable:
+                return f"open {openable[0]}"
+            wanted = bool(openable or room.things)
+        if wanted:
+            return f"go {first_step[place]}"
+        assert room is not None
+        for direction in STEPS:
+            target = beyond(place, direction)
+            if direction in room.exits and target not in first_step:
+                first_step[target] = first_step[place] or direction
+                queue.append(target)
+    raise ValueError("nothing is left to explore; the world has no solution")
+
+
+def make_rooms(rng: random.Random, count: int) -> dict[Place, Room] | None:
+    """A random tree of rooms; None if a door has to be where none can be."""
+    rooms = {(0, 0): Room("")}
+    names = rng.sample(NAMES, count)
+    rooms[0, 0].name = names[0]
+    parents: dict[Place, tuple[Place, str]] = {}
+    while len(rooms) < count:
+        place, direction = rng.choice(sorted(rooms)), rng.choice(sorted(STEPS))
+        target = beyond(place, direction)
+        if target not in rooms:
+            rooms[place].exits.append(direction)
+            rooms[target] = Room(names[len(rooms)], [OPPOSITE[direction]])
+            parents[target] = (place, direction)
+    goal = rng.choice(sorted(parents))
+    rooms[goal].things.append(GOLD)
+    colors = rng.sample(COLORS, 2)
+    for color in colors[: rng.randint(1, 2)]:
+        key_room = lock_path(rng, rooms, parents, goal, color)
+        if key_room is None:
+            return None
+        goal = key_room  # a second door stands on the way to the first one's key
+    return rooms
+
+
+def lock_path(
+    rng: random.Random,
+    rooms: dict[Place, Room],
+    parents: Mapping[Place, tuple[Place, str]],
+    goal: Place,
+    color: str,
+) -> Place | None:
+    """Lock a door on the way from the start to ``goal``; the room of its key, or None."""
+    way = [goal]
+    while way[-1] != (0, 0):
+        way.append(parents[way[-1]][0])
+    free = [p for p in way[:-1] if parents[p][1] in rooms[parents[p][0]].exits]
+    if len(free) < len(way) - 1 or not free:
+        return None  # a door is on this way already, or the goal is where the policy starts
+    behind = rng.choice(free)
+    before, direction = parents[behind]
+    rooms[before].exits.remove(direction)
+    rooms[before].doors[direction] = color
+    rooms[behind].exits.remove(OPPOSITE[direction])
+    rooms[behind].doors[OPPOSITE[direction]] = color
+    reachable = [(0, 0)]
+    for place in reachable:
+        reachable += [
+            beyond(place, d) for d in rooms[place].exits if beyond(place, d) not in reachable
+        ]
+    empty = sorted(p for p in reachable if not rooms[p].things)
+    if not empty:
+        return None
+    key = rng.choice(empty)
+    rooms[key].things.append(f"{color} key")
+    return key
+
+
+def turns_of_expert(rooms: dict[Place, Room]) -> int:
+    """Turns that the expert needs, counted up to one more than allowed."""
+    world = TextWorld(rules=False)
+    world._enter(rooms)
+    messages = [{"role": "user", "content": world.rooms[0, 0].text()}]
+    for turn in range(1, MOST + 2):
+        command = TextWorld.expert(messages)
+        observation, _, terminated, _, _ = world.step(command)
+        if terminated:
+            return turn
+        messages += [
+            {"role": "assistant", "content": command},
+            {"role": "user", "content": observation},
+        ]
+    return MOST + 1
