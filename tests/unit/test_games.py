@@ -78,7 +78,7 @@ def test_impossible_actions(game: type, seed: int, response: str, words: str) ->
     environment.reset(seed=seed, options={})
     observation, reward, terminated, _, info = environment.step(response)
     assert words in observation
-    assert (reward, terminated, info["illegal"]) == (0, False, 1)
+    assert (reward, terminated, info["metrics"]["illegal"]) == (0, False, 1)
 
 
 def test_a_locked_door_needs_its_key() -> None:

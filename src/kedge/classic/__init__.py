@@ -8,6 +8,7 @@ from typing import Any
 from kedge.classic import core
 from kedge.classic.config import AdaptiveKLController, FixedKLController, PPOConfig
 from kedge.classic.core import LengthSampler, respond_to_batch, set_seed
+from kedge.classic.environment import TextEnvironment, TextHistory
 from kedge.classic.models.extras import SUPPORTED_ARCHITECTURES, BestOfNSampler, setup_chat_format
 from kedge.classic.models.reference import create_reference_model
 from kedge.classic.models.value_head import ValueHead
@@ -32,6 +33,8 @@ __all__ = [
     "PPOTrainer",
     "PreTrainedModelWrapper",
     "RunningMoments",
+    "TextEnvironment",
+    "TextHistory",
     "ValueHead",
     "core",
     "create_reference_model",

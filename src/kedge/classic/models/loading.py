@@ -51,6 +51,8 @@ def load_base(
         raise ConfigError("choose one of load_in_8bit, load_in_4bit and quantization_config")
     if bits:
         options["quantization_config"] = quantization(8 if bits[0] == 8 else 4)
+    if "use_auth_token" in options:  # the name before transformers 5
+        options["token"] = options.pop("use_auth_token")
     dtype = options.pop("torch_dtype", None)
     options.setdefault("dtype", torch.float32 if dtype is None else dtype)
     hub = {k: options[k] for k in HUB if k in options}

@@ -75,20 +75,19 @@ class Calculator:
 
     def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Use the calculator, or answer."""
-        command = COMMAND.fullmatch(str(response))
-        if command is None:
-            return USAGE, 0.0, False, False, {"illegal": 1.0}
-        verb, rest = command[1].lower(), command[2].strip()
+        command = COMMAND.fullmatch(str(getattr(response, "text", response)))
+        verb, rest = (command[1].lower(), command[2].strip()) if command else ("", "")
+        observation, legal = USAGE, False
         if verb == "calc":
             try:
-                return calculate(rest), 0.0, False, False, {"illegal": 0.0}
+                observation, legal = calculate(rest), True
             except ValueError as error:
-                return f"{error}. {USAGE}", 0.0, False, False, {"illegal": 1.0}
-        if not re.fullmatch(r"-?\d{1,18}", rest):
-            return USAGE, 0.0, False, False, {"illegal": 1.0}
-        correct = int(rest) == self.result
-        words = "Correct." if correct else f"Wrong: it is {self.result}."
-        return words, float(correct), True, False, {"illegal": 0.0, "success": float(correct)}
+                observation = f"{error}. {USAGE}"
+        elif verb == "answer" and re.fullmatch(r"-?\d{1,18}", rest):
+            correct = int(rest) == self.result
+            words = "Correct." if correct else f"Wrong: it is {self.result}."
+            return words, float(correct), True, False, {"metrics": {"success": float(correct)}}
+        return observation, 0.0, False, False, {"metrics": {"illegal": float(not legal)}}
 
     def random_action(self, rng: random.Random) -> str:
         """An arbitrary command."""

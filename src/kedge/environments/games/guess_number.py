@@ -45,19 +45,18 @@ class GuessNumber:
 
     def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a guess.  What is not a number of the range uses up a guess, too."""
-        text = str(response).strip()
+        text = str(getattr(response, "text", response)).strip()
         guess = int(text) if re.fullmatch(r"\d{1,18}", text) else 0
         self.left -= 1
         if guess == self.number:
-            return "Correct.", 1.0, True, False, {"illegal": 0.0, "success": 1.0}
+            return "Correct.", 1.0, True, False, {"metrics": {"success": 1.0}}
         legal = 1 <= guess <= self.highest
-        info = {"illegal": float(not legal)}
+        info = {"metrics": {"illegal": float(not legal)}}
         if self.left <= 0:
-            return f"It was {self.number}.", 0.0, True, False, info | {"success": 0.0}
+            return f"It was {self.number}.", 0.0, True, False, info
+        words = "Higher." if self.number > guess else "Lower."
         if not legal:
             words = f"Guess one number from 1 to {self.highest}, and write nothing else."
-        else:
-            words = "Higher." if self.number > guess else "Lower."
         return words, 0.0, False, False, info
 
     def random_action(self, rng: random.Random) -> str:

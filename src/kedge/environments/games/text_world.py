@@ -98,12 +98,12 @@ class TextWorld:
 
     def step(self, response: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Carry out a command."""
-        command = " ".join(str(response).lower().split())
+        command = " ".join(str(getattr(response, "text", response)).lower().split())
         words, legal = self._act(command)
         if command == f"take {GOLD}" and legal:
-            return words, 1.0, True, False, {"illegal": 0.0, "success": 1.0}
+            return words, 1.0, True, False, {"metrics": {"success": 1.0}}
         text = f"{words} {self.rooms[self.place].text()}".strip()
-        return text, 0.0, False, False, {"illegal": float(not legal)}
+        return text, 0.0, False, False, {"metrics": {"illegal": float(not legal)}}
 
     def _act(self, command: str) -> tuple[str, bool]:
         """What happened, and whether the command was possible."""
