@@ -1,0 +1,306 @@
+"""Adapters, each with the real package of the other library."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kedge.environments import Response, ToolCall, adapters
+from kedge.environments.adapters import Gymnasium, OpenEnv, TextArena, Verifiers
+from kedge.environments.calls import Calls
+from kedge.errors import ConfigError, RolloutError
+from tests.environments.toys import prompts, rollouts, sampling
+
+# Notices of the other packages that a user of Kedge cannot act on.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def needs(package: str) -> None:
+    pytest.importorskip(package, exc_type=ImportError)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kedge\[textarena\]'"):
+        TextArena("Chess-v0")
+    with pytest.raises(AttributeError, match="it has Gymnasium, OpenEnv, TextArena, Verifiers"):
+        _ = adapters.TextWorld
+
+
+def lake(**options: Any) -> Gymnasium:
+    needs("gymnasium")
+    actions = ["left", "down", "right", "up"]
+    return Gymnasium(
+        "FrozenLake-v1", actions=actions, render_mode="ansi", is_slippery=False, **options
+    )
+
+
+def test_gymnasium_by_names_of_actions() -> None:
+    environment = lake(intro="Reach G.")
+    observation, _ = environment.reset(seed=0, options={})
+    assert isinstance(observation, str)
+    assert observation.startswith("Reach G.\n")
+    assert "FFFG"[1:] in observation
+    answer, reward, terminated, _, info = environment.step(Response("jump"))
+    assert answer == "Unknown action 'jump'. The actions are: left, down, right, up."
+    assert (reward, terminated, info) == (0, False, {"metrics": {"illegal": 1.0}})
+    for move in ("Down", "down", "right", "right", "down"):
+        assert environment.step(Response(move))[2] is False
+    assert environment.step(Response(" right\n"))[1:4] == (1.0, True, False)
+    environment.close()
+
+
+def test_gymnasium_spaces() -> None:
+    needs("gymnasium")
+    import gymnasium
+
+    class Talk(gymnasium.Env):  # type: ignore[type-arg]
+        observation_space = action_space = gymnasium.spaces.Text(20)
+        render_mode = None
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return f"say {self.np_random.integers(100)} {options}", {}
+
+        def step(self, action: Any) -> Any:
+            return action.upper(), 0.5, False, True, {}
+
+    talk = Gymnasium(Talk())
+    first = talk.reset(seed=4, options={"options": {"a": 1}})
+    assert first == talk.reset(seed=4, options={"options": {"a": 1}})
+    assert str(first[0]).endswith("{'a': 1}")
+    assert talk.step(Response("well")) == ("WELL", 0.5, False, True, {})
+    cards = Gymnasium("Blackjack-v1")
+    assert str(cards.reset(seed=0, options={})[0]).startswith("(")
+    assert "The actions are: 0, 1." in str(cards.step(Response("hit"))[0])
+    with pytest.raises(ConfigError, match="must name the 2 actions"):
+        Gymnasium("Blackjack-v1", actions=["hit"])
+    with pytest.raises(ConfigError, match="parse_action must say"):
+        Gymnasium("Pendulum-v1")
+    assert Gymnasium("Pendulum-v1", parse_action=lambda text: [float(text)])
+
+
+def test_gymnasium_in_episodes() -> None:
+    needs("gymnasium")
+    rollout = rollouts(lambda: lake(show=lambda _: "w3 w4"), max_turns=2).generate(
+        prompts(), sampling=sampling(), seed=3
+    )
+    assert rollout.episodes is not None
+    turns = rollout.episodes.metrics["environment/turns"]
+    assert rollout.episodes.metrics["environment/illegal"] == turns
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_textarena_alone() -> None:
+    needs("textarena")
+    game = TextArena("GuessTheNumber-v0")
+    first, _ = game.reset(seed=3, options={})
+    assert first.startswith("You are Player 0.")
+    answers = []
+    for guess in range(1, 21):
+        observation, reward, terminated, _, _ = game.step(Response(f"[{guess}]"))
+        answers.append(observation)
+        if terminated:
+            break
+    assert answers[0] == "The target number is higher."
+    assert reward in {0.0, 1.0} or 0 < reward < 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_textarena_with_an_opponent() -> None:
+    needs("textarena")
+
+    def free(text: str) -> list[str]:
+        return re.findall(r"\[\d\]", text.rpartition("Available Moves")[2])
+
+    def play(seed: int, player: int | None) -> tuple[str, list[Any]]:
+        game = TextArena("TicTacToe-v0", opponents=[lambda text: free(text)[-1]], player=player)
+        observation, _ = game.reset(seed=seed, options={})
+        first, steps = observation, []
+        for _ in range(9):
+            step = game.step(Response(free(observation)[0]))
+            observation, *rest, _ = step
+            steps.append((observation, *rest))
+            if rest[1]:
+                break
+        return first, steps
+
+    first, steps = play(0, 0)
+    assert "You are Player 0" in first
+    assert steps[-1][1:] == (1.0, True, False)  # 0, 1, 2 against 8, 7
+    assert "[Player 1] [8]" in steps[0][0]
+    assert "[Player 0]" not in steps[0][0]
+    assert (first, steps) == play(0, 0)
+    assert "You are Player 1" in play(1, None)[0]
+    with pytest.raises(ConfigError, match="player must be from 0 to 0"):
+        TextArena("TicTacToe-v0", player=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_textarena_games_side_by_side() -> None:
+    """Games draw from Python's global generator; each has its state all the same."""
+    needs("textarena")
+
+    def play(seed: int) -> Any:
+        game = TextArena("Bandit-v0")
+        return [game.reset(seed=seed, options={})[0]] + [
+            game.step(Response("[red]"))[0] for _ in range(5)
+        ]
+
+    alone = [play(seed) for seed in range(8)]
+    together = Calls()([lambda seed=seed: play(seed) for seed in range(8)])
+    assert together == alone
+    assert len({tuple(game) for game in alone}) > 1
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """An OpenEnv server of a game that wants a word back."""
+    needs("openenv.core")
+    import uvicorn
+    from openenv.core.env_server import http_server, interfaces, types
+
+    class Say(types.Action):
+        word: str
+
+    class Heard(types.Observation):
+        text: str
+
+    class Repeat(interfaces.Environment):  # type: ignore[type-arg,misc]
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: int | None = None, **_: Any) -> Heard:
+            self.word, self.left = f"w{seed}", 2
+            return Heard(text=f"say {self.word}", done=False, reward=None)
+
+        def step(self, action: Any, **_: Any) -> Heard:
+            self.left -= 1
+            right = action.word == self.word
+            return Heard(
+                text="yes" if right else "no", done=right or not self.left, reward=float(right)
+            )
+
+        @property
+        def state(self) -> Any:
+            return types.State()
+
+    application = http_server.create_fastapi_app(Repeat, Say, Heard, max_concurrent_envs=8)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = uvicorn.Server(
+        uvicorn.Config(application, host="127.0.0.1", port=port, log_level="critical")
+    )
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    while not running.started:
+        time.sleep(0.02)
+    yield f"http://127.0.0.1:{port}"
+    running.should_exit = True
+    thread.join(10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_openenv(server: str) -> None:
+    def make() -> OpenEnv:
+        return OpenEnv(server, make_action=lambda text: {"word": text})
+
+    environment = make()
+    assert environment.reset(seed=7, options={}) == ('{"text": "say w7"}', {})
+    assert environment.step(Response("w8"))[:4] == ('{"text": "no"}', 0.0, False, False)
+    assert environment.step(Response("w7"))[:4] == ('{"text": "yes"}', 1.0, True, False)
+    environment.close()
+    shown = OpenEnv(server, make_action=lambda text: {"word": text}, show=lambda seen: seen["text"])
+    assert shown.reset(seed=3, options={})[0] == "say w3"
+    shown.close()
+    play = rollouts(make, max_turns=3)
+    rollout = play.generate(prompts(), sampling=sampling(max_new_tokens=80), seed=3)
+    assert rollout.episodes is not None
+    assert rollout.episodes.metrics["environment/turns"] == (8.0, 4.0)
+    play.close()
+
+
+TASKS = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+class Tools(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    def double(self, number: int) -> str:
+        "Twice the number."
+        return str(2 * number)
+
+class Words(vf.Task[Data]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(self.data.answer in (trace.last_reply or ""))
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(vf.ToolsetConfig())]
+
+class Taskset(vf.Taskset[Words, vf.TasksetConfig]):
+    def load(self):
+        for number in (3, 4):
+            yield Words(Data(prompt=f"Double {number}.", answer=str(2 * number)), self.config.task)
+
+__all__ = ["Taskset"]
+
+if __name__ == "__main__":
+    Tools.run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(shutil.which("uv") is None, reason="harnesses of verifiers run with uv")
+def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A taskset with a tool, and the chat program that comes with verifiers."""
+    needs("verifiers.v1")
+    vf = importlib.import_module("verifiers.v1")
+    (tmp_path / "kedge_test_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make() -> Any:
+        agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+        options = {"taskset": {"id": "kedge_test_tasks"}, "agent": agent}
+        return vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate(options))
+
+    calls, environment = Calls(timeout=120), Verifiers(make)
+
+    def call(function: Any) -> Any:
+        (result,) = calls([function])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def double(number: int) -> Response:
+        tool = ToolCall(name=environment.tools[0]["function"]["name"], arguments={"number": number})
+        return Response("", parse=lambda _: [tool])
+
+    observation, _ = call(lambda: environment.reset(seed=1, options={}))
+    assert observation == "Double 4."
+    (message,), reward, terminated, _, _ = call(lambda: environment.step(double(4)))
+    assert (message["role"], message["content"], reward) == ("tool", "8", 0.0)
+    assert terminated is False
+    assert call(lambda: environment.step(Response("it is 8")))[1:4] == (1.0, True, False)
+    call(lambda: environment.reset(seed=1, options={"task": 0}))
+    assert call(lambda: environment.step(Response("7")))[1:4] == (0.0, True, False)
+    call(lambda: environment.reset(seed=0, options={}))  # an episode that is left unfinished
+    environment.close()
+    environment._history = [{"role": "user", "content": "else"}]
+    with pytest.raises(RolloutError, match="changed earlier messages"):
+        environment._extend([{"role": "user", "content": "Double 4."}])
