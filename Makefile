@@ -1,4 +1,5 @@
 # make demo   the main job        make test   the whole test suite        make setup   the set-up
+# make demo-agent   an agent of many turns: a text world, from a careless expert to PPO
 # make headline   the demo with RLOO beside PPO, three seeds, and a table with intervals
 # make docs   the site of docs/, in site/
 # make dist   the wheel and the source archive in dist/, checked by installing them
@@ -11,7 +12,7 @@ SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 
-.PHONY: demo headline docs test test-main vllm-env test-vllm lint fast setup bench dist clean help
+.PHONY: demo demo-agent headline docs test test-main vllm-env test-vllm lint fast setup bench dist clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -28,6 +29,9 @@ setup: $(STAMP)
 
 demo: setup
 	$(BIN)/kedge demo
+
+demo-agent: setup
+	$(BIN)/python examples/agent/run.py
 
 headline: setup
 	OMP_NUM_THREADS=1 $(BIN)/kedge pipeline src/kedge/demo/pipeline.yaml --seeds 0 1 2

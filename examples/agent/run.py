@@ -31,18 +31,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from model import load, save_untrained
 from rich.console import Console
+from rich.table import Table
 
 from kedge import PPOConfig, PPOTrainer
+from kedge.algorithms import ppo
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.cli.main import guarded
 from kedge.cli.train import sft
 from kedge.environments import EnvironmentRollouts, EpisodeReward
 from kedge.environments.experts import expert_episodes
 from kedge.environments.games import TextWorld
-from kedge.types import PromptBatch, Rollout, Sampling
+from kedge.types import PromptBatch, Sampling
 
 PROMPT = [{"role": "user", "content": ""}]  # the environment's first observation follows
-MAX_TURNS = 16
+MAX_TURNS = 14
 EPISODE = 300  # tokens of an episode, after its first observation
 NOISE = 0.3  # share of arbitrary actions in the expert's episodes
 
@@ -53,7 +55,7 @@ console = Console()
 class Sizes:
     """Sizes of both training stages and of the evaluation."""
 
-    expert_episodes: int = 3000
+    expert_episodes: int = 2000
     batch: int = 64  # episodes of an iteration
     iterations: int = 60
     evaluated: int = 500
@@ -106,22 +108,23 @@ def play(engine: Any, tokenizer: Any) -> EnvironmentRollouts:
     )
 
 
-def train(folder: Path, sizes: Sizes, seed: int) -> Any:
-    """PPO from the supervised model; returns the trained policy."""
+def train(folder: Path, sizes: Sizes, seed: int) -> None:
+    """PPO from the supervised model."""
     model, tokenizer = load(folder / "sft")
     trainer = PPOTrainer(
         PPOConfig(
             output_dir=str(folder / "ppo"),
             per_device_train_batch_size=sizes.batch,
             max_steps=sizes.iterations,
-            num_ppo_epochs=4,
+            num_ppo_epochs=2,
+            num_mini_batches=4,
             response_length=EPISODE,
             stop_token="eos",
             temperature=1.0,
-            learning_rate=1e-3,
+            learning_rate=5e-4,
+            value_learning_rate=2e-3,
+            value_warmup_steps=2,
             kl_coef=0.0,
-            gamma=1.0,
-            lam=0.95,
             value_source="policy",
             gradient_checkpointing=False,
             logging_steps=max(1, sizes.iterations // 20),
@@ -136,15 +139,15 @@ def train(folder: Path, sizes: Sizes, seed: int) -> Any:
         model,
         train_dataset=[{"prompt": PROMPT}] * sizes.batch,
         reward_funcs=[EpisodeReward()],
+        algorithm=ppo(credit="turn", gamma=0.98, lam=0.95, vf_coef=0.5, reference=False),
         rollout_engine=play(EmbeddedEngine(model, pad_id=tokenizer.pad_token_id), tokenizer),
     )
     trainer.train()
     trainer.save_model()
-    return trainer.model
 
 
-def evaluate(model: Any, tokenizer: Any, episodes: int, seed: int) -> Rollout:
-    """Episodes in worlds of other seeds than those of training, sampled as in training."""
+def evaluate(model: Any, tokenizer: Any, episodes: int, seed: int) -> dict[str, float]:
+    """Success on worlds of other seeds than those of training, sampled as in training."""
     text = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]] * episodes)
     order = torch.arange(episodes)
@@ -158,15 +161,31 @@ def evaluate(model: Any, tokenizer: Any, episodes: int, seed: int) -> Rollout:
     engine = play(EmbeddedEngine(model, pad_id=tokenizer.pad_token_id), tokenizer)
     stop = (tokenizer.eos_token_id,)
     sampling = Sampling(max_new_tokens=EPISODE, temperature=1.0, stop_ids=stop)
-    return engine.generate(prompts, sampling=sampling, seed=10**9 + seed)
+    rollout = engine.generate(prompts, sampling=sampling, seed=10**9 + seed)
+    totals = rollout.episodes.metrics
+    successes, _ = totals["environment/success"]
+    low, high = wilson(int(successes), episodes)
+    means = {name: totals[f"environment/{name}"][0] / episodes for name in ("turns", "illegal")}
+    return {"success": successes / episodes, "low": low, "high": high, **means}
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
     """The 95% confidence interval of a share (Wilson 1927)."""
-    z, p = 1.96, successes / count
-    middle = p + z * z / (2 * count)
-    half = z * sqrt(p * (1 - p) / count + z * z / (4 * count * count))
+    z, share = 1.96, successes / count
+    middle = share + z * z / (2 * count)
+    half = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
+
+
+def show_result(before: dict[str, float], after: dict[str, float], episodes: int) -> None:
+    """Print the results in one table."""
+    both = (before, after)
+    shares = [f"{x['success']:.1%}  ({x['low']:.1%} .. {x['high']:.1%})" for x in both]
+    result = Table("", "supervised", "PPO", title="result", title_justify="left")
+    result.add_row(f"success on {episodes} new worlds", *shares)
+    result.add_row("turns per episode", *(f"{x['turns']:.1f}" for x in both))
+    result.add_row("impossible actions per episode", *(f"{x['illegal']:.1f}" for x in both))
+    console.print(result)
 
 
 def main(argv: list[str]) -> None:
@@ -182,15 +201,26 @@ def main(argv: list[str]) -> None:
 
     console.rule("1. episodes of a careless expert, and the supervised model")
     supervise(folder, sizes, args.seed)
-    model, tokenizer = load(folder / "sft")
-    before = evaluate(model, tokenizer, sizes.evaluated, args.seed)
-    middle = time.perf_counter()
-    console.print(before.episodes.metrics, middle - begin)
+    before = evaluate(*load(folder / "sft"), sizes.evaluated, args.seed)
+    console.print(f"success on {sizes.evaluated} new worlds: {before['success']:.1%}")
 
-    console.rule("2. PPO")
-    trained = train(folder, sizes, args.seed)
-    after = evaluate(trained, tokenizer, sizes.evaluated, args.seed)
-    console.print(after.episodes.metrics, time.perf_counter() - middle)
+    console.rule("2. PPO, with an advantage for each turn")
+    middle = time.perf_counter()
+    train(folder, sizes, args.seed)
+    after = evaluate(*load(folder / "ppo"), sizes.evaluated, args.seed)
+    now = time.perf_counter()
+    summary = {
+        "supervised": before,
+        "ppo": after,
+        "seconds": round(now - begin, 1),
+        "seconds_ppo": round(now - middle, 1),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    show_result(before, after, sizes.evaluated)
+    console.print(
+        f"{summary['seconds']:.0f} seconds. Models, episodes and curves are in {folder};"
+        f" `kedge report {folder}/ppo` writes a report page of the run."
+    )
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ THIRD_PARTY = {
     "verifiers": {"math_verify", "py3langid", "regex"},  # imported when first used
 }
 LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}
+LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
 
 
 def layer(path: Path) -> str:

@@ -1,0 +1,62 @@
+"""The demo of an agent, with little training: it runs to the end and leaves what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the demo extra")
+def test_quick_agent(tmp_path: Path) -> None:
+    run = [sys.executable, "-W", "ignore", str(EXAMPLE / "run.py"), "--quick"]
+    done = subprocess.run(
+        [*run, "--output_dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for stage in ("supervised", "ppo"):
+        assert 0 <= summary[stage]["low"] <= summary[stage]["success"] <= summary[stage]["high"]
+    assert (tmp_path / "ppo" / "model.safetensors").is_file()
+    rows = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").open()]
+    assert all("environment/turns" in row for row in rows if "objective/scores" in row)
+    assert "success on 16 new worlds" in done.stdout
+    assert "kedge report" in done.stdout
+    episode = json.loads((tmp_path / "episodes.jsonl").read_text().splitlines()[0])
+    assert [m["role"] for m in episode["messages"][:3]] == ["user", "assistant", "user"]
+
+
+def test_what_the_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are single tokens, episodes decode to themselves, and only actions are trained."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.delitem(sys.modules, "run", raising=False)  # other examples have a run.py, too
+    run, model = (importlib.import_module(name) for name in ("run", "model"))
+    del sys.modules["run"]
+    rows = list(run.expert_episodes(run.make_environment, range(50), noise=0.3))
+    texts = [message["content"] for row in rows for message in row["messages"]]
+    tokenizer = model.make_tokenizer(texts)
+    assert tokenizer.tokenize(" Exits: north, east.") == ["ĠExits:", "Ġnorth,", "Ġeast."]
+    assert tokenizer.decode(tokenizer("Go 42 + 7 é")["input_ids"]) == "Go 42 + 7 é"
+    encoded = tokenizer.apply_chat_template(
+        rows[0]["messages"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    actions = [
+        token
+        for token, trained in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        if trained
+    ]
+    said = [m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"]
+    assert tokenizer.decode(actions) == "".join(f"{action}<end>" for action in said)
+    assert run.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
