@@ -168,6 +168,14 @@ def test_only_value_leaves_the_policy_alone(shared):
     assert found.fingerprint() != print_before
 
 
+def test_only_value_with_clipped_gradients():
+    found = learner(max_grad_norm=1e-4)
+    policy, value = found.fingerprint(), fingerprint(dict(found.value.named_parameters()))
+    assert step(found, only_value=True)["grad_norm/value"] > 1e-4
+    assert found.fingerprint() == policy
+    assert fingerprint(dict(found.value.named_parameters())) != value
+
+
 def test_shared_trunk_learns_from_both():
     found = learner(value=ScalarHead(32, init="normal"))
     recorder = found.optimizer = Recorder([found.policy.model.layers[0].mlp.up_proj.weight])

@@ -294,5 +294,6 @@ def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
 
 def scale_(grads: Iterable[Tensor], norm: float, largest: float) -> None:
     """Scale gradients of norm ``norm`` down to ``largest``, in place; leave smaller ones."""
-    if norm > largest:
-        torch._foreach_mul_(list(grads), largest / norm)
+    present = list(grads)  # none while only the value model is trained
+    if present and norm > largest:
+        torch._foreach_mul_(present, largest / norm)
