@@ -55,7 +55,7 @@ def make_tokenizer(texts: Iterable[str]) -> Any:
 
 
 def make_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
-    """An untrained transformer of 0.13 million weights."""
+    """An untrained transformer of 0.15 million weights."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(

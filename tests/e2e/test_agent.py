@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -41,10 +42,9 @@ def test_quick_agent(tmp_path: Path) -> None:
 def test_what_the_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words are single tokens, episodes decode to themselves, and only actions are trained."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    monkeypatch.delitem(sys.modules, "run", raising=False)  # other examples have a run.py, too
-    run, model = (importlib.import_module(name) for name in ("run", "model"))
-    del sys.modules["run"]
-    rows = list(run.expert_episodes(run.make_environment, range(50), noise=0.3))
+    agent, model = (importlib.import_module(name) for name in ("agent", "model"))
+    make = agent.TASKS["text world"].make
+    rows = list(agent.expert_episodes(make, range(50), noise=0.3))
     texts = [message["content"] for row in rows for message in row["messages"]]
     tokenizer = model.make_tokenizer(texts)
     assert tokenizer.tokenize(" Exits: north, east.") == ["ĠExits:", "Ġnorth,", "Ġeast."]
@@ -59,4 +59,4 @@ def test_what_the_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     said = [m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"]
     assert tokenizer.decode(actions) == "".join(f"{action}<end>" for action in said)
-    assert run.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert agent.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)

@@ -159,13 +159,15 @@ class _Endpoint:
 
         application = web.Application(client_max_size=2**26)
         application.router.add_post("/v1/chat/completions", self._complete)
-        self._runner = web.AppRunner(application)
+        self._runner = web.AppRunner(application, shutdown_timeout=1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 
     async def stop(self) -> None:
+        if self._answer is not None:
+            self._answer.cancel()  # the request of an episode that was left unfinished
         await self._runner.cleanup()
 
     def answer(self, message: Message, reason: str) -> None:

@@ -1,0 +1,191 @@
+"""The stages of an agent: episodes of an expert, supervised model, RL, and evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+# Models this small gain little from a second thread, and slow down a lot on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from model import load, save_untrained
+
+from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
+from kedge.algorithms import ppo
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.cli.train import sft
+from kedge.environments import EnvironmentRollouts, EpisodeReward
+from kedge.environments.experts import expert_episodes
+from kedge.environments.games import Calculator, TextWorld
+from kedge.types import PromptBatch, Sampling
+
+PROMPT = [{"role": "user", "content": ""}]  # the environment's first observation follows
+
+
+@dataclass(frozen=True)
+class Task:
+    """An environment, its limits, and how careless the expert is."""
+
+    make: Callable[[], Any]
+    max_turns: int
+    max_turn_tokens: int
+    max_tokens: int  # of an episode, after its first observation
+    noise: float  # share of arbitrary actions in the expert's episodes
+
+
+TASKS = {
+    "text world": Task(lambda: TextWorld(rules=False), 14, 6, 300, noise=0.3),
+    "calculator": Task(lambda: Calculator(largest=20, rules=False), 8, 12, 160, noise=0.3),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of both training stages and of the evaluation."""
+
+    expert_episodes: int = 2000
+    batch: int = 64  # episodes of an iteration
+    iterations: int = 60
+    evaluated: int = 500
+
+
+def write_episodes(task: Task, file: Path, episodes: int, seed: int) -> list[str]:
+    """Write episodes of the careless expert; returns all texts in them."""
+    seeds = range(seed * 10**6, seed * 10**6 + episodes)
+    options = {"noise": task.noise, "max_turns": task.max_turns}
+    rows = list(expert_episodes(task.make, seeds, **options))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in rows))
+    return [message["content"] for row in rows for message in row["messages"]]
+
+
+def supervise(task: Task, folder: Path, sizes: Sizes, seed: int) -> None:
+    """The starting policy, by ``kedge sft``, in ``folder / "sft"``."""
+    texts = write_episodes(task, folder / "episodes.jsonl", sizes.expert_episodes, seed)
+    save_untrained(folder / "model", texts, seed)
+    options = {
+        "model_name_or_path": folder / "model",
+        "dataset_name": folder / "episodes.jsonl",
+        "output_dir": folder / "sft",
+        "assistant_only_loss": True,
+        "per_device_train_batch_size": 32,
+        "num_train_epochs": 2,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 20,
+        "logging_steps": max(1, sizes.expert_episodes // 32 // 4),
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "seed": seed,
+    }
+    sft.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
+
+
+def play(task: Task, model: Any, tokenizer: Any) -> EnvironmentRollouts:
+    """A rollout engine that plays the task."""
+    return EnvironmentRollouts(
+        EmbeddedEngine(model, pad_id=tokenizer.pad_token_id),
+        task.make,
+        tokenizer,
+        max_turns=task.max_turns,
+        max_turn_tokens=task.max_turn_tokens,
+    )
+
+
+def train(
+    task: Task, start: Path, output: Path, sizes: Sizes, seed: int, method: str = "PPO, turns"
+) -> None:
+    """Train the model in ``start`` by one of ``METHODS``."""
+    model, tokenizer = load(start)
+    trainer_class, config_class, options, arguments = METHODS[method]
+    trainer = trainer_class(
+        model=model,
+        processing_class=tokenizer,
+        args=config_class(
+            output_dir=str(output),
+            per_device_train_batch_size=sizes.batch,
+            max_steps=sizes.iterations,
+            num_ppo_epochs=2,
+            num_mini_batches=4,
+            response_length=task.max_tokens,
+            stop_token="eos",
+            temperature=1.0,
+            learning_rate=5e-4,
+            kl_coef=0.0,
+            gradient_checkpointing=False,
+            logging_steps=max(1, sizes.iterations // 20),
+            save_strategy="no",
+            overwrite_output_dir=True,
+            num_sample_generations=0,
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=seed,
+            **options,
+        ),
+        train_dataset=[{"prompt": PROMPT}] * sizes.batch,
+        reward_funcs=[EpisodeReward()],
+        rollout_engine=play(task, model, tokenizer),
+        **arguments,
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+VALUE = {"value_source": "policy", "value_learning_rate": 2e-3, "value_warmup_steps": 2}
+# The discount is the same per turn: an action has about three tokens.
+BY_TURN = ppo(credit="turn", gamma=0.98, lam=0.95, vf_coef=0.5, reference=False)
+BY_TOKEN = ppo(credit="token", gamma=0.98 ** (1 / 3), lam=0.95, vf_coef=0.5, reference=False)
+METHODS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "PPO, turns": (PPOTrainer, PPOConfig, VALUE, {"algorithm": BY_TURN}),
+    "PPO, tokens": (PPOTrainer, PPOConfig, VALUE, {"algorithm": BY_TOKEN}),
+    "RLOO": (RLOOTrainer, RLOOConfig, {"rloo_k": 4}, {}),
+    "GRPO": (GRPOTrainer, GRPOConfig, {"num_generations": 8}, {}),
+}
+
+
+def evaluate(task: Task, folder: Path, episodes: int, seed: int) -> dict[str, float]:
+    """Success of the model in a folder on seeds that training does not use, at temperature 1."""
+    model, tokenizer = load(folder)
+    text = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]] * episodes)
+    order = torch.arange(episodes)
+    prompts = PromptBatch(
+        ids=ids,
+        mask=torch.ones_like(ids, dtype=torch.bool),
+        group=order,
+        row=order,
+        columns={"prompt": [PROMPT] * episodes},
+    )
+    stop = (tokenizer.eos_token_id,)
+    sampling = Sampling(max_new_tokens=task.max_tokens, temperature=1.0, stop_ids=stop)
+    engine = play(task, model, tokenizer)
+    rollout = engine.generate(prompts, sampling=sampling, seed=10**9 + seed)
+    totals = {name: total for name, (total, _) in rollout.episodes.metrics.items()}
+    successes = totals.get("environment/success", 0.0)
+    low, high = wilson(int(successes), episodes)
+    return {
+        "success": successes / episodes,
+        "low": low,
+        "high": high,
+        "turns": totals["environment/turns"] / episodes,
+        "illegal": totals.get("environment/illegal", 0.0) / episodes,
+    }
+
+
+def wilson(successes: int, count: int) -> tuple[float, float]:
+    """The 95% confidence interval of a share (Wilson 1927)."""
+    z, share = 1.96, successes / count
+    middle = share + z * z / (2 * count)
+    half = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
