@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -21,10 +20,9 @@ import torch
 from model import load, save_untrained
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.algorithms import ppo
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.cli.train import sft
-from kedge.environments import EnvironmentRollouts, EpisodeReward
+from kedge.environments import EnvironmentRollouts
 from kedge.environments.experts import expert_episodes
 from kedge.environments.games import Calculator, TextWorld
 from kedge.types import PromptBatch, Sampling
@@ -36,16 +34,21 @@ PROMPT = [{"role": "user", "content": ""}]  # the environment's first observatio
 class Task:
     """An environment, its limits, and how careless the expert is."""
 
-    make: Callable[[], Any]
+    environment: type
+    options: dict[str, Any]
     max_turns: int
     max_turn_tokens: int
     max_tokens: int  # of an episode, after its first observation
     noise: float  # share of arbitrary actions in the expert's episodes
 
+    def make(self) -> Any:
+        """An environment of the task."""
+        return self.environment(**self.options)
+
 
 TASKS = {
-    "text world": Task(lambda: TextWorld(rules=False), 14, 6, 300, noise=0.3),
-    "calculator": Task(lambda: Calculator(largest=20, rules=False), 8, 12, 160, noise=0.3),
+    "text world": Task(TextWorld, {"rules": False}, 14, 6, 300, noise=0.3),
+    "calculator": Task(Calculator, {"rules": False, "largest": 20}, 8, 12, 160, noise=0.3),
 }
 
 
@@ -55,7 +58,7 @@ class Sizes:
 
     expert_episodes: int = 2000
     batch: int = 64  # episodes of an iteration
-    iterations: int = 60
+    iterations: int = 80
     evaluated: int = 500
 
 
@@ -92,15 +95,19 @@ def supervise(task: Task, folder: Path, sizes: Sizes, seed: int) -> None:
     sft.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
-def play(task: Task, model: Any, tokenizer: Any) -> EnvironmentRollouts:
-    """A rollout engine that plays the task."""
-    return EnvironmentRollouts(
-        EmbeddedEngine(model, pad_id=tokenizer.pad_token_id),
-        task.make,
-        tokenizer,
-        max_turns=task.max_turns,
-        max_turn_tokens=task.max_turn_tokens,
-    )
+VALUE = {
+    "value_source": "policy",
+    "value_learning_rate": 2e-3,
+    "value_warmup_steps": 2,
+    "vf_coef": 0.5,
+}
+# The discount of a turn is the same in both: an action has about three tokens.
+METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "PPO, turns": (PPOTrainer, PPOConfig, VALUE | {"credit": "turn", "gamma": 0.98}),
+    "PPO, tokens": (PPOTrainer, PPOConfig, VALUE | {"gamma": 0.98 ** (1 / 3)}),
+    "RLOO": (RLOOTrainer, RLOOConfig, {"rloo_k": 4}),
+    "GRPO": (GRPOTrainer, GRPOConfig, {"num_generations": 8}),
+}
 
 
 def train(
@@ -108,20 +115,24 @@ def train(
 ) -> None:
     """Train the model in ``start`` by one of ``METHODS``."""
     model, tokenizer = load(start)
-    trainer_class, config_class, options, arguments = METHODS[method]
+    trainer_class, config_class, options = METHODS[method]
     trainer = trainer_class(
         model=model,
         processing_class=tokenizer,
+        environment=task.environment,
         args=config_class(
             output_dir=str(output),
+            environment_kwargs=task.options,
+            max_turns=task.max_turns,
+            max_turn_tokens=task.max_turn_tokens,
+            response_length=task.max_tokens,
+            stop_token="eos",
+            temperature=1.0,
             per_device_train_batch_size=sizes.batch,
             max_steps=sizes.iterations,
             num_ppo_epochs=2,
             num_mini_batches=4,
-            response_length=task.max_tokens,
-            stop_token="eos",
-            temperature=1.0,
-            learning_rate=5e-4,
+            learning_rate=1e-3,
             kl_coef=0.0,
             gradient_checkpointing=False,
             logging_steps=max(1, sizes.iterations // 20),
@@ -133,25 +144,9 @@ def train(
             seed=seed,
             **options,
         ),
-        train_dataset=[{"prompt": PROMPT}] * sizes.batch,
-        reward_funcs=[EpisodeReward()],
-        rollout_engine=play(task, model, tokenizer),
-        **arguments,
     )
     trainer.train()
     trainer.save_model()
-
-
-VALUE = {"value_source": "policy", "value_learning_rate": 2e-3, "value_warmup_steps": 2}
-# The discount is the same per turn: an action has about three tokens.
-BY_TURN = ppo(credit="turn", gamma=0.98, lam=0.95, vf_coef=0.5, reference=False)
-BY_TOKEN = ppo(credit="token", gamma=0.98 ** (1 / 3), lam=0.95, vf_coef=0.5, reference=False)
-METHODS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
-    "PPO, turns": (PPOTrainer, PPOConfig, VALUE, {"algorithm": BY_TURN}),
-    "PPO, tokens": (PPOTrainer, PPOConfig, VALUE, {"algorithm": BY_TOKEN}),
-    "RLOO": (RLOOTrainer, RLOOConfig, {"rloo_k": 4}, {}),
-    "GRPO": (GRPOTrainer, GRPOConfig, {"num_generations": 8}, {}),
-}
 
 
 def evaluate(task: Task, folder: Path, episodes: int, seed: int) -> dict[str, float]:
@@ -169,7 +164,13 @@ def evaluate(task: Task, folder: Path, episodes: int, seed: int) -> dict[str, fl
     )
     stop = (tokenizer.eos_token_id,)
     sampling = Sampling(max_new_tokens=task.max_tokens, temperature=1.0, stop_ids=stop)
-    engine = play(task, model, tokenizer)
+    engine = EnvironmentRollouts(
+        EmbeddedEngine(model, pad_id=tokenizer.pad_token_id),
+        task.make,
+        tokenizer,
+        max_turns=task.max_turns,
+        max_turn_tokens=task.max_turn_tokens,
+    )
     rollout = engine.generate(prompts, sampling=sampling, seed=10**9 + seed)
     totals = {name: total for name, (total, _) in rollout.episodes.metrics.items()}
     successes = totals.get("environment/success", 0.0)

@@ -31,7 +31,8 @@ def test_quick_agent(tmp_path: Path) -> None:
     for stage in ("supervised", "ppo"):
         assert 0 <= summary[stage]["low"] <= summary[stage]["success"] <= summary[stage]["high"]
     assert (tmp_path / "ppo" / "model.safetensors").is_file()
-    rows = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").open()]
+    log = (tmp_path / "ppo" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in log.splitlines()]
     assert all("environment/turns" in row for row in rows if "objective/scores" in row)
     assert "success on 16 new worlds" in done.stdout
     assert "kedge report" in done.stdout
