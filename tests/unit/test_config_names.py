@@ -189,6 +189,7 @@ def test_a_field_of_a_newer_transformers_is_refused_when_changed(tmp_path):
     class Newer(PPOConfig):
         brand_new: bool = False
 
+    Newer.__module__ = "transformers.training_args"
     assert Newer(output_dir=str(tmp_path)).brand_new is False
     with pytest.raises(ConfigError, match="brand_new=True is not supported"):
         Newer(output_dir=str(tmp_path), brand_new=True)
