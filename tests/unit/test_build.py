@@ -168,3 +168,10 @@ def test_the_config_has_the_names_of_the_table() -> None:
         PPOConfig(output_dir="unused", rollout_engine="ray vllm")
     with pytest.raises(ConfigError, match="ray_engine='vlm' must be"):
         PPOConfig(output_dir="unused", rollout_engine="ray", ray_engine="vlm")
+
+
+def test_penalties_reach_the_reward_source() -> None:
+    subtracted = small(missing_eos_penalty=0.0).engine.reward._source
+    assert (subtracted._subtract, subtracted._replace) == (0.0, None)
+    replaced = small(non_eos_penalty=True, penalty_reward_value=-3.0).engine.reward._source
+    assert (replaced._subtract, replaced._replace) == (None, -3.0)
