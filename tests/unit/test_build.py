@@ -47,6 +47,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {"per_device_train_batch_size": 1, "response_length": 1},
         "whiten_advantages=True needs a batch of at least 2 tokens",
     ),
+    (small, {"credit": "turn", "score_position": "after_last"}, "credit='turn' needs every rew"),
+    (rloo, {"credit": "turn", "ratio_level": "sequence"}, "use ratio_level='token'"),
     # models
     (small, {"model": POLICY, "ref_model": POLICY}, "must not be the same object"),
     (small, {"ref_adapter_name": "first"}, "ref_adapter_name='first' must be an adapter"),
