@@ -47,6 +47,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {"per_device_train_batch_size": 1, "response_length": 1},
         "whiten_advantages=True needs a batch of at least 2 tokens",
     ),
+    (small, {"credit": "turn", "score_position": "after_last"}, "credit='turn' needs every rew"),
+    (rloo, {"credit": "turn", "ratio_level": "sequence"}, "use ratio_level='token'"),
     # models
     (small, {"model": POLICY, "ref_model": POLICY}, "must not be the same object"),
     (small, {"ref_adapter_name": "first"}, "ref_adapter_name='first' must be an adapter"),
@@ -168,3 +170,10 @@ def test_the_config_has_the_names_of_the_table() -> None:
         PPOConfig(output_dir="unused", rollout_engine="ray vllm")
     with pytest.raises(ConfigError, match="ray_engine='vlm' must be"):
         PPOConfig(output_dir="unused", rollout_engine="ray", ray_engine="vlm")
+
+
+def test_penalties_reach_the_reward_source() -> None:
+    subtracted = small(missing_eos_penalty=0.0).engine.reward._source
+    assert (subtracted._subtract, subtracted._replace) == (0.0, None)
+    replaced = small(non_eos_penalty=True, penalty_reward_value=-3.0).engine.reward._source
+    assert (replaced._subtract, replaced._replace) == (None, -3.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 from kedge import GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, rloo
@@ -260,3 +261,31 @@ def test_lengths_that_do_not_fit_get_advice_that_does(
         )
     assert str(caught.value).endswith(advice)
     assert "max_prompt_length=1," not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "release"),
+    [
+        (["--epsilon_high", "0.3"], "0.21"),
+        (["--epsilon_high", "0.3", "--num_generations", "4"], "0.22"),
+        (["--rloo_k", "4", "--kl_coef", "0.1"], "0.21"),
+        (["--beta", "0.1", "--num_generations", "4"], "0.22"),
+    ],
+)
+def test_flags_of_transformers_parser_belong_to_a_release_as_keywords_do(tmp_path, flags, release):
+    options = {name[2:]: float(x) for name, x in zip(flags[::2], flags[1::2], strict=True)}
+    options = {n: int(x) if n in ("rloo_k", "num_generations") else x for n, x in options.items()}
+    assert RLOOConfig(output_dir=str(tmp_path), **options).trl_defaults == release
+    parser = HfArgumentParser(RLOOConfig)
+    for _ in range(2):
+        (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
+        assert config.trl_defaults == release
+
+
+def test_flags_of_two_releases_are_refused_by_transformers_parser(tmp_path):
+    parser = HfArgumentParser(RLOOConfig)
+    flags = ["--output_dir", str(tmp_path), "--max_completion_length", "9"]
+    with pytest.raises(ConfigError, match=r"kl_coef=0\.1 is a name of TRL up to 0.21"):
+        parser.parse_args_into_dataclasses([*flags, "--kl_coef", "0.1"])
+    (config,) = parser.parse_args_into_dataclasses([*flags, "--beta", "0.1"])
+    assert config.kl_coef == 0.1

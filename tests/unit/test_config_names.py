@@ -16,6 +16,7 @@ import kedge
 from kedge import AsyncPPOConfig, GRPOConfig, RLOOConfig
 from kedge.algorithms import grpo, ppo, rloo
 from kedge.backends.ray.resources import RayCluster
+from kedge.backends.rewards import reward_source
 from kedge.config.compat.parser import ConfigParser
 from kedge.config.compat.training_arguments import INHERITED
 from kedge.config.compat.transformers4 import TRANSFORMERS4
@@ -132,7 +133,7 @@ ELSEWHERE = {
 def test_every_field_that_acts_is_read_somewhere(cls):
     root = Path(kedge.__file__).parent
     text = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name != "validate.py")
-    takes_options = [ppo, rloo, grpo, compute_batch_sizes, RayCluster]
+    takes_options = [ppo, rloo, grpo, compute_batch_sizes, RayCluster, reward_source]
     takes_options += [load_function(spec.build) for spec in ROLLOUT_ENGINES.values()]
     by_signature = {name for g in takes_options for name in inspect.signature(g).parameters}
     missing = []
@@ -189,6 +190,7 @@ def test_a_field_of_a_newer_transformers_is_refused_when_changed(tmp_path):
     class Newer(PPOConfig):
         brand_new: bool = False
 
+    Newer.__module__ = "transformers.training_args"
     assert Newer(output_dir=str(tmp_path)).brand_new is False
     with pytest.raises(ConfigError, match="brand_new=True is not supported"):
         Newer(output_dir=str(tmp_path), brand_new=True)

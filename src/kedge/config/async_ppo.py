@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -36,6 +36,11 @@ class AsyncPPOConfig(PPOConfig):
         ConfigError: a value or a combination that cannot work.
     """
 
+    ON_CONSTRUCTION: ClassVar[Sequence[str]] = (
+        *("local_rollout_batch_size", "max_token_length", "async_mode", "num_evals", "save_freq"),
+        *("vllm_enforce_eager", "vllm_gpu_memory_utilization", "enable_prefix_caching"),
+        *("vllm_sync_backend", "with_tracking", "hf_entity", "hf_repo_id"),
+    )
     FOREIGN: ClassVar[Mapping[str, Foreign]] = {**TRL, **OPEN_INSTRUCT}
 
     exp_name: str = option("async_ppo", "Name of the experiment.")
@@ -149,9 +154,6 @@ class AsyncPPOConfig(PPOConfig):
             ConfigError: sizes that do not divide, or two options that contradict each other.
         """
         _convert_sizes(c)
-        c.kl_estimator = c.kl_estimator.replace("kl", "k")
-        if c.stop_token == "period":
-            c.stop_token, c.stop_strings = None, [*(c.stop_strings or []), "."]
         if not c.async_mode:
             _assign(c, "async_mode", "max_lag", 0, unset=1)
         if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:
@@ -163,6 +165,12 @@ class AsyncPPOConfig(PPOConfig):
         if c.hf_repo_id is not None:
             repo = c.hf_repo_id if c.hf_entity is None else f"{c.hf_entity}/{c.hf_repo_id}"
             _assign(c, "hf_repo_id", "hub_model_id", repo, unset=None)
+
+    def _fill_defaults(self) -> None:
+        super()._fill_defaults()
+        self.kl_estimator = self.kl_estimator.replace("kl", "k")  # type: ignore[assignment]
+        if self.stop_token == "period":
+            self.stop_token, self.stop_strings = None, [*(self.stop_strings or []), "."]
 
 
 def _assign(c: Any, name: str, target: str, value: Any, *, unset: Any) -> None:

@@ -62,6 +62,8 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
     UNSET: ClassVar[Mapping[str, Any]] = {}  # values of unset fields that differ from the default
     ON_CONSTRUCTION: ClassVar[Sequence[str]] = ()  # options that become others
     given: ClassVar[frozenset[str]] = frozenset()  # on an instance: the options that were set
+    # On an instance: the values of ON_CONSTRUCTION after ``convert``.
+    after_convert: ClassVar[Mapping[str, Any]] = {}
 
     # TrainingArguments with other defaults.
     logging_steps: float = option(
@@ -88,8 +90,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
         check_inherited(self, log=True)
         self._resolve_precision()
         self._fill_defaults()
-        check_values(self)
-        check_rollout(self)
+        self._check()
         requested, launched = self.world_size, int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not _has_gpu():
             self.use_cpu = True  # otherwise the ranks would not form a process group
@@ -182,15 +183,16 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             ConfigError: a value or a combination that cannot work.
         """
         config = copy.copy(self)
-        for name in self.ON_CONSTRUCTION:
-            if getattr(self, name) != getattr(type(self), name):
+        for name, value in self.after_convert.items():
+            if getattr(self, name) != value:
                 raise ConfigError(
                     f"{name}={shown(getattr(self, name))} is only read on construction of the"
                     " config; pass it to the constructor"
                 )
+        check_fields(config)
         check_inherited(config, log=False)
-        check_values(config)
-        check_rollout(config)
+        config._fill_defaults()
+        config._check()
         return config
 
     def validate(self) -> None:
@@ -200,6 +202,11 @@ class OnPolicyConfig(CommonArguments, TrainingArguments, metaclass=ConfigType):
             ConfigError: a value or a combination that cannot work.
         """
         self.checked()
+
+    def _check(self) -> None:
+        """Check values and combinations, on construction and when a trainer gets the config."""
+        check_values(self)
+        check_rollout(self)
 
     def _resolve_precision(self) -> None:
         has_bf16 = is_torch_bf16_gpu_available() and not self.use_cpu

@@ -159,12 +159,16 @@ def default_of(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def status(cls: type, name: str) -> str | Unsupported | NoEffect:
-    """Where a field acts, or why it does not."""
+def status(cls: type, name: str) -> str | Unsupported | NoEffect | None:
+    """Where a field acts, or why it does not; None: a subclass added it for its own use."""
     where = _metadata(cls, name, "acts_in")
     if where is not None:
         return str(where)
-    entry: Inherited = getattr(cls, "INHERITED", {}).get(name, UNKNOWN)
+    entry: Inherited | None = getattr(cls, "INHERITED", {}).get(name)
+    if entry is None:
+        owners = [b for b in cls.__mro__ if name in b.__dict__.get("__dataclass_fields__", {})]
+        added = owners and not owners[-1].__module__.startswith("transformers.")
+        return None if added else UNKNOWN
     return entry.where if isinstance(entry, ActsIn) else entry
 
 

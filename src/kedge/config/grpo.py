@@ -103,7 +103,12 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_grpo()
+        if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
+            logger.warning(
+                "importance_sampling_level='sequence' with loss_type=%r gives long responses more"
+                " weight, since the loss sums over tokens; for GSPO set loss_type='grpo'",
+                self.loss_type,
+            )
 
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
@@ -112,8 +117,6 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         Raises:
             ConfigError: sizes that do not divide, or vLLM options that contradict each other.
         """
-        if isinstance(c.scale_rewards, bool):
-            c.scale_rewards = "group" if c.scale_rewards else "none"
         convert_newer(c)
 
     @property
@@ -126,7 +129,13 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         """Weight of the KL in the loss, in addition to ``kl_coef`` in the reward."""
         return self.beta
 
-    def _check_grpo(self) -> None:
+    def _fill_defaults(self) -> None:
+        super()._fill_defaults()
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+
+    def _check(self) -> None:
+        super()._check()
         if self.kl_estimator == "full":
             raise ConfigError(
                 "kl_estimator='full' needs the whole distribution, but the KL in the loss uses only"
@@ -140,12 +149,6 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
         if self.loss_type == "cispo" and self.delta is not None:
             raise ConfigError(
                 f"delta={self.delta} has no effect with loss_type='cispo'; leave delta unset"
-            )
-        if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
-            logger.warning(
-                "importance_sampling_level='sequence' with loss_type=%r gives long responses more"
-                " weight, since the loss sums over tokens; for GSPO set loss_type='grpo'",
-                self.loss_type,
             )
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.delta is not None and self.delta <= 1 + high:

@@ -65,11 +65,22 @@ class ConfigType(type):
         """
         names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
         options |= dict(zip(names, args, strict=False))
+        known = foreign(cls)
+        # The arguments of a subclass's own __init__ that are not options.
+        own: Mapping[str, Any] = {}
+        if any(name not in names and name not in known for name in options):
+            own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        extra = {n: v for n, v in options.items() if n in own and n not in (*names, *known)}
+        options = {n: v for n, v in options.items() if n not in extra}
         translated = translate(cls, options)
         config = cls.__new__(cls)  # type: ignore[call-overload]
-        known = foreign(cls)
         config.given = frozenset(getattr(known.get(name), "target", name) for name in options)
-        config.__init__(**translated)
+        config.after_convert = {
+            f.name: translated.get(f.name, default_of(f))
+            for f in fields(cls)  # type: ignore[arg-type]
+            if f.name in getattr(cls, "ON_CONSTRUCTION", ())
+        }
+        config.__init__(**extra, **translated)
         return config
 
     @property
@@ -159,7 +170,7 @@ def check_inherited(config: Any, *, log: bool) -> None:
     """
     for f in fields(config):
         entry, value = status(type(config), f.name), getattr(config, f.name)
-        if isinstance(entry, str) or equal(value, default_of(f)):
+        if entry is None or isinstance(entry, str) or equal(value, default_of(f)):
             continue
         if log or isinstance(entry, Unsupported):
             check_unsupported(f.name, value, entry)

@@ -50,11 +50,20 @@ class _Release(argparse.Action):
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        """Store them."""
+        """Store them.
+
+        Raises:
+            ConfigError: names of both releases.
+        """
         setattr(namespace, self.dest, values)
         name = str(option_string).removeprefix("--").replace("-", "_")
-        if name != self.dest:
-            namespace.trl_defaults = "0.21" if name == "rloo_k" else "0.22"
+        of, given = getattr(parser, "rloo_names", (None, {}))
+        given = {**(given if of is namespace else {}), name: values}
+        parser.rloo_names = namespace, given
+        if name == "rloo_k":
+            namespace.trl_defaults = "0.21"
+        elif _uses_newer_names(given) and name != self.dest:
+            namespace.trl_defaults = "0.22"
 
 
 _named = partial(option, alias_action=_Release)
@@ -71,7 +80,7 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         ConfigError: a value or a combination that cannot work.
     """
 
-    ON_CONSTRUCTION: ClassVar[Sequence[str]] = CONVERTED
+    ON_CONSTRUCTION: ClassVar[Sequence[str]] = (*CONVERTED, "trl_defaults")
     FOREIGN: ClassVar[Mapping[str, Foreign]] = TRL_RLOO
     UNSET: ClassVar[Mapping[str, Any]] = {name: older for name, (older, _) in DEFAULTS.items()}
 
@@ -161,14 +170,6 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         """The name of ``response_length`` to use in messages."""
         return "max_completion_length" if self.trl_defaults == "0.22" else "response_length"
 
-    def __post_init__(self) -> None:
-        self.trl_defaults = self.trl_defaults or "0.21"
-        for name, defaults in DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, defaults[self.trl_defaults == "0.22"])
-        super().__post_init__()
-        self._check_rloo()
-
     @classmethod
     def convert(cls, c: Any, given: Mapping[str, Any]) -> None:
         """Find out which names are used, and convert those of TRL.
@@ -176,11 +177,18 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         Raises:
             ConfigError: older and newer names are mixed, or sizes do not divide.
         """
-        if c.trl_defaults is None and _uses_newer_names(given):
-            c.trl_defaults = "0.22"
+        if c.trl_defaults is None:
+            c.trl_defaults = "0.22" if _uses_newer_names(given) else "0.21"
         convert_newer(c)
 
-    def _check_rloo(self) -> None:
+    def _fill_defaults(self) -> None:
+        for name, defaults in DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, defaults[self.trl_defaults == "0.22"])
+        super()._fill_defaults()
+
+    def _check(self) -> None:
+        super()._check()
         if self.token_level_kl and self.ratio_level == "sequence":
             raise ConfigError(
                 "token_level_kl=True gives one advantage per token, but ratio_level='sequence'"

@@ -99,7 +99,7 @@ def build_schedule(
         iterations=iterations,
         log_every=logging,
         log_first=config.logging_first_step,
-        eval_every=every("eval", config.eval_steps),
+        eval_every=every("eval", config.eval_steps or config.logging_steps),
         eval_delay=config.eval_delay,
         eval_on_start=config.eval_on_start,
         save_every=every("save", config.save_steps),

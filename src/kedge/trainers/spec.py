@@ -76,7 +76,10 @@ class TrainerSpec:
             _check_custom(args, custom, value_model)
             return custom
         reference = ref_model is not None or args.kl_coef > 0 or args.loss_kl_coef > 0
-        return self.algorithm(**shared_kwargs(args, self.algorithm), reference=reference)
+        try:
+            return self.algorithm(**shared_kwargs(args, self.algorithm), reference=reference)
+        except ValueError as error:  # options that do not go together
+            raise ConfigError(str(error)) from error
 
 
 def _check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any) -> None:

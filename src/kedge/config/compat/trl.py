@@ -140,6 +140,11 @@ class NewerArguments:
     )
     vllm_max_model_length: int | None = _vllm(None, "max_model_len of vllm_engine_args.", ge=1)
 
+    def _fill_defaults(self) -> None:
+        super()._fill_defaults()  # type: ignore[misc]
+        if self.log_completions is False:
+            self.num_sample_generations = 0
+
 
 _VLLM = {
     f.name: default_of(f)
@@ -159,8 +164,6 @@ def convert_newer(c: Any) -> None:
     Raises:
         ConfigError: sizes that do not divide, or vLLM options that contradict each other.
     """
-    if c.log_completions is False:
-        c.num_sample_generations = 0
     _convert_sizes(c)
     _convert_vllm(c)
 

@@ -18,6 +18,7 @@ from kedge.protocols import RewardSource
 from kedge.trainers.build.loading import trusts
 from kedge.trainers.build.models import Models
 from kedge.trainers.build.setup import Setup
+from kedge.trainers.spec import shared_kwargs
 
 
 class RewardStage:
@@ -49,13 +50,10 @@ class RewardStage:
             trainer_state: returns the argument ``trainer_state`` of reward functions.
         """
         setup, inputs, args, log = self.setup, self.setup.inputs, self.setup.args, RewardLog()
-        mixture: dict[str, Any] = {
+        mixture = shared_kwargs(args, reward_source) | {
             "policy_tokenizer": setup.tokenizer,
             "weights": self.weights,
             "tokenizers": inputs.reward_processing_classes,
-            "missing_eos_penalty": args.missing_eos_penalty,
-            "non_eos_penalty": args.non_eos_penalty,
-            "penalty_reward_value": args.penalty_reward_value,
         }
         tokens = len(setup.tokenizer)
         model_options: dict[str, Any] = {
