@@ -29,8 +29,6 @@ NPLUS = "tests/reference/test_nplus_ppo.py tests/reference/test_nplus_losses.py"
 RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
 GROUPS = "tests/unit/test_algorithms_engine.py"
 FAILURES = "tests/e2e/test_failures.py"
-TURNS = "tests/unit/test_turn_credit.py"
-EPISODES = "tests/environments/test_rollouts.py"
 MUTANTS = [
     Mutant(
         "policy loss with the wrong sign",
@@ -320,55 +318,6 @@ MUTANTS = [
         "tests/unit/test_early_stopping.py",
     ),
     *BACKENDS,
-    Mutant(
-        "turns that touch are one",
-        "math/turns.py",
-        "starts[:, 1:] &= turn[:, 1:] != turn[:, :-1]",
-        "starts[:, 1:] &= turn[:, :-1] < 0",
-        TURNS,
-    ),
-    Mutant(
-        "turns of other groups are compared",
-        "math/turns.py",
-        "(index[:, None] * most + turn)[starts]",
-        "(0 * index[:, None] + turn)[starts]",
-        TURNS,
-    ),
-    Mutant(
-        "the first token alone gets the turn's advantage",
-        "algorithms/ppo.py",
-        "advantages = spread_over_turns(advantages, turn)",
-        "advantages = advantages * actions",
-        TURNS,
-    ),
-    Mutant(
-        "advantages of turns are whitened over tokens",
-        "algorithms/ppo.py",
-        "advantages = whiten(raw, actions, total=e.total) if",
-        "advantages = whiten(raw, mask, total=e.total) if",
-        TURNS,
-    ),
-    Mutant(
-        "the reward of an episode is at its end",
-        "environments/episode.py",
-        "token_rewards=rewards - place_score(total, rollout.loss_mask)",
-        "token_rewards=rewards * 0",
-        EPISODES,
-    ),
-    Mutant(
-        "tokens of the environment are trained on",
-        "environments/episode.py",
-        "self.turn += [-1] * len(ids)",
-        "self.turn += [self.turns] * len(ids)",
-        EPISODES,
-    ),
-    Mutant(
-        "every turn is sampled with the seed of the first",
-        "environments/rollout.py",
-        'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
-        "return seed",
-        EPISODES,
-    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Seeded bugs of the backends, the kernels and the classic API; see ``mutants.py``."""
+"""Seeded bugs of backends, kernels, environments and the classic API; see ``mutants.py``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Mutant:
 LEARNER = "tests/unit/test_learner.py"
 GRADIENT = "tests/property/test_gradient_invariance.py"
 CLASSIC = "tests/unit/test_classic_step.py"
+TURNS = "tests/unit/test_turn_credit.py"
+EPISODES = "tests/environments/test_rollouts.py"
 MUTANTS = [
     Mutant(
         "every rank takes the first seats of a launch",
@@ -117,5 +119,54 @@ MUTANTS = [
         "_linear_pointwise(x, w, bias,",
         "_linear_pointwise(x, w, None,",
         "tests/unit/test_matmul.py",
+    ),
+    Mutant(
+        "turns that touch are one",
+        "math/turns.py",
+        "starts[:, 1:] &= turn[:, 1:] != turn[:, :-1]",
+        "starts[:, 1:] &= turn[:, :-1] < 0",
+        TURNS,
+    ),
+    Mutant(
+        "turns of other groups are compared",
+        "math/turns.py",
+        "(index[:, None] * most + turn)[starts]",
+        "(0 * index[:, None] + turn)[starts]",
+        TURNS,
+    ),
+    Mutant(
+        "the first token alone gets the turn's advantage",
+        "algorithms/ppo.py",
+        "advantages = spread_over_turns(advantages, turn)",
+        "advantages = advantages * actions",
+        TURNS,
+    ),
+    Mutant(
+        "advantages of turns are whitened over tokens",
+        "algorithms/ppo.py",
+        "advantages = whiten(raw, actions, total=e.total) if",
+        "advantages = whiten(raw, mask, total=e.total) if",
+        TURNS,
+    ),
+    Mutant(
+        "the reward of an episode is at its end",
+        "environments/episode.py",
+        "token_rewards=rewards - place_score(total, rollout.loss_mask)",
+        "token_rewards=rewards * 0",
+        EPISODES,
+    ),
+    Mutant(
+        "tokens of the environment are trained on",
+        "environments/episode.py",
+        "self.turn += [-1] * len(ids)",
+        "self.turn += [self.turns] * len(ids)",
+        EPISODES,
+    ),
+    Mutant(
+        "every turn is sampled with the seed of the first",
+        "environments/rollout.py",
+        'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
+        "return seed",
+        EPISODES,
     ),
 ]
