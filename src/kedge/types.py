@@ -98,6 +98,8 @@ class Episodes(Record):
     valid: Tensor  # bool [B]; False: the environment failed, the row is not trained on
     # Metrics of the episodes: (sum, count).
     metrics: Mapping[str, tuple[float, float]] = rows_field(totals=True, default_factory=dict)
+    # "observations": per row, the chat messages between one turn and the next.
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ TRAINER = {
     *("processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
     *("data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config", "reward_funcs"),
     *("reward_weights", "reward_processing_class", "rollout_engine", "algorithm", "args"),
+    *("environment", "tools", "environment_factory", "rollout_func"),
 }
 
 
@@ -25,8 +26,8 @@ def length_reward(completions: list[str], **_: Any) -> list[float]:
 
 def small(**changes: Any) -> PPOTrainer:
     """A trainer; keywords of the trainer and of the config are told apart by name."""
-    named = isinstance(changes.get("rollout_engine"), str)  # an option, else an engine
-    trainer = TRAINER - {"rollout_engine"} if named else TRAINER
+    both = ("rollout_engine", "environment")  # options, if they are names
+    trainer = TRAINER - {name for name in both if isinstance(changes.get(name), str)}
     given = {k: v for k, v in changes.items() if k in trainer}
     options: dict[str, Any] = {
         "output_dir": changes.get("output_dir") or tempfile.mkdtemp(),

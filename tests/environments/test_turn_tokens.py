@@ -154,7 +154,7 @@ def test_first_observations() -> None:
     both = [*system, {"role": "user", "content": "room 1"}]
     assert tokens.prompt(system, rendered(tok, system), "room 1") == rendered(tok, both)
     assert tokens.prompt(prompt, ids, TALK[1:3]) == rendered(tok, TALK[:3])
-    assert tokens.prompt("text", ids, "room 1") == ids + encoded(tok, "room 1")
+    assert tokens.prompt("text", ids, "room 1") == ids + encoded(tok, "\n\nroom 1")
     with pytest.raises(DataError, match="tools need prompts of chat messages"):
         tokens.prompt("text", ids, None, tools=[{}])
     with pytest.raises(RolloutError, match="mapping with role and content, got 'hello'"):

@@ -49,7 +49,13 @@ VALUES: dict[str, Callable[[], Any]] = {
 # Fields in which a number below 0, or an infinite one, means something.
 SIGNED = {
     *("max_steps", "local_rank", "save_freq"),
-    *("penalty_reward_value", "reward_error_score", "eval_success_score", "reward_weights"),
+    *(
+        "penalty_reward_value",
+        "reward_error_score",
+        "env_error_score",
+        "eval_success_score",
+        "reward_weights",
+    ),
     *("reward_model_multiplier", "verification_reward", "r1_style_format_reward"),
 }
 UNBOUNDED = {

@@ -31,6 +31,8 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
         if evaluates:
             train = train.shuffle(seed=config.seed)  # so that every dataset has held-out rows
             train, test = hold_out(train, script.dataset_test_split)
+    elif script.dataset_name is None and config.environment is not None:
+        return None, None  # the environment gives the prompts
     elif script.dataset_name is None:
         raise DataError("--dataset_name is required: a file, a folder or a hub name with prompts")
     else:

@@ -33,7 +33,10 @@ def scores_without_model(options: Options) -> bool:
     """Whether any reward source is given that is not a reward model."""
     script = options.script
     return bool(
-        script.reward_funcs or script.apply_verifiable_reward or script.add_r1_style_format_reward
+        script.reward_funcs
+        or script.apply_verifiable_reward
+        or script.add_r1_style_format_reward
+        or options.config.environment
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from kedge.config.declare import option
+from kedge.config.environments import EnvironmentArguments
 from kedge.config.rollout import RolloutArguments
 from kedge.config.values import MOST
 
@@ -29,7 +30,7 @@ _engine = partial(option, acts_in="engine")
 
 
 @dataclass
-class CommonArguments(RolloutArguments):
+class CommonArguments(RolloutArguments, EnvironmentArguments):
     """Options of every config, besides those of ``transformers.TrainingArguments``."""
 
     overwrite_output_dir: bool = option(

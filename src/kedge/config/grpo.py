@@ -76,6 +76,9 @@ class GRPOConfig(NewerArguments, OnPolicyConfig):
     mask_truncated_completions: bool = _grpo(
         False, "Exclude responses that were truncated at the length limit from the loss."
     )
+    credit: Literal["token", "turn"] = _grpo(
+        "token", "What is compared in a group: whole responses, or turn by turn."
+    )
     drop_uniform_groups: bool = _grpo(False, "Exclude groups with equal scores from the loss.")
     dynamic_sampling: int = _grpo(
         0, "Most rounds of replacing groups with equal scores by new prompts (DAPO).", ge=0

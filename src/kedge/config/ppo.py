@@ -62,6 +62,9 @@ class PPOConfig(OnPolicyConfig):
         "Largest ratio of tokens with negative advantage, such as 3. Unset: no limit.",
         gt=1,
     )
+    credit: Literal["token", "turn"] = _ppo(
+        "token", "What gets one advantage and counts for gamma and lam: a token, or a turn."
+    )
 
     # Value model.
     value_source: Literal["auto", "reward", "policy"] = _value(

@@ -149,6 +149,9 @@ class RLOOConfig(NewerArguments, OnPolicyConfig):
         "Clip scores to low, high, or to -c, c for one number c; also without normalize_reward.",
         accepts=list[float] | float | None,
     )
+    credit: Literal["token", "turn"] = _rloo(
+        "token", "What is compared in a group: whole responses, or turn by turn."
+    )
     mask_truncated_completions: bool = _rloo(
         False, "Exclude responses that were truncated at the length limit from the loss."
     )

@@ -280,7 +280,7 @@ def _find_warnings(
         torch.tensor([float(len(rollout)), float(rollout.terminated.sum())], dtype=torch.float64)
     ).tolist()
     ends = [*map(str, sampling.stop_ids), *map(repr, sampling.stop_strings)]
-    if finished == 0 and rows and ends:
+    if finished == 0 and rows and ends and rollout.episodes is None:
         shown = ", ".join(ends[:8]) + (", ..." if len(ends) > 8 else "")
         warnings.append(
             f"none of the {int(rows)} responses terminated within {sampling.max_new_tokens} tokens"

@@ -38,6 +38,7 @@ class Episode:
     error: str = ""  # why the environment failed
     dropped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)  # summed over the episode
+    observations: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
     def history(self) -> list[int]:
@@ -185,6 +186,7 @@ def build_rollout(
             rewards=rewards.to(device),
             valid=torch.tensor([not e.dropped for e in episodes], device=device) & trained.any(1),
             metrics=metrics,
+            columns={"observations": [e.observations for e in episodes]},
         ),
     )
 

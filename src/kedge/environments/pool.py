@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from kedge.environments.calls import Calls
 from kedge.environments.episode import Episode, read_reset, read_reward, read_step
-from kedge.environments.turn_tokens import TurnTokens
+from kedge.environments.turn_tokens import TurnTokens, as_messages
 from kedge.errors import ConfigError, RolloutError
 from kedge.protocols import Environment
 from kedge.types import PromptBatch, Response
@@ -142,6 +142,7 @@ class EnvironmentPool:
                 )
                 if len(episode.ids) + len(ids) < room:
                     episode.add_observation(ids)
+                    episode.observations.append(as_messages(observation))
                 else:
                     episode.end(cut_off=True)
         self._reward_cut_off(live)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,7 +42,7 @@ class EnvironmentRollouts:
         make_environment: makes an environment, which is reused for later episodes; or a mapping of
             names to such functions, chosen by the column ``environment`` of the prompts.
         tokenizer: the policy's; None if environments exchange token ids only.
-        max_turns: turns per episode.
+        max_turns: turns per episode; None: as many as its tokens allow.
         max_turn_tokens: tokens per turn; None: as many as the episode has left.
         max_seconds: seconds after which the running episodes of a batch are truncated.
         timeout: seconds that a call of an environment may take; None: no limit.
@@ -63,7 +65,7 @@ class EnvironmentRollouts:
         make_environment: MakeEnvironment | Mapping[str, MakeEnvironment],
         tokenizer: Any = None,
         *,
-        max_turns: int = 8,
+        max_turns: int | None = None,
         max_turn_tokens: int | None = None,
         max_seconds: float | None = None,
         timeout: float | None = 60.0,
@@ -132,7 +134,8 @@ class EnvironmentRollouts:
         begin = self._clock()
         episodes = self._environments.episodes(prompts)
         try:
-            in_environments = self._play(prompts, episodes, sampling, seed)
+            with getattr(self.engine, "keep_prefixes", nullcontext)():
+                in_environments = self._play(prompts, episodes, sampling, seed)
         finally:
             for episode in episodes:
                 self._environments.release(episode)
@@ -152,7 +155,7 @@ class EnvironmentRollouts:
         begin = self._clock()
         self._environments.reset(prompts, episodes, seed)
         in_environments = self._clock() - begin
-        for turn in range(self._max_turns):
+        for turn in itertools.count():
             live = [episode for episode in episodes if not episode.done]
             if not live:
                 break

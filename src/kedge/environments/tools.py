@@ -44,6 +44,11 @@ class ToolEnvironment:
         self.tools = [tool_schema(function) for function in functions]
         self._iterations = 0
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the target has ``get_reward``."""
+        return hasattr(self._target, "get_reward")
+
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
         """Begin an episode: reset the target with the columns of the row."""
         self._iterations = 0

@@ -47,14 +47,15 @@ class TurnTokens:
     ) -> list[int]:
         """Token ids of the prompt with the first observation.
 
-        A text observation is appended to the last user message, messages follow the prompt.
+        A text observation is appended to the last user message or the text of the prompt, messages
+        follow the prompt.
 
         Args:
             prompt: the dataset's prompt: chat messages or text.
             ids: its token ids.
             observation: what ``Environment.reset`` returned.
             tools: JSON schemas of the tools that the template shows to the policy.
-            separator: between the user message and a text observation.
+            separator: between the prompt and a text observation.
         """
         if not _is_chat(prompt):
             if tools:
@@ -62,7 +63,8 @@ class TurnTokens:
                     "tools need prompts of chat messages, since the chat template shows them to"
                     f" the policy; got the text {str(prompt)[:80]!r}"
                 )
-            return [*ids, *self._plain(observation)]
+            text = separator + observation if isinstance(observation, str) else observation
+            return [*ids, *self._plain(text if observation else None)]
         token_ids = _token_ids(observation)
         if token_ids is not None:
             return [*ids, *token_ids]
@@ -138,6 +140,13 @@ class TurnTokens:
                 " EnvironmentRollouts, or return token ids"
             )
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def as_messages(observation: Observation) -> list[dict[str, Any]]:
+    """An observation as chat messages; none for token ids."""
+    if _token_ids(observation) is not None:
+        return []
+    return [dict(message) for message in _messages(observation)]
 
 
 def _is_chat(prompt: object) -> bool:

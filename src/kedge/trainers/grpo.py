@@ -40,6 +40,13 @@ class GRPOTrainer(TrainerShell):
         data_collator: pads a list of ``{"input_ids", "attention_mask"}``; None: the built-in one.
         rollout_engine: a rollout engine instead of the one that the config names.
         algorithm: a custom algorithm instead of GRPO.
+        environment: a class or function that makes a ``kedge.environments.Environment``, or a dict
+            of them chosen by the column ``environment``; instead of the option of that name.
+        tools: functions that the policy may call, with type hints and a Google-style docstring.
+        environment_factory: makes objects whose methods are tools, with ``reset`` and perhaps
+            ``get_reward``; or a dict of such functions chosen by the column ``environment``.
+        rollout_func: ``f(prompts, trainer)`` that samples by itself; see
+            ``kedge.environments.FunctionRollouts``.
         quantization_config: transformers' configuration for a policy given by name; needs
             ``peft_config``.
 
@@ -68,6 +75,10 @@ class GRPOTrainer(TrainerShell):
         data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
         rollout_engine: RolloutEngine | None = None,
         algorithm: Algorithm | None = None,
+        environment: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
+        rollout_func: Callable[[list[Any], Any], Mapping[str, Any]] | None = None,
         quantization_config: Any = None,
     ) -> None:
         super().__init__(locals())

@@ -49,6 +49,13 @@ class PPOTrainer(TrainerShell):
         reward_processing_class: tokenizers of reward models that differ from the policy's.
         rollout_engine: a rollout engine instead of the one that the config names.
         algorithm: a custom algorithm instead of PPO.
+        environment: a class or function that makes a ``kedge.environments.Environment``, or a dict
+            of them chosen by the column ``environment``; instead of the option of that name.
+        tools: functions that the policy may call, with type hints and a Google-style docstring.
+        environment_factory: makes objects whose methods are tools, with ``reset`` and perhaps
+            ``get_reward``; or a dict of such functions chosen by the column ``environment``.
+        rollout_func: ``f(prompts, trainer)`` that samples by itself; see
+            ``kedge.environments.FunctionRollouts``.
 
     Raises:
         ConfigError: invalid or conflicting options, before any weight is loaded where possible.
@@ -77,6 +84,10 @@ class PPOTrainer(TrainerShell):
         reward_processing_class: Any = None,
         rollout_engine: RolloutEngine | None = None,
         algorithm: Algorithm | None = None,
+        environment: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
+        rollout_func: Callable[[list[Any], Any], Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__(locals() | {"reward_processing_classes": reward_processing_class})
 

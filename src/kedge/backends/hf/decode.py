@@ -118,6 +118,14 @@ class CausalStepper:
         self._takes_positions = "position_ids" in accepted
         self._device = next(model.parameters()).device
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every layer keeps all keys and values, and positions can be given."""
+        layers = self._cache.layers
+        full = all(isinstance(x, GrowingLayer) for x in layers)
+        full &= bool(layers) or self._cache.layer_class_to_replicate is GrowingLayer
+        return self._takes_positions and full
+
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
         """Read the prompts once, then repeat their keys and values for each row."""
         # Positions count real tokens, so left padding does not change a row's result.

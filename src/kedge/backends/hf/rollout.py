@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.decode import build_stepper, get_base_model
+from kedge.backends.hf.decode import CausalStepper, Stepper, build_stepper, get_base_model
 from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.backends.hf.generation import ChunkSampler, Responses
 from kedge.backends.hf.model import eval_mode
+from kedge.backends.hf.prefix_cache import Prefix, PrefixStepper
 from kedge.backends.hf.sampling import check_sampling, uniforms
 from kedge.backends.hf.stopping import Stopper
 from kedge.backends.rollout import EngineInputs
@@ -68,6 +69,19 @@ class EmbeddedEngine:
         self._extra_slot = extra_slot
         self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
+        self._prefixes: dict[int, Prefix] | None = None  # by row, within keep_prefixes()
+
+    @contextlib.contextmanager
+    def keep_prefixes(self) -> Iterator[None]:
+        """Context in which keys and values are kept, for prompts that continue earlier ones.
+
+        For batches of at most ``chunk_rows`` rows, and models that keep all keys and values.
+        """
+        self._prefixes = {}
+        try:
+            yield
+        finally:
+            self._prefixes = None
 
     @property
     def shares_weights(self) -> bool:
@@ -134,14 +148,26 @@ class EmbeddedEngine:
         # A pad token that was added to the tokenizer alone is beyond the model's vocabulary.
         ids = prompts.ids[first][:, -mask.shape[1] :].masked_fill(~mask, 0)
         steps = torch.arange(sampling.max_new_tokens, device=device)
+        stepper = self._stepper(prompts, rows)
         sampler = ChunkSampler(
-            build_stepper(self.model),
+            stepper,
             sampling,
             Stopper(sampling, self._tokenizer, len(rows)),
             uniforms(seed, prompts.row[rows].to(device), steps).t().contiguous(),
             record=self._record_allowed_tokens and sampling.truncates,
         )
-        return sampler.run(ids, mask, copies)
+        responses = sampler.run(ids, mask, copies)
+        if isinstance(stepper, PrefixStepper):
+            stepper.store()
+        return responses
+
+    def _stepper(self, prompts: PromptBatch, rows: Tensor) -> Stepper:
+        stepper = build_stepper(self.model)
+        keeps = self._prefixes is not None and len(prompts) <= self._chunk_rows
+        if not (keeps and isinstance(stepper, CausalStepper) and stepper.keeps_all):
+            return stepper
+        assert self._prefixes is not None
+        return PrefixStepper(self.model, self._prefixes, prompts.row[rows].tolist())
 
     def _assemble(
         self, prompts: PromptBatch, order: Tensor, chunks: list[Responses], limit: int

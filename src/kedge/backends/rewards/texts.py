@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -65,15 +66,33 @@ class Texts:
 
     @cached_property
     def completions(self) -> Sequence[Any]:
-        """The responses: text, or a list with one assistant message if the prompt is a chat."""
+        """The responses: text, or chat messages if the prompt is a chat.
+
+        These are one assistant message, or the turns of an episode and what the environment said
+        between them.
+        """
         raw = self.rollout.prompts.columns.get("prompt", ())
         if not any(is_chat(prompt) for prompt in raw):
             return self.completion_texts
         replies = self._decode(self.completion_ids)  # a chat template ends where the answer starts
         return [
-            [{"role": "assistant", "content": reply}] if is_chat(prompt) else text
-            for prompt, reply, text in zip(raw, replies, self.completion_texts, strict=True)
+            self._messages(row, reply) if is_chat(prompt) else text
+            for row, (prompt, reply, text) in enumerate(
+                zip(raw, replies, self.completion_texts, strict=True)
+            )
         ]
+
+    def _messages(self, row: int, reply: str) -> list[dict[str, Any]]:
+        episodes = self.rollout.episodes
+        if episodes is None:
+            return [{"role": "assistant", "content": reply}]
+        turn, ids = episodes.turn[row], self.rollout.ids[row]
+        turns = [ids[turn == k].tolist() for k in range(int(turn.max()) + 1)]
+        observations: Any = episodes.columns["observations"][row]
+        messages = []
+        for text, between in zip_longest(self._decode(turns), observations, fillvalue=()):
+            messages += [{"role": "assistant", "content": text}, *between]
+        return messages
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         return self._tokenizer.batch_decode(

@@ -70,7 +70,6 @@ TRL_GRPO: dict[str, Foreign] = {
         "rewards are weighted and summed before normalization", _LEAVE, "sum_then_normalize"
     ),
     "top_entropy_quantile": Unsupported("the loss always covers every token", _LEAVE, 1.0),
-    "max_tool_calling_iterations": Unsupported("tool calling is not supported", "leave it unset"),
     "off_policy_mask_threshold": Unsupported(
         "sampler_correction handles off-policy responses", "set sampler_correction instead"
     ),

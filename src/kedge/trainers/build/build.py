@@ -19,6 +19,7 @@ from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.protocols import KLController, RewardSource, RolloutEngine
 from kedge.trainers.build.advice import advise
+from kedge.trainers.build.environments import find_environments
 from kedge.trainers.build.inputs import TrainerInputs
 from kedge.trainers.build.learner import LearnerStage
 from kedge.trainers.build.loading import own_or
@@ -41,7 +42,9 @@ def build_run(inputs: TrainerInputs) -> Run:
         ConfigError: invalid or conflicting options.
         DataError: invalid prompts.
     """
-    setup = build_setup(inputs)
+    environments = find_environments(inputs)
+    setup = build_setup(environments.inputs)
+    environments.check(setup.sampling)
     models = ModelStage(setup)
     reward = RewardStage(setup)
     learner = LearnerStage(setup)
@@ -57,6 +60,13 @@ def build_run(inputs: TrainerInputs) -> Run:
     reward_source = reward.build(loaded, trainer_state=lambda: callbacks.state)
     hf_learner = learner.build(loaded)
     rollout_engine = rollout.build(hf_learner, loaded)
+    if rollout.replayed is None:
+        rollout_engine = environments.wrap(
+            rollout_engine,
+            setup.tokenizer,
+            pad_id=setup.pad_id,
+            extra_slot=setup.algorithm.extra_slot,
+        )
     return engine.build(loaded, reward_source, hf_learner, rollout_engine, rollout)
 
 

@@ -42,6 +42,11 @@ class TrainerInputs:
     rollout_engine: RolloutEngine | None = None
     algorithm: Any = None
     quantization_config: Any = None
+    environment: Any = None
+    tools: Sequence[Any] | None = None
+    environment_factory: Any = None
+    rollout_func: Any = None
+    trainer: Any = None  # that these arguments were passed to
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -53,7 +58,7 @@ class TrainerInputs:
         names = {f.name for f in fields(cls)}
         args = spec.checked_args(arguments["args"])
         values = {name: x for name, x in arguments.items() if name in names}
-        return cls(**values | {"spec": spec, "args": args})
+        return cls(**values | {"spec": spec, "args": args, "trainer": arguments.get("self")})
 
     def build_algorithm(self) -> Algorithm:
         """The algorithm; see ``TrainerSpec.build_algorithm``."""

@@ -32,8 +32,14 @@ class RewardStage:
             inputs.reward_model,
             inputs.reward_funcs,
             weights=self.weights,
-            dataset_columns=setup.prompts.columns,
+            dataset_columns=self._columns,
         )
+
+    @property
+    def _columns(self) -> list[str] | None:
+        """Columns that reward functions can read; None if a rollout function adds others."""
+        setup = self.setup
+        return None if setup.inputs.rollout_func is not None else setup.prompts.columns
 
     def build(self, models: Models, trainer_state: Callable[[], object]) -> RewardSource:
         """Load the reward models, here or in workers.
@@ -61,7 +67,7 @@ class RewardStage:
         function_options: dict[str, Any] = {
             "on_error": args.on_reward_error,
             "error_score": args.reward_error_score,
-            "dataset_columns": setup.prompts.columns,
+            "dataset_columns": self._columns,
         }
         source: RewardSource
         if args.ray_reward_workers:
@@ -90,7 +96,7 @@ class RewardStage:
                 functions=FunctionOptions(log=log, trainer_state=trainer_state, **function_options),
                 **mixture,
             )
-        if args.remove_unused_columns:
+        if args.remove_unused_columns and inputs.rollout_func is None:
             self._keep_columns(getattr(source, "columns", None))
         return MetricCapturingSource(source, log)
 
