@@ -1,8 +1,6 @@
 """``kedge init``: the files are complete, pass ``kedge plan``, and the program trains."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +46,7 @@ def tiny(file, **more):
 def test_the_file_passes_plan(task, size, models, capsys):
     assert main(["init", task, "--model_size", size, "--num_processes", "8"]) == 0
     file = models / f"{task}.yaml"
-    tiny(file, response_length="16")
+    tiny(file)
     command = re.findall(r"^# kedge (plan .*)$", file.read_text(), flags=re.MULTILINE)[0]
     assert command.split()[-2:] == ["--num_processes", "8"]
     assert main(command.split()) == 0
@@ -81,16 +79,12 @@ def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):
 
 
 @pytest.mark.slow
-def test_the_program_of_an_environment_trains(models):
+def test_the_environment_trains(models):
     assert main(["init", "environment", "--output", "e.yaml"]) == 0
     sizes = {"max_steps": 1, "num_generations": 2, "gradient_accumulation_steps": 1}
-    tiny(models / "e.yaml", **sizes, response_length="24", save_steps="100")
-    program = (models / "e.py").read_text().replace("max_turn_tokens=400", "max_turn_tokens=4")
-    (models / "e.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "e.py"], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    sizes |= {"response_length": 40, "max_turn_tokens": 4, "dataset_name": "e.jsonl"}
+    tiny(models / "e.yaml", **sizes, save_steps=100)
+    assert main(["ppo", "--config", "e.yaml", "--use_cpu", "--num_sample_generations", "0"]) == 0
     assert (models / "runs" / "environment" / "model.safetensors").is_file()
 
 

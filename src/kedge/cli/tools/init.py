@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from kedge.cli.arguments import Flags
-from kedge.cli.tools.recipes import PROGRAM, RECIPES, SIZES, SOURCES, Recipe
+from kedge.cli.tools.recipes import RECIPES, SIZES, SOURCES, Recipe
 from kedge.errors import ConfigError
 
 EPILOG = """\
 tasks:
   preference     PPO against a reward model that was trained on preferences
   verifier       GRPO on answers that can be checked, such as mathematics
-  environment    PPO on episodes of several turns; also writes a program with the environment
+  environment    PPO on episodes of several turns; also writes an environment to replace
 Set the names of models, data and reward in the file, then run the commands at its top.
 example: kedge init verifier --model_size 1b --output run.yaml"""
 LAUNCH = "accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the file, and for an environment a program."""
+    """Write the file, and those that it names."""
     flags = Flags("kedge init", "Write a commented configuration.", EPILOG)
     flags.add_argument("task", choices=tuple(RECIPES), help="what to train on")
     flags.add_argument("--model_size", choices=SIZES, default="0.5b", help="weights")
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> None:
     chosen = flags.parse_args(list(argv))
     recipe, file = RECIPES[chosen.task], Path(chosen.output or f"{chosen.task}.yaml")
     files = {file: render(recipe, chosen.model_size, chosen.num_processes, file)}
-    if recipe.program:
-        files[file.with_suffix(".py")] = PROGRAM.replace("CONFIG", file.name)
+    for suffix, text in recipe.files.items():
+        files[file.with_suffix(suffix)] = text.replace("CONFIG", file.name)
     for path in files:
         if path.exists() and not chosen.force:
             raise ConfigError(f"{path} exists; choose another --output, or overwrite with --force")
@@ -67,7 +67,7 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
             rows = values["per_device_train_batch_size"]
             values["gradient_accumulation_steps"] = accumulation(recipe.batch, rows, processes)
         for name, _, comment in settings:
-            text = f"{name}: {shown(values[name])}"
+            text = f"{name}: {shown(values[name]).replace('STEM', str(file.with_suffix('')))}"
             lines.append(f"{text:<40}  # {comment}" if comment else text)
     return "\n".join(lines) + "\n"
 
@@ -90,14 +90,10 @@ def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:
     """How to check and to start the run."""
     plan = f"kedge plan {recipe.command} --config {file}"
     start = f"kedge {recipe.command} --config {file}"
-    program = file.with_suffix(".py")
     if processes == 1:
-        return [plan, f"python {program}" if recipe.program else start]
+        return [plan, start]
     several = f"--num_processes {processes}"
-    return [
-        f"{plan} {several}",
-        f"{LAUNCH} {several} {program if recipe.program else f'-m {start}'}",
-    ]
+    return [f"{plan} {several}", f"{LAUNCH} {several} -m {start}"]
 
 
 def shown(value: Any) -> str:

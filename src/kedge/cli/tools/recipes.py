@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 SIZES = ("0.5b", "1b", "7b")
@@ -29,17 +30,17 @@ class Recipe:
 
     Args:
         title: what the file is for.
-        command: that trains with the file; for a program, that plans it.
+        command: that trains with the file.
         batch: responses of an iteration, over all processes.
         sections: titles and settings.
-        program: the environment is Python, so a program reads the file.
+        files: texts of the files next to it, by suffix.
     """
 
     title: str
     command: str
     batch: int
     sections: tuple[tuple[str, tuple[Setting, ...]], ...]
-    program: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, size: str) -> list[tuple[str, list[Setting]]]:
         """Sections with the value of each setting for a model size, one of ``SIZES``."""
@@ -159,16 +160,47 @@ VERIFIER = Recipe(
     ),
 )
 
+_CLASS = '''\
+"""The environment of CONFIG: replace GuessNumber by yours."""
+
+import random
+
+
+class GuessNumber:
+    """A number to find in five guesses; reward 1 when it is guessed."""
+
+    def reset(self, *, seed, options):
+        """Begin an episode; returns what the policy reads first, and no further information."""
+        self.number, self.left = random.Random(seed).randint(1, 20), 5
+        return "Guess a number from 1 to 20. Answer with the number alone.", {}
+
+    def step(self, response):
+        """Returns observation, reward, terminated, truncated, and metrics to log."""
+        self.left -= 1
+        text = response.text.strip()
+        guess = int(text) if text.isdecimal() and len(text) < 4 else 0
+        if guess == self.number:
+            return "Correct.", 1.0, True, False, {"metrics": {"success": 1.0}}
+        return "Higher." if guess < self.number else "Lower.", 0.0, self.left == 0, False, {}
+'''
+_PROMPTS = '{"prompt": [{"role": "user", "content": ""}]}\n'  # the first observation follows
+
 ENVIRONMENT = Recipe(
     title="PPO on episodes of several turns (kedge init environment)",
     command="ppo",
     batch=128,
-    program=True,
+    files={".py": _CLASS, ".jsonl": _PROMPTS},
     sections=(
         (
-            "What to train; the program next to this file has the environment and the reward",
+            "What to train, and on what",
             (
                 ("model_name_or_path", CHAT, "a chat model"),
+                (
+                    "environment",
+                    "STEM.py:GuessNumber",
+                    "a class with reset and step, which rewards",
+                ),
+                ("dataset_name", "STEM.jsonl", "prompts; the first observation follows each"),
                 ("output_dir", "runs/environment", ""),
             ),
         ),
@@ -181,7 +213,9 @@ ENVIRONMENT = Recipe(
                 ("gradient_accumulation_steps", None, "128 episodes an iteration: RAGEN"),
                 ("num_ppo_epochs", 1, "RAGEN"),
                 ("num_mini_batches", 4, "32 episodes an optimizer step: RAGEN"),
-                ("response_length", 2000, "tokens of an episode; 5 turns of 400: RAGEN"),
+                ("max_turns", 5, "RAGEN"),
+                ("max_turn_tokens", 400, "RAGEN"),
+                ("response_length", 2000, "tokens of an episode: 5 turns of 400"),
             ),
         ),
         (
@@ -203,49 +237,3 @@ ENVIRONMENT = Recipe(
 )
 
 RECIPES = {"preference": PREFERENCE, "verifier": VERIFIER, "environment": ENVIRONMENT}
-
-PROGRAM = '''\
-"""Train on episodes of several turns.  Replace GuessNumber by your environment."""
-
-import random
-
-from kedge import ModelConfig, PPOConfig, PPOTrainer, TrlParser
-from kedge.backends.hf.load import load_policy
-from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.environments import EnvironmentRollouts, EpisodeReward
-from transformers import AutoTokenizer
-
-
-class GuessNumber:
-    """A number to find in five guesses; reward 1 when it is guessed."""
-
-    def reset(self, *, seed, options=None):
-        self.number, self.left = random.Random(seed).randint(1, 20), 5
-        return "Guess a number from 1 to 20. Answer with the number alone.", {}
-
-    def step(self, response):
-        self.left -= 1
-        text = response.text.strip()
-        guess = int(text) if text.isdecimal() and len(text) < 4 else 0
-        if guess == self.number:
-            return "Correct.", 1.0, True, False, {"metrics": {"success": 1.0}}
-        return "Higher." if guess < self.number else "Lower.", 0.0, self.left == 0, False, {}
-
-
-config, names = TrlParser((PPOConfig, ModelConfig)).parse_args_and_config(["--config", "CONFIG"])
-tokenizer = AutoTokenizer.from_pretrained(names.model_name_or_path, padding_side="left")
-model = load_policy(names.model_name_or_path)
-engine = EmbeddedEngine(model, pad_id=tokenizer.eos_token_id)
-trainer = PPOTrainer(
-    config,
-    tokenizer,
-    model,
-    train_dataset=[{"prompt": [{"role": "user", "content": ""}]}] * 64,
-    reward_funcs=[EpisodeReward()],  # the sum of what step returned
-    rollout_engine=EnvironmentRollouts(
-        engine, GuessNumber, tokenizer, max_turns=5, max_turn_tokens=400
-    ),
-)
-trainer.train()
-trainer.save_model()
-'''
