@@ -82,7 +82,7 @@ def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):
 def test_the_environment_trains(models):
     assert main(["init", "environment", "--output", "e.yaml"]) == 0
     sizes = {"max_steps": 1, "num_generations": 2, "gradient_accumulation_steps": 1}
-    sizes |= {"response_length": 40, "max_turn_tokens": 4, "dataset_name": "e.jsonl"}
+    sizes |= {"response_length": 40, "max_turn_tokens": 4}
     tiny(models / "e.yaml", **sizes, save_steps=100)
     assert main(["ppo", "--config", "e.yaml", "--use_cpu", "--num_sample_generations", "0"]) == 0
     assert (models / "runs" / "environment" / "model.safetensors").is_file()

@@ -183,13 +183,12 @@ class GuessNumber:
             return "Correct.", 1.0, True, False, {"metrics": {"success": 1.0}}
         return "Higher." if guess < self.number else "Lower.", 0.0, self.left == 0, False, {}
 '''
-_PROMPTS = '{"prompt": [{"role": "user", "content": ""}]}\n'  # the first observation follows
 
 ENVIRONMENT = Recipe(
     title="PPO on episodes of several turns (kedge init environment)",
     command="ppo",
     batch=128,
-    files={".py": _CLASS, ".jsonl": _PROMPTS},
+    files={".py": _CLASS},
     sections=(
         (
             "What to train, and on what",
@@ -200,7 +199,6 @@ ENVIRONMENT = Recipe(
                     "STEM.py:GuessNumber",
                     "a class with reset and step, which rewards",
                 ),
-                ("dataset_name", "STEM.jsonl", "prompts; the first observation follows each"),
                 ("output_dir", "runs/environment", ""),
             ),
         ),
