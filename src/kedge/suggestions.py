@@ -14,7 +14,7 @@ from kedge.errors import OptionError
 ALIASES = (
     ("num_ppo_epochs", "ppo_epochs", "num_iterations", "noptepochs", "update_epochs"),
     ("num_generations", "rloo_k", "number_samples_per_prompt", "n_samples_per_prompt"),
-    ("total_episodes", "steps", "num_episodes"),
+    ("total_episodes", "episodes", "steps", "num_episodes"),
     ("kl_coef", "init_kl_coef", "beta"),
     ("kl_estimator", "kl_penalty"),
     ("adaptive_kl", "adap_kl_ctrl"),

@@ -61,7 +61,7 @@ def test_the_scripts_run(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
             "judge_tldr.py",
             *("--model_name_or_path", model, "--dataset_name", data, "--max_new_tokens", "4"),
             *("--judge_url", server.url, "--judge_model", "j", "--num_examples", "3"),
-            *("--output_dir", str(place / "out"), "--concurrency", "2"),
+            *("--output_dir", str(place / "out"), "--concurrency", "2", "--engine", "embedded"),
         )
         summary = json.loads((place / "out" / "summary.json").read_text())
         assert summary["wins"] + summary["losses"] == 3

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
@@ -320,6 +321,18 @@ def test_tables_go_to_tensorboard_as_text():
     Tables(["tensorboard"]).table("completions", ROWS, step=3)  # no writer yet
 
 
+def test_histograms_go_to_tensorboard_and_wandb(monkeypatch):
+    sent, logged = [], []
+    writer = SimpleNamespace(add_histogram=lambda *args: sent.append(args))
+    wandb = SimpleNamespace(run=object(), Histogram=tuple, log=logged.append)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    lengths = torch.tensor([3, 5])
+    Tables(["tensorboard", "wandb"], tensorboard=lambda: writer).histogram("n", lengths, step=0)
+    Tables(["mlflow"]).histogram("n", lengths, step=0)
+    assert sent == [("n", lengths, 0)]
+    assert logged == [{"n": (3, 5), "train/global_step": 0}]
+
+
 # ------------------------------------------------------------------------------- curves
 
 
@@ -377,3 +390,5 @@ def test_a_run_reports_to_the_real_package(name, tmp_path):
     files = {"wandb": "run-*.wandb", "trackio": "*.db", "mlflow": "*.db", "tensorboard": "events*"}
     found = [p for p in tmp_path.rglob(files[name]) if p.stat().st_size > 0]
     assert found
+    if name == "tensorboard":
+        assert b"prompts/length" in b"".join(p.read_bytes() for p in found)

@@ -4,10 +4,12 @@
         --output_path evals/ppo_tldr.csv --n 1000 \
         [--dataset_name PROMPTS] [--judge_url http://127.0.0.1:8000/v1 --judge_model NAME]
 
-PROMPTS has columns prompt and completion (the reference).  Without a judge it only generates.
+PROMPTS has columns prompt and completion (the reference).  The judge is OpenAI's if OPENAI_API_KEY
+is set and no other is given.  Without a judge the script only generates.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +29,8 @@ def main(argv: list[str]) -> None:
     flags.add_argument("--max_new_tokens", type=int, default=53)
     flags.add_argument("--temperature", type=float, default=0.01)
     flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    flags.add_argument("--judge_url")
+    openai = "https://api.openai.com/v1" if os.environ.get("OPENAI_API_KEY") else None
+    flags.add_argument("--judge_url", default=openai)
     flags.add_argument("--judge_model", default="gpt-4o-mini")
     args = flags.parse_args(argv)
     rows = Splits(args.dataset_name).load(args.dataset_split)

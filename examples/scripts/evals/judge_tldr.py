@@ -1,6 +1,6 @@
 """Win rate of a model's summaries against the references, by a judge.
 
-    python examples/scripts/evals/judge_tldr.py --model_name_or_path MODEL \
+    python examples/scripts/evals/judge_tldr.py --model_name_or_path MODEL --engine vllm \
         --judge_url http://127.0.0.1:8000/v1 --judge_model NAME --num_examples 1000
 
 The prompts have columns prompt and completion (the reference).  Summaries, judgments, the table
@@ -22,6 +22,7 @@ def main(argv: list[str]) -> None:
     flags.add_argument("--dataset_split", default="validation")
     flags.add_argument("--num_examples", default="1000")
     flags.add_argument("--max_new_tokens", default="200")
+    flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     flags.add_argument("--judge_url", default="https://api.openai.com/v1")
     flags.add_argument("--judge_model", default="gpt-4o-mini")
     flags.add_argument("--output_dir", default="judge_tldr")
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
         [
             *(args.model_name_or_path, args.dataset_name, "--split", args.dataset_split),
             *("--limit", args.num_examples, "--max_new_tokens", args.max_new_tokens),
-            *("--output", output),
+            *("--engine", args.engine, "--output", output),
         ]
     )
     judge.main(

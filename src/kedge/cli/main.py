@@ -28,6 +28,7 @@ _PACKAGES = {
     },
     "kedge.cli.tools": {
         "compare": "plot several runs in one figure, with bands over seeds",
+        "init": "write a commented configuration for a task and a model size",
         "doctor": "diagnose a run from its log and suggest fixes",
         "report": "write an HTML report of a run: curves, completions, tokens",
         "generate": "sample completions of prompts with a model",

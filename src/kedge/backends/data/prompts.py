@@ -119,6 +119,11 @@ class DatasetPrompts:
         """Number of rows, dropped and truncated prompts, and the longest prompt kept."""
         return self._prompts.report
 
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of every prompt kept, int64 [N]."""
+        return self._prompts.starts.diff()
+
     def check_tokens(self, known: int) -> None:
         """Reject prompts with token ids of ``known`` or above.
 

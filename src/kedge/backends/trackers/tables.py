@@ -1,4 +1,4 @@
-"""Sends tables to reporting services (their metrics are sent by callbacks)."""
+"""Sends tables and histograms to reporting services (their metrics are sent by callbacks)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 Rows = Sequence[Mapping[str, object]]
 
 
 class Tables:
-    """Sends tables to wandb, trackio, mlflow and tensorboard.
+    """Sends tables to wandb, trackio, mlflow and tensorboard, and histograms to two of them.
 
     Args:
         services: names in ``report_to``; services without tables are ignored.
@@ -20,6 +22,7 @@ class Tables:
     def __init__(
         self, services: Sequence[str], *, tensorboard: Callable[[], Any] = lambda: None
     ) -> None:
+        self._services = tuple(services)
         senders = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
         self._send = [senders[name] for name in services if name in senders]
         self._tensorboard = tensorboard
@@ -36,6 +39,24 @@ class Tables:
         writer = self._tensorboard()
         if writer is not None:
             writer.add_text(name, markdown(rows), step)
+
+    def histogram(self, name: str, values: Tensor, *, step: int) -> None:
+        """Send a histogram to wandb and tensorboard.
+
+        Args:
+            name: of the chart.
+            values: numbers [n].
+            step: iteration.
+        """
+        if "wandb" in self._services:
+            import wandb
+
+            if wandb.run is not None:
+                chart = wandb.Histogram(values.tolist())
+                wandb.log({name: chart, "train/global_step": step})
+        writer = self._tensorboard()
+        if writer is not None:
+            writer.add_histogram(name, values, step)
 
     def close(self) -> None:
         """Do nothing: the reporting callbacks own the connections."""

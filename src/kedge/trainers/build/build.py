@@ -18,6 +18,7 @@ from kedge.config.ppo import PPOConfig
 from kedge.engine.kl_control import AdaptiveKL, FixedKL
 from kedge.engine.loop import Engine
 from kedge.protocols import KLController, RewardSource, RolloutEngine
+from kedge.trainers.build.advice import advise
 from kedge.trainers.build.environments import find_environments
 from kedge.trainers.build.inputs import TrainerInputs
 from kedge.trainers.build.learner import LearnerStage
@@ -52,6 +53,9 @@ def build_run(inputs: TrainerInputs) -> Run:
 
     # Everything is checked: from here on weights are loaded and actors are started.
     loaded = models.build()
+    for text in advise(setup.args, loaded.policy, batch_size=setup.sizes.batch_size):
+        if setup.accelerator.is_main_process:
+            logger.warning(text)
     callbacks = engine.start_callbacks(loaded)
     reward_source = reward.build(loaded, trainer_state=lambda: callbacks.state)
     hf_learner = learner.build(loaded)

@@ -9,6 +9,7 @@ from transformers.integrations.integration_utils import (
     TensorBoardCallback,
 )
 
+from kedge.backends.data import DatasetPrompts
 from kedge.backends.hub import Hub
 from kedge.backends.trackers import HubTables, Jsonl, Many, Screen, Tables
 from kedge.backends.trackers.links import run_links
@@ -44,6 +45,13 @@ def build_trackers(
         )
         trackers.append(HubTables(hub, model=args.hub_model_id))
     return Many(trackers)
+
+
+def log_prompt_lengths(callbacks: Callbacks, prompts: object) -> None:
+    """Send a histogram of the prompts' lengths in tokens (rank 0)."""
+    if isinstance(prompts, DatasetPrompts) and callbacks.state.is_world_process_zero:
+        with BestEffortWriter().writing("prompt lengths", "the trackers"):
+            build_tables(callbacks).histogram("prompts/length", prompts.lengths, step=0)
 
 
 def completions_url(callbacks: Callbacks) -> str | None:

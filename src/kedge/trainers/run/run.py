@@ -23,7 +23,7 @@ from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.errors import ConfigError
 from kedge.trainers.reporting.best_effort import BestEffortWriter
 from kedge.trainers.reporting.token_log import build_token_log
-from kedge.trainers.reporting.trackers import build_trackers, link
+from kedge.trainers.reporting.trackers import build_trackers, link, log_prompt_lengths
 from kedge.trainers.run.checkpoint import (
     build_recorder,
     earlier_run,
@@ -96,6 +96,7 @@ class Run:
         link(self.callbacks, self.args)
         engine.hooks = hooks = self._build_hooks(screen)
         if resumed is None:
+            log_prompt_lengths(self.callbacks, engine.source)
             hooks.evaluate_at_start(always=self.evaluator.initial_scores is not None)
         begin, before = time.perf_counter(), engine.step
         try:

@@ -1,0 +1,106 @@
+"""``kedge init``: writes a commented configuration for a task and a model size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kedge.cli.arguments import Flags
+from kedge.cli.tools.recipes import RECIPES, SIZES, SOURCES, Recipe
+from kedge.errors import ConfigError
+
+EPILOG = """\
+tasks:
+  preference     PPO against a reward model that was trained on preferences
+  verifier       GRPO on answers that can be checked, such as mathematics
+  environment    PPO on episodes of several turns; also writes an environment to replace
+Set the names of models, data and reward in the file, then run the commands at its top.
+example: kedge init verifier --model_size 1b --output run.yaml"""
+LAUNCH = "accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the file, and those that it names."""
+    flags = Flags("kedge init", "Write a commented configuration.", EPILOG)
+    flags.add_argument("task", choices=tuple(RECIPES), help="what to train on")
+    flags.add_argument("--model_size", choices=SIZES, default="0.5b", help="weights")
+    flags.add_argument("--num_processes", type=int, default=1, help="GPUs that train")
+    flags.add_argument("--output", help="default: TASK.yaml")
+    flags.add_argument("--force", action="store_true", help="overwrite existing files")
+    chosen = flags.parse_args(list(argv))
+    recipe, file = RECIPES[chosen.task], Path(chosen.output or f"{chosen.task}.yaml")
+    files = {file: render(recipe, chosen.model_size, chosen.num_processes, file)}
+    for suffix, text in recipe.files.items():
+        files[file.with_suffix(suffix)] = text.replace("CONFIG", file.name)
+    for path in files:
+        if path.exists() and not chosen.force:
+            raise ConfigError(f"{path} exists; choose another --output, or overwrite with --force")
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"kedge: wrote {' and '.join(map(str, files))}; set the names in it, then run")
+    print("\n".join(f"    {command}" for command in commands(recipe, chosen.num_processes, file)))
+
+
+def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
+    """The YAML: one option per line, with the source of its value.
+
+    Args:
+        recipe: the task.
+        size: one of ``SIZES``.
+        processes: GPUs, which share the batch.
+        file: its name, for the commands at the top.
+
+    Raises:
+        ConfigError: the processes cannot share the batch.
+    """
+    sections = recipe.settings(size)
+    comments = " ".join(comment for _, settings in sections for _, _, comment in settings)
+    head = [f"{recipe.title}, {size} weights", *commands(recipe, processes, file)]
+    head += [f"{name}: {text}" for name, text in SOURCES.items() if name in comments]
+    lines = [f"# {line}" for line in head]
+    for title, settings in sections:
+        lines += ["", f"# {title}"]
+        values = {name: value for name, value, _ in settings}
+        if "gradient_accumulation_steps" in values:
+            rows = values["per_device_train_batch_size"]
+            values["gradient_accumulation_steps"] = accumulation(recipe.batch, rows, processes)
+        for name, _, comment in settings:
+            text = f"{name}: {shown(values[name]).replace('STEM', str(file.with_suffix('')))}"
+            lines.append(f"{text:<40}  # {comment}" if comment else text)
+    return "\n".join(lines) + "\n"
+
+
+def accumulation(batch: int, rows: int, processes: int) -> int:
+    """Passes of ``rows`` responses that each process contributes to a batch.
+
+    Raises:
+        ConfigError: they do not add up to the batch.
+    """
+    if processes < 1 or batch % (rows * processes):
+        raise ConfigError(
+            f"--num_processes must divide {batch // rows} ({batch} responses an iteration, {rows}"
+            f" at a time on each process), got {processes}"
+        )
+    return batch // (rows * processes)
+
+
+def commands(recipe: Recipe, processes: int, file: Path) -> list[str]:
+    """How to check and to start the run."""
+    plan = f"kedge plan {recipe.command} --config {file}"
+    start = f"kedge {recipe.command} --config {file}"
+    if processes == 1:
+        return [plan, start]
+    several = f"--num_processes {processes}"
+    return [f"{plan} {several}", f"{LAUNCH} {several} -m {start}"]
+
+
+def shown(value: Any) -> str:
+    """A value in YAML; small numbers as 1.0e-6, which YAML reads as a number."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and 0 < value < 1e-3:
+        mantissa, _, power = f"{value:.1e}".partition("e-")
+        return f"{mantissa}e-{int(power)}"
+    return str(value)

@@ -1,0 +1,73 @@
+"""What a trainer says once at its start about settings that train, but seldom well."""
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from kedge import GRPOConfig, PPOConfig, RLOOConfig
+from kedge.trainers.build.advice import LARGE, advise
+from tests.e2e.small import small
+
+
+@dataclass
+class Sized:
+    """A module's parameters, without their memory."""
+
+    trained: int
+    frozen: int = 0
+
+    def parameters(self):
+        sizes = ((self.trained, True), (self.frozen, False))
+        return [
+            nn.Parameter(torch.empty(n, device="meta"), requires_grad=grad) for n, grad in sizes
+        ]
+
+
+def given(config, *, trained=LARGE, frozen=0, batch_size=512, **options):
+    args = config(output_dir=None, use_cpu=True, **options)
+    return " | ".join(advise(args, Sized(trained, frozen), batch_size=batch_size))
+
+
+def test_the_default_learning_rate_of_ppo_is_high_for_a_large_model():
+    text = given(PPOConfig)
+    assert "learning_rate=5e-05 with num_ppo_epochs=4 is high for 300 million" in text
+    assert "learning_rate=3e-6 (Huang et al. 2024" in text
+    assert "3e-6" in given(RLOOConfig)
+    assert given(PPOConfig, learning_rate=3e-6) == ""
+    assert given(PPOConfig, num_ppo_epochs=1) == ""
+    assert given(PPOConfig, trained=LARGE - 1) == ""
+    assert given(PPOConfig, trained=10**6, frozen=LARGE) == ""  # an adapter
+
+
+def test_a_batch_of_eight_is_small_for_a_large_model():
+    text = given(PPOConfig, learning_rate=3e-6, batch_size=8)
+    assert text.startswith("an iteration has 8 responses")
+    assert "512" in text
+    assert given(PPOConfig, trained=10**6, batch_size=8) == ""
+    assert given(PPOConfig, learning_rate=3e-6, batch_size=17) == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_clip_of_gspo():
+    assert given(GRPOConfig) == ""
+    sequence = {"importance_sampling_level": "sequence", "loss_type": "grpo", "trained": 10}
+    text = given(GRPOConfig, **sequence)
+    assert "epsilon=0.2 with importance_sampling_level='sequence' hardly ever clips" in text
+    assert "epsilon=3e-4, epsilon_high=4e-4" in text
+    assert given(GRPOConfig, **sequence, epsilon=3e-4, epsilon_high=4e-4) == ""
+
+
+def test_a_trainer_says_it_once(caplog, monkeypatch):
+    monkeypatch.setattr("kedge.trainers.build.advice.LARGE", 1)
+    with caplog.at_level(logging.WARNING):
+        trainer = small(max_steps=2)
+        trainer.train()
+    texts = [r.getMessage() for r in caplog.records if "recommended:" in r.getMessage()]
+    assert [text.split()[0] for text in texts] == ["learning_rate=0.003", "an"]
+    caplog.clear()
+    monkeypatch.undo()
+    small()
+    assert not [r for r in caplog.records if "recommended:" in r.getMessage()]

@@ -1,0 +1,104 @@
+"""``kedge init``: the files are complete, pass ``kedge plan``, and the program trains."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kedge.cli.main import main
+from kedge.cli.tools.recipes import RECIPES, SIZES
+from kedge.testing import tiny_policy
+from tests.unit.text_toys import neox_reward, word_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    tokenizer = word_tokenizer(chat_template=TEMPLATE)
+    tiny_policy("gpt_neox", vocab_size=32, max_positions=4096).save_pretrained(tmp_path / "m")
+    neox_reward(vocab=32).save_pretrained(tmp_path / "r")
+    for name in ("m", "r"):
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = "".join(f'{{"prompt": "w{i} w4", "ground_truth": "1"}}\n' for i in range(3, 15))
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tiny(file, **more):
+    """The file with tiny models and other sizes, as a user would edit it."""
+    names = {"model_name_or_path": "m", "reward_model_path": "r", "dataset_name": "prompts.jsonl"}
+    names |= {"bf16": "false"} | more
+    text = file.read_text()
+    for name, value in names.items():
+        text = re.sub(rf"^{name}: .*$", f"{name}: {value}", text, flags=re.MULTILINE)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("task", RECIPES)
+def test_the_file_passes_plan(task, size, models, capsys):
+    assert main(["init", task, "--model_size", size, "--num_processes", "8"]) == 0
+    file = models / f"{task}.yaml"
+    tiny(file)
+    command = re.findall(r"^# kedge (plan .*)$", file.read_text(), flags=re.MULTILINE)[0]
+    assert command.split()[-2:] == ["--num_processes", "8"]
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"batch\s+│ {RECIPES[task].batch:,} ", printed)
+    assert re.search(r"^gradient_accumulation_steps: [1-9]", file.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("task", RECIPES)
+def test_every_number_has_a_source_and_no_name_is_unknown(task, models):
+    assert main(["init", task]) == 0
+    text = (models / f"{task}.yaml").read_text()
+    sources = re.findall(r"^# ([\w+ ]+): ", text, flags=re.MULTILINE)
+    assert sources
+    for name in ("learning_rate", "kl_coef", "beta", "cliprange", "epsilon", "temperature"):
+        for line in re.findall(rf"^{name}: .*$", text, flags=re.MULTILINE):
+            assert any(source in line for source in sources), line
+    values = yaml.safe_load(text)
+    assert isinstance(values["learning_rate"], float)  # YAML reads 1e-06 as a string
+
+
+def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):
+    assert main(["init", "environment", "--output", "e.yaml"]) == 0
+    assert main(["init", "environment", "--output", "e.yaml"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["init", "environment", "--output", "e.yaml", "--force"]) == 0
+    assert main(["init", "preference", "--num_processes", "3"]) == 2
+    assert "--num_processes must divide 16" in capsys.readouterr().err
+    assert not (models / "preference.yaml").exists()
+
+
+@pytest.mark.slow
+def test_the_environment_trains(models):
+    assert main(["init", "environment", "--output", "e.yaml"]) == 0
+    sizes = {"max_steps": 1, "num_generations": 2, "gradient_accumulation_steps": 1}
+    sizes |= {"response_length": 40, "max_turn_tokens": 4}
+    tiny(models / "e.yaml", **sizes, save_steps=100)
+    assert main(["ppo", "--config", "e.yaml", "--use_cpu", "--num_sample_generations", "0"]) == 0
+    assert (models / "runs" / "environment" / "model.safetensors").is_file()
+
+
+def test_the_page_has_every_setting():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    for recipe in RECIPES.values():
+        for size in SIZES:
+            for _, settings in recipe.settings(size)[1:4]:
+                for name, value, comment in settings:
+                    column = 1 + SIZES.index(size)
+                    shown = f"{value:g}" if isinstance(value, float) else str(value)
+                    if name != "gradient_accumulation_steps":
+                        assert any(
+                            row[:1] == [f"`{name}`"] and row[column] == shown and row[-1] == comment
+                            for row in rows
+                        ), (name, size)
