@@ -30,7 +30,7 @@ SMALL = {
     "--use_cpu": "True",
     "--disable_tqdm": "True",
 }
-SERVES = {"serve-reward"}  # runs until it is stopped; tests/unit/test_reward_server.py serves
+LONG = {"serve-reward", "demo"}  # until it is stopped, and minutes; both have tests elsewhere
 ELIDED = "..."
 
 
@@ -103,7 +103,7 @@ def test_there_are_commands_to_run() -> None:
 def test_the_command_runs(page: str, command: str, place: Path) -> None:
     words = shlex.split(command)[1:]
     trains = words[0] in ("ppo", "rloo", "grpo", "plan", "async-ppo") and "--help" not in words
-    if ELIDED in words or words[0] in SERVES:
+    if ELIDED in words or words[0] in LONG:
         assert code_of([words[0], "--help"]) == 0
         return
     yaml = "--config" in words

@@ -14,6 +14,7 @@ import pytest
 
 from kedge import GRPOConfig, PPOConfig, RLOOConfig
 from kedge.cli.main import COMMANDS
+from kedge.config.declare import aliases
 from kedge.engine.metrics import NAMES, PREFIXES
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,11 @@ OF_COMMANDS = {  # options of the command line alone
 
 
 def options() -> set[str]:
-    return {f.name for config in (PPOConfig, RLOOConfig, GRPOConfig) for f in fields(config)}
+    """Fields, and the other names that they are set by."""
+    configs = (PPOConfig, RLOOConfig, GRPOConfig)
+    return {
+        name for config in configs for name in (*(f.name for f in fields(config)), *aliases(config))
+    }
 
 
 def own_column(page: Path) -> list[str]:
