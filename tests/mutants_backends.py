@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "an end token inside a query ends the response",
         "classic/generation.py",
-        "ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist()",
-        "ended = torch.isin(row, ends.to(row)).nonzero()[:1, 0].tolist()",
+        "ended = torch.isin(new, ends.long()).nonzero()[:1, 0].tolist()",
+        "ended = torch.isin(row, ends.long()).nonzero()[:1, 0].tolist()",
         "tests/unit/test_classic_loop.py",
     ),
     Mutant(

@@ -191,7 +191,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "resume with another optimizer": (
         resumed_with_another_optimizer,
         CheckpointError,
-        ["betas", "SGD", "momentum", "set optim as it was"],
+        ["betas", "SGD", "momentum", "Resume with the same optim"],
     ),
     "evaluate without prompts": (lambda: small().evaluate(), ConfigError, ["eval_dataset"]),
     "old and new name at once": (

@@ -155,7 +155,7 @@ def test_an_encoder_judges_without_being_the_value() -> None:
     trainer = small(reward_model=bert_reward())
     assert isinstance(trainer.value_model, ScalarHead)
     assert trainer.train().global_step == 2
-    with pytest.raises(ConfigError, match="reads the tokens that come after"):
+    with pytest.raises(ConfigError, match="must be causal, but sees later tokens; set"):
         small(reward_model=bert_reward(), value_source="reward")
 
 

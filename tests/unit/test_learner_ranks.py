@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from kedge.algorithms import ppo
+from kedge.backends.hf import optim
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.peft import with_adapter
 from kedge.backends.hf.reference import AdapterReference, frozen_copy
@@ -91,15 +92,15 @@ def run(mode: str, out: str) -> None:
     assert found.sharded == (world > 1 and "sharded" in mode)
     if mode == "averaged":
         # Broken: gradients are averaged over ranks although the weights already sum to 1.
-        summed = found._sum_gradients
+        summed = optim.sum_gradients
 
-        def averaged():
-            summed()
+        def averaged(*args):
+            summed(*args)
             for p in found.module.parameters():
                 if p.grad is not None:
                     p.grad /= world
 
-        found._sum_gradients = averaged
+        optim.sum_gradients = averaged
     # Without shards, ranks may hold different numbers of rows, and so of micro-batches.
     parts = [range(3), range(3, 6)] if "sharded" in mode else [range(4), range(4, 6)]
     mine = torch.tensor(list({1: [range(6)], 2: parts}[world][rank]))

@@ -96,7 +96,8 @@ class Generation(Views):
         options = {"pad_token_id": pad_id(self.tokenizer), **generation_kwargs}
         model_config = getattr(getattr(model, "pretrained_model", model), "generation_config", None)
         stops = options.get("eos_token_id", getattr(model_config, "eos_token_id", None))
-        ends = torch.tensor([*listed(self.tokenizer.eos_token_id), *listed(stops)]).long()
+        device = next(model.parameters()).device
+        ends = torch.tensor([*listed(self.tokenizer.eos_token_id), *listed(stops)], device=device)
         multiple, responses = pad_to_multiple_of or 1, []
         for i in range(0, len(query_tensors), batch_size):
             queries = query_tensors[i : i + batch_size]
@@ -105,7 +106,7 @@ class Generation(Views):
             begin = 1 if self.is_encoder_decoder else ids.shape[1]  # a start token may be the EOS
             for query, row in zip(queries, rows, strict=True):
                 new = row[begin:]
-                ended = torch.isin(new, ends.to(new)).nonzero()[:1, 0].tolist()
+                ended = torch.isin(new, ends.long()).nonzero()[:1, 0].tolist()
                 if ended and remove_padding:
                     new = new[: ended[0] + 1]
                 if self.is_encoder_decoder:

@@ -122,7 +122,8 @@ def _verify(value: ScalarModel, name: str) -> None:
         )
     if not torch.allclose(hidden[:4], prefix, rtol=1e-2, atol=1e-3):
         raise ConfigError(
-            f"{name} cannot be a value model: it must be causal, but sees later tokens"
+            f"{name} cannot be a value model: it must be causal, but sees later tokens; set"
+            ' value_source="policy", or pass another value_model'
         )
 
 
