@@ -6,7 +6,7 @@ import pytest
 
 from kedge.testing import tiny_policy, tiny_reward_model
 
-from .text_toys import word_tokenizer
+from .text_toys import weightless_model, word_tokenizer
 
 
 @pytest.fixture
@@ -20,26 +20,7 @@ def rows(tmp_path):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A folder with a tiny model's configuration and tokenizer, and no weights at all."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
-    words = {w: i for i, w in enumerate(["<unk>", "</s>", "Day", *map(str, range(30))])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", eos_token="</s>"
-    ).save_pretrained(folder)
-    return folder
+    return weightless_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

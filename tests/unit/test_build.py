@@ -74,6 +74,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (grpo, {**URL, "vllm_importance_sampling_mode": "x"}, "must be one of 'token_truncate'"),
     (small, {"replay_rollouts": "."}, "has no recorded samples"),
+    (small, {"max_turns": 3}, "max_turns=3 has no effect without an environment"),
+    (small, {"on_env_error": "drop"}, "on_env_error='drop' has no effect"),
     # engine
     (small, {"report_to": "wandbb"}, "report_to='wandbb'"),
     (small, {"callbacks": [3]}, "must be a transformers.TrainerCallback"),

@@ -10,18 +10,11 @@ from kedge.cli.main import main
 from kedge.cli.planning import memory
 from kedge.cli.planning.plan import CONFIGS, human, plan, short
 
-from .text_toys import weightless_model
-
 ROOT = Path(__file__).parents[2]
 
 
 def options(*flags):
     return parse(flags, prog="kedge ppo")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return weightless_model(tmp_path_factory.mktemp("tiny"))
 
 
 def test_a_plan_needs_no_weights(tiny):

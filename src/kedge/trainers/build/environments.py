@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kedge.config.environments import EnvironmentArguments
 from kedge.config.rollout import json_object
 from kedge.environments import (
     EnvironmentRollouts,
@@ -82,6 +83,7 @@ def find_environments(inputs: TrainerInputs) -> Environments:
                 f"rollout_func samples with the weights that are being trained, so max_lag must be"
                 f" 0, got {args.max_lag}"
             )
+        _check_unread(args)
         engine = FunctionRollouts(inputs.rollout_func, lambda: inputs.trainer, pad_id=0)
         return Environments(inputs=replace(inputs, rollout_engine=engine))
     scored = True
@@ -95,6 +97,7 @@ def find_environments(inputs: TrainerInputs) -> Environments:
     elif inputs.environment is not None or args.environment is not None:
         make = _environment(inputs)
     else:
+        _check_unread(args)
         return Environments(inputs=inputs)
     rewards = _listed(inputs.reward_funcs)
     if not scored and not rewards and inputs.reward_model is None:
@@ -127,6 +130,17 @@ def _check_one_kind(inputs: TrainerInputs) -> None:
         inputs.args.environment or inputs.environment
     ):
         raise ConfigError("environment_kwargs needs environment; set it, or leave the kwargs out")
+
+
+def _check_unread(args: Any) -> None:
+    """Reject options of environments in a run that has none."""
+    for name, field in EnvironmentArguments.__dataclass_fields__.items():
+        value = getattr(args, name)
+        if value != field.default:
+            raise ConfigError(
+                f"{name}={value!r} has no effect without an environment; leave it out, or pass"
+                " environment, tools or environment_factory"
+            )
 
 
 def _environment(inputs: TrainerInputs) -> Make:
