@@ -20,7 +20,7 @@ TOKENS_OF_A_WAIT = 16
 @pytest.fixture(scope="module")
 def report() -> Any:
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.e2e.strict_runs"]
+    command = [sys.executable, "-m", "tests.e2e.strict_runs", "strict"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(done.stdout)

@@ -7,17 +7,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from kedge.backends.hf.decode_graph import DecodeGraph, can_capture
+from kedge.backends.hf.kv_cache import GrowingLayer, growing_cache, keep_rows
 from kedge.backends.hf.mask_checks import known_masks
 from kedge.errors import ConfigError
 
-_FREE_SLOTS = 64  # at least, when a layer is allocated
+_EAGER_STEPS = 4  # before a step is captured, which takes as long as about four
 
 
 class Stepper(Protocol):
     """A batch of sequences that grow by one token per step."""
+
+    @property
+    def keep_share(self) -> float:
+        """Ended rows stay in the batch until at most this share is left: dropping has a price."""
+        ...
 
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
         """Read prompts ids, mask [u, P] once; row i continues prompt copies[i].  Logits [b, V].
@@ -38,67 +45,6 @@ class Stepper(Protocol):
         ...
 
 
-class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer with free slots at the end, so that a step copies one token."""
-
-    keys: Tensor  # [b, heads, used, size]; the first slots of a larger tensor
-    values: Tensor
-    _slots: tuple[Tensor, Tensor]  # keys and values [b, heads, used + free, size]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values [b, heads, n, size]; returns all."""
-        used = self.keys.shape[-2] if self.is_initialized else 0
-        new = key_states.shape[-2]
-        if not self.is_initialized or used + new > self._slots[0].shape[-2]:
-            self._allocate(key_states, value_states, used)
-        for slots, states in zip(self._slots, (key_states, value_states), strict=True):
-            slots.narrow(-2, used, new).copy_(states)
-        self._show(used + new)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows in ``indices``."""
-        keys, values = self._slots
-        self._slots = keys.index_select(0, indices), values.index_select(0, indices)
-        self._show(self.keys.shape[-2])
-
-    def _show(self, used: int) -> None:
-        self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
-
-    def _allocate(self, key_states: Tensor, value_states: Tensor, used: int) -> None:
-        needed = used + key_states.shape[-2]
-        free = max(_FREE_SLOTS, needed // 2)
-        keys, values = (
-            x.new_empty(*x.shape[:-2], needed + free, x.shape[-1])
-            for x in (key_states, value_states)
-        )
-        if used:
-            keys.narrow(-2, 0, used).copy_(self.keys)
-            values.narrow(-2, 0, used).copy_(self.values)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._slots = keys, values
-        self.is_initialized = True
-
-
-def growing_cache(config: Any) -> DynamicCache:
-    """The cache that ``config`` asks for, with its plain full-attention layers made growing."""
-    cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in cache.layers]
-    if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = GrowingLayer
-    return cache
-
-
-def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Keep only the rows of every layer, also of those that hold a recurrent state."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        # Recurrent layers only have the reordering of beam search, which does the same.
-        getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
-
-
 def get_base_model(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -117,6 +63,8 @@ class CausalStepper:
             self._options["logits_to_keep"] = 1
         self._takes_positions = "position_ids" in accepted
         self._device = next(model.parameters()).device
+        self._graph: DecodeGraph | None = None
+        self._eager = 0  # steps without a graph
 
     @property
     def keeps_all(self) -> bool:
@@ -125,6 +73,11 @@ class CausalStepper:
         full = all(isinstance(x, GrowingLayer) for x in layers)
         full &= bool(layers) or self._cache.layer_class_to_replicate is GrowingLayer
         return self._takes_positions and full
+
+    @property
+    def keep_share(self) -> float:
+        """Dropping rows copies the cache; of a graph, the step is captured once more."""
+        return 0.75 if self._graph is None else 0.5
 
     def start(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Tensor:
         """Read the prompts once, then repeat their keys and values for each row."""
@@ -141,13 +94,18 @@ class CausalStepper:
 
     def step(self, tokens: Tensor) -> Tensor:
         """One forward pass over one token per row."""
+        graph = self._ready_graph(tokens)
+        if graph is not None:
+            return graph.step(tokens)
         logits = self._forward(tokens[:, None], self._position)
+        self._eager += 1
         self._position = self._position + 1
         self._extend_mask()
         return logits
 
     def select(self, rows: Tensor) -> Tensor:
         """Drop the other rows from the cache, the mask and the positions."""
+        self._leave_graph()
         self._padded, rows = self._padded[rows], rows.to(self._device)
         keep_rows(self._cache, rows)
         self._position = self._position[rows]
@@ -155,20 +113,50 @@ class CausalStepper:
             self._mask = self._mask[rows] if self._padded.any() else None
         return rows
 
+    def _ready_graph(self, tokens: Tensor) -> DecodeGraph | None:
+        """The captured step, made if it is worth it; None: step without."""
+        if self._graph is not None and self._graph.is_full:
+            self._leave_graph()
+        layers: list[Any] = self._cache.layers
+        if self._graph is None and self._eager >= _EAGER_STEPS:
+            model = get_base_model(self._model)
+            if self._takes_positions and can_capture(model, layers):
+                for layer in layers:
+                    if layer.keys.shape[-2] == layer.capacity:
+                        layer.grow()
+                graph = DecodeGraph(model, self._run, layers, self._mask, self._position)
+                self._graph = graph if graph.capture(tokens) else None
+        return self._graph
+
+    def _leave_graph(self) -> None:
+        """Go on without a graph, from the state that it has reached."""
+        if self._graph is None:
+            return
+        self._graph.finish()
+        mask, self._position = self._graph.state
+        self._mask = mask if self._padded.any() else None
+        self._graph = None
+
     def _extend_mask(self) -> None:
         if self._mask is not None:
             self._mask = nn.functional.pad(self._mask, (0, 1), value=True)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._run(ids, positions, self._mask)
+
+    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         if self._takes_positions:
             self._options["position_ids"] = positions
         with known_masks():
-            out = self._model(input_ids=ids, attention_mask=self._mask, **self._options)
-        return out.logits[:, -1]
+            out = self._model(input_ids=ids, attention_mask=mask, **self._options)
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
 
 class EncoderDecoderStepper:
     """Encoder-decoder models: prompt to the encoder, start token to the decoder."""
+
+    keep_share = 0.75
 
     def __init__(self, model: nn.Module) -> None:
         self._model = get_base_model(model)

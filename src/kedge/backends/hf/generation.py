@@ -112,7 +112,7 @@ class ChunkSampler:
     def _read(self, window: Tensor, end: int) -> Tensor | None:
         """Store the steps before ``end``, int64 [w, b, ...]; the rows to keep if rows have ended.
 
-        Dropping rows copies the cache, so they stay until a quarter of the batch has ended.
+        Dropping rows has a price, so they stay until enough have ended.
         """
         begin, tokens = end - len(window), window[..., 0]
         self._tokens[begin:end, self._active] = tokens
@@ -134,7 +134,7 @@ class ChunkSampler:
         self._running &= ~now
         left = int(self._running.sum())
         keep = self._running.nonzero()[:, 0]
-        return keep if 4 * left <= 3 * len(self._running) else None
+        return keep if left <= self._stepper.keep_share * len(self._running) else None
 
     def _select(self, keep: Tensor, token: Tensor) -> Tensor:
         """Keep only these rows of the batch; returns their next input."""

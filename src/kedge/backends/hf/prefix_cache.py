@@ -110,6 +110,7 @@ class PrefixStepper(CausalStepper):
     def _store(self, places: list[int]) -> None:
         if not places:
             return
+        self._leave_graph()
         sampled = torch.stack(self._steps, 1).tolist() if self._steps else [[]] * len(self._rows)
         used = self._layers[0].keys.shape[-2]
         mask = None if self._mask is None else self._mask[:, :used]

@@ -58,7 +58,8 @@ class EmbeddedEngine:
         record_allowed_tokens: bool = True,
     ) -> None:
         if not shares_weights:
-            model = copy.deepcopy(model).requires_grad_(False)
+            # Autocast keeps its casts of weights only if they require gradients.
+            model = copy.deepcopy(model).requires_grad_(autocast is not None)
             model = model if device is None else model.to(device)
         self.model = model
         self._shares_weights = shares_weights

@@ -1,0 +1,1 @@
+"""Speed, utilization and memory on a GPU: python -m benchmarks.gpu."""

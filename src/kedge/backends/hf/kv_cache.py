@@ -1,0 +1,87 @@
+"""Key-value caches with free slots, so that a step copies one token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+_FREE_SLOTS = 64  # at least, when a layer is allocated
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer with free slots at the end, so that a step copies one token."""
+
+    keys: Tensor  # [b, heads, used, size]; the first slots of a larger tensor
+    values: Tensor
+    cursor: Tensor | None = None  # int64 [1]; set: write here, and return all slots
+    _slots: tuple[Tensor, Tensor]  # keys and values [b, heads, used + free, size]
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self._slots[0].shape[-2]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append new keys and values [b, heads, n, size]; returns all."""
+        if self.cursor is not None:
+            for slots, states in zip(self._slots, (key_states, value_states), strict=True):
+                slots.index_copy_(-2, self.cursor, states)
+            return self._slots
+        used = self.keys.shape[-2] if self.is_initialized else 0
+        new = key_states.shape[-2]
+        if not self.is_initialized or used + new > self.capacity:
+            self._allocate(key_states, value_states, used, used + new)
+        for slots, states in zip(self._slots, (key_states, value_states), strict=True):
+            slots.narrow(-2, used, new).copy_(states)
+        self.show(used + new)
+        return self.keys, self.values
+
+    def grow(self) -> None:
+        """Make room for as many tokens as there are, at least 64."""
+        used = self.keys.shape[-2]
+        self._allocate(self.keys, self.values, used, used)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows in ``indices``."""
+        keys, values = self._slots
+        self._slots = keys.index_select(0, indices), values.index_select(0, indices)
+        self.show(self.keys.shape[-2])
+
+    def show(self, used: int) -> None:
+        """Let ``keys`` and ``values`` be the first ``used`` slots."""
+        self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, needed: int) -> None:
+        free = max(_FREE_SLOTS, needed // 2)
+        slots = -(-(needed + free) // _FREE_SLOTS) * _FREE_SLOTS  # kernels want multiples of 8
+        keys, values = (
+            x.new_empty(*x.shape[:-2], slots, x.shape[-1]) for x in (key_states, value_states)
+        )
+        for new, old in ((keys, self.keys), (values, self.values)) if used else ():
+            new.narrow(-2, 0, used).copy_(old)
+        for x in (keys, values):
+            x.narrow(-2, used, slots - used).zero_()  # behind a mask, NaN would still count
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._slots = keys, values
+        self.is_initialized = True
+
+
+def growing_cache(config: Any) -> DynamicCache:
+    """The cache that ``config`` asks for, with its plain full-attention layers made growing."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in cache.layers]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = GrowingLayer
+    return cache
+
+
+def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
+    """Keep only the rows of every layer, also of those that hold a recurrent state."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        # Recurrent layers only have the reordering of beam search, which does the same.
+        getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)

@@ -1,0 +1,107 @@
+"""CUDA graphs of the decode step: the same samples, also while another thread trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.backends.hf import decode_graph
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.types import Rollout, Sampling
+from tests.contract.embedded import policy, prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SAMPLING = Sampling(max_new_tokens=200, stop_ids=(1, 2, 3))
+
+
+def engine(family: str, **options: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(policy(family, max_positions=256).cuda(), pad_id=0, **options)
+
+
+def count_captures(patch: pytest.MonkeyPatch) -> list[bool]:
+    captured: list[bool] = []
+    capture = decode_graph.DecodeGraph.capture
+
+    def counted(self: Any, tokens: torch.Tensor) -> bool:
+        captured.append(capture(self, tokens))
+        return captured[-1]
+
+    patch.setattr(decode_graph.DecodeGraph, "capture", counted)
+    return captured
+
+
+def check(replayed: Rollout, plain: Rollout) -> None:
+    assert torch.equal(replayed.ids, plain.ids)
+    assert torch.equal(replayed.terminated, plain.terminated)
+    limits = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(replayed.behavior_logprobs, plain.behavior_logprobs, **limits)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox", "opt"])
+def test_graphs_sample_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, sampler = count_captures(monkeypatch), engine(family)
+    replayed = sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3)
+    assert captured
+    assert all(captured)
+    count = len(captured)
+    monkeypatch.setenv("KEDGE_CUDA_GRAPHS", "0")
+    plain = sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3)
+    assert len(captured) == count
+    check(replayed, plain)
+
+
+def test_graphs_are_captured_while_another_thread_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, sampler = count_captures(monkeypatch), engine("llama", shares_weights=False)
+    expected = sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3)
+    stop, steps = threading.Event(), []
+
+    def train() -> None:
+        model = policy("llama").cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        while not stop.is_set():
+            ids = torch.randint(0, 64, (8, 50)).cuda()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.empty_cache()
+            steps.append(float(torch.randn(2**20, device="cuda").sum()))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        time.sleep(1)
+        for _ in range(3):
+            check(sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3), expected)
+    finally:
+        stop.set()
+        thread.join()
+    assert all(captured)
+    assert len(steps) > 3
+
+
+def test_a_step_that_cannot_be_captured_runs_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured, sampler = count_captures(monkeypatch), engine("llama")
+    forward = sampler.model.model.norm.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        assert bool(hidden.isfinite().all())  # the host waits
+        return forward(hidden)
+
+    expected = sampler.generate(prompts(), sampling=SAMPLING, seed=3)
+    monkeypatch.setattr(sampler.model.model.norm, "forward", waiting)
+    captured.clear()
+    check(sampler.generate(prompts(), sampling=SAMPLING, seed=3), expected)
+    assert captured == [False]
+    decode_graph._failed.clear()
+    monkeypatch.undo()
+    check(sampler.generate(prompts(), sampling=SAMPLING, seed=3), expected)
