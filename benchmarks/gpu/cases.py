@@ -48,6 +48,7 @@ class Case:
     micro: int = 16
     response: int = 256
     iterations: int = 4
+    checkpointing: bool = False
 
 
 def build_config(shape: str) -> Any:

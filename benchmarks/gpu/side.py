@@ -56,7 +56,7 @@ def common(case: Case) -> dict[str, Any]:
         "learning_rate": 1e-6,
         "temperature": 1.0,
         "bf16": torch.cuda.is_available(),
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": case.checkpointing,
         "save_strategy": "no",
         "report_to": "none",
         "logging_steps": 1,
@@ -101,12 +101,8 @@ def build_kedge(case: Case, clock: Clock) -> Any:
     }[case.method]
     return trainer(
         args=config(
-            **common(case) | quiet,
-            max_steps=case.iterations,
-            num_generations=8,
-            max_completion_length=case.response,
+            **group_options(case) | quiet,
             stop_token=None,
-            beta=0.0,
             local_rollout_forward_batch_size=case.batch,
         ),
         processing_class=tokenizer,
@@ -117,12 +113,38 @@ def build_kedge(case: Case, clock: Clock) -> Any:
     )
 
 
+def group_options(case: Case) -> dict[str, Any]:
+    return common(case) | {
+        "max_steps": case.iterations,
+        "num_generations": 8,
+        "max_completion_length": case.response,
+        "beta": 0.0,
+    }
+
+
 def build_trl(case: Case, clock: Clock) -> Any:
-    """TRL's PPO trainer (1.12)."""
+    """A trainer of TRL 1.12, the last version with PPO."""
     from datasets import Dataset
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     rows = [{"input_ids": ids} for ids in build_prompts(case.shape, case.batch * case.iterations)]
+    if case.method != "ppo":
+        from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+        config, trainer = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[
+            case.method
+        ]
+        return trainer(
+            args=config(**group_options(case)),
+            processing_class=build_tokenizer(case.shape),
+            model=build_models(case.shape, all_four=False)["policy"],
+            reward_funcs=words,
+            train_dataset=Dataset.from_list(
+                [{"prompt": " ".join(f"w{i}" for i in row["input_ids"])} for row in rows]
+            ),
+            callbacks=[clock],
+        )
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
     models = build_models(case.shape, all_four=True)
     return PPOTrainer(
         args=PPOConfig(**ppo_options(case)),
@@ -155,6 +177,7 @@ def main() -> None:
     flags.add_argument("shape", choices=list(SHAPES))
     for name in ("batch", "micro", "response", "iterations"):
         flags.add_argument(f"--{name}", type=int, default=getattr(Case, name))
+    flags.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     args = vars(flags.parse_args())
     warnings.simplefilter("ignore")
     case, clock = Case(**args), Clock()

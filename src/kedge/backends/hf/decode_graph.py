@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from kedge.backends.hf.kv_cache import GrowingLayer
 
 logger = logging.get_logger(__name__)
 _failed: set[str] = set()  # classes of models whose step could not be captured
+capturing = threading.Lock()  # hold it to free cached memory, which breaks a capture
 
 
 def can_capture(model: nn.Module, layers: list[Any]) -> bool:
@@ -87,7 +89,7 @@ class DecodeGraph:
         self._tokens.copy_(tokens[:, None])
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
-        with self._fixed_slots(), torch.cuda.stream(side):
+        with self._fixed_slots(), torch.cuda.stream(side), capturing:
             try:
                 self._body()  # libraries allocate what they need once; writes the slot of the step
                 side.synchronize()

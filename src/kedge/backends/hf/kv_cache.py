@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 _FREE_SLOTS = 64  # at least, when a layer is allocated
+_SPARE = 3  # slots per token: a layer grows to twice its size, and is copied
 
 
 class GrowingLayer(DynamicLayer):
@@ -34,7 +36,8 @@ class GrowingLayer(DynamicLayer):
         used = self.keys.shape[-2] if self.is_initialized else 0
         new = key_states.shape[-2]
         if not self.is_initialized or used + new > self.capacity:
-            self._allocate(key_states, value_states, used, used + new)
+            needed = used + new
+            self._allocate(key_states, value_states, used, needed + max(_FREE_SLOTS, needed // 2))
         for slots, states in zip(self._slots, (key_states, value_states), strict=True):
             slots.narrow(-2, used, new).copy_(states)
         self.show(used + new)
@@ -43,7 +46,7 @@ class GrowingLayer(DynamicLayer):
     def grow(self) -> None:
         """Make room for as many tokens as there are, at least 64."""
         used = self.keys.shape[-2]
-        self._allocate(self.keys, self.values, used, used)
+        self._allocate(self.keys, self.values, used, used + max(_FREE_SLOTS, used))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows in ``indices``."""
@@ -55,9 +58,8 @@ class GrowingLayer(DynamicLayer):
         """Let ``keys`` and ``values`` be the first ``used`` slots."""
         self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
 
-    def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, needed: int) -> None:
-        free = max(_FREE_SLOTS, needed // 2)
-        slots = -(-(needed + free) // _FREE_SLOTS) * _FREE_SLOTS  # kernels want multiples of 8
+    def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, slots: int) -> None:
+        slots = -(-slots // _FREE_SLOTS) * _FREE_SLOTS  # kernels want multiples of 8
         keys, values = (
             x.new_empty(*x.shape[:-2], slots, x.shape[-1]) for x in (key_states, value_states)
         )
@@ -85,3 +87,20 @@ def keep_rows(cache: DynamicCache, rows: Tensor) -> None:
     for layer in layers:
         # Recurrent layers only have the reordering of beam search, which does the same.
         getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
+
+
+def token_bytes(config: Any, width: int) -> int:
+    """Bytes of keys and values of one token of one row, with ``width`` bytes per number."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    return int(text.num_hidden_layers * 2 * kv_heads * size * width)
+
+
+def rows_that_fit(config: Any, tokens: int, width: int, device: torch.device) -> int:
+    """Rows of ``tokens`` tokens whose caches and logits take half of a GPU's free memory."""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    logits = 16 * config.get_text_config().vocab_size  # and probabilities, float32
+    return int(free / 2 / (_SPARE * tokens * token_bytes(config, width) + logits))

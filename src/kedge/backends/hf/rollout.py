@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kedge.backends.hf.decode import CausalStepper, Stepper, build_stepper, get_base_model
 from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.backends.hf.generation import ChunkSampler, Responses
+from kedge.backends.hf.kv_cache import rows_that_fit
 from kedge.backends.hf.model import eval_mode
 from kedge.backends.hf.prefix_cache import Prefix, PrefixStepper
 from kedge.backends.hf.sampling import check_sampling, uniforms
@@ -24,6 +25,7 @@ from kedge.ops.cpu.patch import Kernels
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 _SMALL = 1_000_000  # weights
+_MOST_ROWS = 512  # on a GPU
 
 
 class EmbeddedEngine:
@@ -35,7 +37,8 @@ class EmbeddedEngine:
         tokenizer: needed for stop strings only.
         shares_weights: True samples from ``model`` itself; False from a copy that ``load_weights``
             updates.
-        chunk_rows: rows sampled together; bounds memory, changes no result.
+        chunk_rows: rows sampled together; bounds memory, changes no result.  On a GPU up to 512,
+            if half of the free memory holds them.
         device: device of the copy; a shared model stays where it is.
         autocast: run the model under autocast of this type, e.g. torch.bfloat16.
         extra_slot: leave one slot after the longest response if max_new_tokens allows, so that a
@@ -121,8 +124,9 @@ class EmbeddedEngine:
         chunks = []
         kernels, autocast = Kernels([self.model]).active(), self._autocast_context(device)
         with torch.no_grad(), eval_mode(self.model), kernels, autocast, _one_thread(self.model):
-            for start in range(0, len(order), self._chunk_rows):
-                cut = slice(start, start + self._chunk_rows)
+            rows = self._rows_at_once(host, sampling, device)
+            for start in range(0, len(order), rows):
+                cut = slice(start, start + rows)
                 chunks.append(self._chunk(host, order[cut], copies[cut], sampling, seed, device))
         rollout = self._assemble(host, order, chunks, sampling.max_new_tokens)
         return replace(rollout.to(prompts.ids.device), prompts=prompts)
@@ -131,6 +135,16 @@ class EmbeddedEngine:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self._autocast)
+
+    def _rows_at_once(self, prompts: PromptBatch, sampling: Sampling, device: torch.device) -> int:
+        """Rows of a chunk: on a GPU, where more rows cost little time, as many as fit."""
+        if device.type != "cuda":
+            return self._chunk_rows
+        config: Any = get_base_model(self.model).config
+        tokens = prompts.ids.shape[1] + sampling.max_new_tokens
+        width = (self._autocast or next(self.model.parameters()).dtype).itemsize
+        fit = rows_that_fit(config, tokens, width, device)
+        return max(self._chunk_rows, min(fit, _MOST_ROWS))
 
     def _chunk(
         self,

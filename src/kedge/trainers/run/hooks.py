@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kedge.backends.hf.decode_graph import capturing
 from kedge.backends.trackers import Screen
 from kedge.config.schedule import IntervalSchedule
 from kedge.engine.checkpoint import checkpoint
@@ -118,7 +119,8 @@ class RunHooks(Hooks):
     def _empty_cache(self, step: int) -> None:
         every = self.args.torch_empty_cache_steps
         if every and step % every == 0 and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with capturing:  # a thread that samples may be capturing a decode step
+                torch.cuda.empty_cache()
 
     def _measure(self, report: StepReport) -> dict[str, float]:
         state, args = self.state, self.args
