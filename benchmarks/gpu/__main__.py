@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[2]
 PEAK = 989  # TFLOP/s
 RUNS = [
     "kedge ppo qwen2.5-0.5b",
-    "trl ppo qwen2.5-0.5b",
+    "trl ppo qwen2.5-0.5b --iterations 3",
     "kedge grpo qwen2.5-0.5b",
     "trl grpo qwen2.5-0.5b",
     "kedge rloo qwen2.5-0.5b",
-    "kedge ppo qwen2.5-0.5b --micro 64",
+    "kedge ppo qwen2.5-0.5b --micro 32",
     "kedge grpo qwen2.5-0.5b --batch 512 --micro 64",
-    "kedge ppo pythia-1b",
+    "kedge ppo pythia-1b --micro 8",
     "kedge grpo qwen2.5-1.5b",
     "kedge ppo qwen2.5-1.5b --micro 8 --checkpointing",
 ]

@@ -83,6 +83,7 @@ def test_graphs_are_captured_while_another_thread_trains(monkeypatch: pytest.Mon
     finally:
         stop.set()
         thread.join()
+    assert errors == []
     assert all(captured)
     assert len(steps) > 3
 

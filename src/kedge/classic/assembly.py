@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from kedge.algorithms.base import Algorithm
 from kedge.algorithms.ppo import ppo
+from kedge.backends.hf.distributed import avoid_cudnn_attention
 from kedge.backends.hf.encoder_decoder import build_parts
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.reference import AdapterReference, FrozenModel, Reference
@@ -108,6 +109,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     options = config.options("accelerator_kwargs")
     options.setdefault("cpu", not torch.accelerator.is_available())
     try:
+        avoid_cudnn_attention()
         accelerator = Accelerator(
             log_with=config.log_with,
             project_config=ProjectConfiguration(**config.options("project_kwargs")),

@@ -49,12 +49,23 @@ def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Expe
     return replace(local, **pooled)
 
 
+def avoid_cudnn_attention() -> None:
+    """Let torch's attention use FlashAttention where cuDNN would come first.
+
+    cuDNN plans every new shape for tenths of a second (seen on an H100 with torch 2.11), and the
+    width of a batch of responses is new in almost every forward pass.
+    """
+    if torch.cuda.is_available():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def accelerator_for(args: TrainingArguments) -> Accelerator:
     """The accelerator of a run: device, precision and the processes that ``launch`` started."""
     # Otherwise transformers loads random weights on all ranks but the first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision=precision)
+    avoid_cudnn_attention()
     unset_hf_deepspeed_config()  # otherwise transformers loads empty weights under ZeRO stage 3
     if accelerator.num_processes > 1:
         atexit.register(_destroy_process_group)
