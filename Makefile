@@ -6,6 +6,7 @@
 # make test-compat   programs written for TRL (LLaMA-Factory, ms-swift, TRL's scripts), in environments of
 #                    their own; KEDGE_SHARED: folder with data/stories260k; writes docs/compatibility.md
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
+# make test-gpu, make bench-gpu   tests and benchmark for a CUDA device, with the python3 that has CUDA's torch
 # make test-adapters   the environments of other libraries, with the real packages, in an environment of their own
 PYTHON ?= python3
 VENV   := .venv
@@ -16,8 +17,8 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-adapters test-compat test-main vllm-env test-vllm lint fast setup \
-	bench dist clean help
+.PHONY: demo demo-agent headline docs test test-adapters test-compat test-gpu test-main vllm-env test-vllm lint fast \
+	setup bench bench-gpu dist clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -94,6 +95,13 @@ test-adapters: $(OTHERS)/.kedge
 
 fast: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not vllm and not ray"
+
+# On a GPU machine: an environment of one's own, or PYTHON=/path/to/python with CUDA's torch.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/gpu
+
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -W ignore -m benchmarks.gpu
 
 bench: setup
 	$(BIN)/python -m benchmarks.ppo_vs_trl

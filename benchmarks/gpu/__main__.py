@@ -1,6 +1,6 @@
 """PPO, RLOO and GRPO on a GPU, and TRL's PPO and GRPO where TRL 1.12 is installed.
 
-    python -m benchmarks.gpu [--output results.json] [--only 0.5b]
+    python -m benchmarks.gpu [--output results.json] [--runs "kedge ppo pythia-1b" ...]
 
 Random weights, prompts of 32 to 128 tokens, responses of exactly 256, bf16, one process per run.
 The first iteration of a run is warm-up; seconds are medians of the others.  The utilization counts
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PEAK = 989  # TFLOP/s
 RUNS = [
     "kedge ppo qwen2.5-0.5b",
-    "trl ppo qwen2.5-0.5b --iterations 3",
+    "trl ppo qwen2.5-0.5b",
     "kedge grpo qwen2.5-0.5b",
     "trl grpo qwen2.5-0.5b",
     "kedge rloo qwen2.5-0.5b",
@@ -52,13 +52,13 @@ def measure(run: str, seconds: float) -> dict[str, Any]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
-    flags.add_argument("--only", default="", help="part of the names of the runs to do")
-    flags.add_argument("--seconds", type=float, default=150, help="most seconds of one run")
+    flags.add_argument("--runs", nargs="+", default=RUNS, help="what to run, in this order")
+    flags.add_argument("--seconds", type=float, default=110, help="most seconds of one run")
     args = flags.parse_args()
     peer, reports = importlib.util.find_spec("trl") is not None, []
     print("| run | s/iteration | sampling | training | tokens/s | utilization | peak GiB |")
     print("|---|---|---|---|---|---|---|")
-    for run in (run for run in RUNS if args.only in run and (peer or run.startswith("kedge"))):
+    for run in (run for run in args.runs if peer or run.startswith("kedge")):
         report = measure(run, args.seconds)
         reports.append(report)
         args.output.write_text(json.dumps(reports, indent=1) + "\n")

@@ -47,7 +47,7 @@ class Case:
     batch: int = 64
     micro: int = 16
     response: int = 256
-    iterations: int = 4
+    iterations: int = 3
     checkpointing: bool = False
 
 
