@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
+import warnings
 from typing import Any
 
 import pytest
