@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -66,9 +67,8 @@ def main() -> None:
             print(f"| {run} | {report['error'].strip().splitlines()[-1]} |", flush=True)
             continue
         phases = report["phases"] or {}
-        seconds = sorted(report["seconds"][1:])
         cells = [
-            f"{seconds[len(seconds) // 2]:.1f}",
+            f"{statistics.median(report['seconds'][1:]):.1f}",
             f"{phases['time/rollout']:.1f}" if phases else "",
             f"{phases['time/update']:.1f}" if phases else "",
             f"{report['tokens_per_second']:.0f}",
