@@ -29,6 +29,7 @@ class Ours:
     def __init__(self, spec, weights, broken=""):
         self.spec, self.broken = spec, broken
         self.weights, self.said = weights, 0
+        self.queued = weights  # of the sync before
 
     def score(self, rows):
         assert rows == self.spec.probe().tolist()
@@ -39,6 +40,11 @@ class Ours:
         self.said = version - (self.broken == "version")
         if self.broken == "one weight" and self.said > 1:
             sent["model.norm.weight"] = self.weights["model.norm.weight"]
+        if self.broken == "swapped" and self.said > 1:
+            first, second = self.swapped
+            sent[first], sent[second] = sent[second], sent[first]
+        if self.broken == "late":
+            sent, self.queued = self.queued, sent
         if self.broken != "skips" or self.said < 2:
             self.weights = sent
 
@@ -323,6 +329,30 @@ def test_a_lost_sync_in_bfloat16_is_found_at_the_first_update(family):
     engine.load_weights(weights, 1)
     with pytest.raises(SyncError, match="loading version 2 had no effect"):
         engine.load_weights(moved(weights, 1e-4), 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_a_sync_that_comes_one_late_in_bfloat16_is_found_at_the_first_update(family):
+    engine, weights = low_precision("late", family=family)
+    engine.load_weights(weights, 1)  # the engine already has them
+    with pytest.raises(SyncError, match="loading version 2 had no effect"):
+        engine.load_weights(moved(weights, 1e-4), 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_swapped_weights_in_bfloat16_are_found_at_the_first_update(family):
+    engine, weights = low_precision("swapped", family=family)
+    engine.load_weights(weights, 1)
+    pairs = [
+        (a, b)
+        for a in weights
+        for b in weights
+        if a < b and weights[a].dim() == 2 and weights[a].shape == weights[b].shape
+    ]
+    assert len(pairs) >= 6
+    for engine.service.swapped in pairs:
+        with pytest.raises(SyncError, match="differ by"):
+            engine.load_weights(moved(weights, 1e-4), 2)
 
 
 def test_a_deep_model_may_differ_by_its_own_rounding():
