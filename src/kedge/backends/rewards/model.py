@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kedge.backends.rewards.batching import chunks, filled, packed, padded
 from kedge.backends.rewards.heads import SHIFT, find_head
 from kedge.backends.rewards.retokenize import Retokenizer
+from kedge.backends.rewards.template_tail import TemplateTail
 from kedge.backends.rewards.texts import TextCache, row_name
 from kedge.errors import ConfigError, RewardError
 from kedge.ops.cpu.patch import Kernels
@@ -23,12 +24,12 @@ class RewardModel:
     Models with a backbone and a ``score`` layer are scored at the last real token, found by
     length, never by token id.  Others (``classifier`` encoders, plain modules) are called with an
     attention mask.  The model runs in evaluation mode without gradient, longest rows first, at
-    most ``chunk_rows`` at a time.
+    most ``chunk_rows`` at a time.  Terminated chats are closed as the chat template closes them.
 
     Args:
         model: the module that scores.
         tokenizer: the model's tokenizer; rows are decoded and retokenized with it.  None (or one
-            with the policy's vocabulary) passes the policy's token ids through unchanged.
+            with the policy's vocabulary) passes the policy's token ids on.
         texts: the decoded rollout, shared with other sources; required with ``tokenizer``.
         policy_vocab_size: token ids the policy can produce are below it.
         chunk_rows: most rows scored at a time.
@@ -69,6 +70,7 @@ class RewardModel:
         self._vocab = _vocab(base)
         self._pad = _pad(self._config, self._vocab)
         self._texts = texts
+        self._tail = None if texts is None else TemplateTail(texts.tokenizer)
         self._own: Retokenizer | None = None
         if tokenizer is not None and not (texts and same_tokens(tokenizer, texts.tokenizer)):
             if texts is None:
@@ -91,6 +93,8 @@ class RewardModel:
             ids, lengths = padded(self._own.rows(self._texts.of(rollout), terminated))
         else:
             ids, lengths = packed(rollout)
+            if self._tail is not None:
+                ids, lengths = self._tail.append(ids, lengths, rollout)
             ids, lengths = self._cut(ids, lengths)
         ids = filled(ids, lengths, self._pad)
         self._check_rows(rollout, ids, lengths)
