@@ -77,7 +77,7 @@ def test_prompts_ends_and_scored_rows_are_those_of_the_template(
     assert prompt.count(tok.bos_token_id) == (FAMILIES[family].bos is not None)
     # Ended: by the end of a turn and by the end of the text.
     assert set(rollouts.sampling.stop_ids) == {tok.eos_token_id, end}
-    # Scored: what was sampled, closed as the template closes it; a response that was cut off is not.
+    # Scored: what was sampled, closed as the template closes it, but for a response cut off.
     whole = render([*CHAT, {"role": "assistant", "content": ANSWER}])
     tail = whole[len(whole) - whole[::-1].index(answer[-1]) :]
     closed, cut_off = [*prompt, *answer, *tail], [*prompt, *answer, *answer]
