@@ -30,7 +30,7 @@ class Tolerance:
 
 LARGEST_SCORE = 1e18  # a sum of hundreds of its squares is finite in float32
 FULL_PRECISION = Tolerance()
-LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16 or fp16 autocast
+LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16, fp16 or tf32
 
 
 def preflight(

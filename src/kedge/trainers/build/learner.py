@@ -59,6 +59,7 @@ class LearnerStage:
             gradient_checkpointing=bool(args.gradient_checkpointing),
             checkpointing_options=kwargs if kwargs and isinstance(kwargs, dict) else None,
             reuse_behavior_logprobs=self.setup.dtype is None
+            and not args.tf32  # rounds by the shapes of a batch
             and args.max_lag == 0
             and not self.setup.engine.copies_weights
             and self.setup.inputs.rollout_engine is None,  # those of other engines are verified
