@@ -12,7 +12,8 @@ from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Flags, Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.planning import memory
-from kedge.cli.train.async_ppo import parse_options
+from kedge.cli.train.async_data import load_mixed
+from kedge.cli.train.async_ppo import load_chat_tokenizer, parse_options
 from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
@@ -76,7 +77,10 @@ def plan(
     from kedge.backends.hf.end_tokens import eos_token_ids
 
     names, flags = model_names(options), options.model
-    tokenizer = load_tokenizer(names.tokenizer, flags)
+    if isinstance(options.config, AsyncPPOConfig):
+        tokenizer = load_chat_tokenizer(options, names)
+    else:
+        tokenizer = load_tokenizer(names.tokenizer, flags)
     ends = eos_token_ids(
         names.policy,
         tokenizer,
@@ -149,7 +153,8 @@ def _batches(
         sizes = shared_kwargs(config, compute_batch_sizes) | {"world_size": world_size}
         batches = compute_batch_sizes(**sizes, min_group=min_group)
         return batches, {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}, None
-    train, _ = load_prompts(options)
+    is_async = isinstance(config, AsyncPPOConfig)
+    train, _ = load_mixed(options) if is_async else load_prompts(options)
     here: Any = SimpleNamespace(process_index=0, num_processes=world_size)
     prompts, batches = build_prompts(train, config, tokenizer, here, min_group=min_group)
     report = prompts.report
