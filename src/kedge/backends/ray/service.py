@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.backends.ray.weight_store import SharedWeights
+from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.vllm import GenerationRequest, GenerationResult, InProcess
-from kedge.backends.vllm.nccl_transfer import Control, NcclTransfer
+from kedge.backends.vllm.nccl_transfer import EngineGroup
+from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import RolloutError
 
@@ -19,36 +22,39 @@ class RayService:
     If the actor is lost while it generates, it is restarted with the same weights and gets its rows
     again: every row is sampled by the same version.
 
-    With ``connect``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
+    With ``group``, weights are broadcast over NCCL from GPU to GPU, otherwise they are read from
+    Ray's object store.
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
         spec: ``ray.ObjectRef`` of the ``PolicySpec``.
-        weights: ``ray.ObjectRef`` of the initial weights, version 0.
-        connect: creates the NCCL transfer, given the vLLM's ``Control``.
+        payload: the initial weights, version 0.
+        shared_weights: of all engines.
+        group: of the engines that load the same versions at the same time.
     """
 
     def __init__(
         self,
         name: str,
         spec: Any,
-        weights: Any,
+        payload: WeightPayload,
         engine_args: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
         limits: ActorLimits,
         shared_weights: SharedWeights,
-        connect: Callable[[Control], NcclTransfer] | None = None,
+        group: EngineGroup | None = None,
     ) -> None:
-        self._shared_weights, self._limits, self._connect = shared_weights, limits, connect
-        self._loaded: tuple[Any, int] | None = None  # payload or its ref, and version
-        self._transfer: NcclTransfer | None = None
+        self._shared_weights, self._limits, self._group = shared_weights, limits, group
+        self._version: int | None = None
+        self._weights: StoredWeights | WeightPayload = shared_weights.store(payload)
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
+                HostedVLLM,
                 InProcess,
                 spec,
-                weights,
+                self._stored(),
                 dict(engine_args),
                 shares_gpu=options.get("num_gpus", 0) < 1,
             ),
@@ -67,32 +73,21 @@ class RayService:
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
-        adapter = payload.adapter
-        if self._connect is not None and adapter is None:
+        if self._group is not None and payload.adapter is None:
             self.actor.call("version")  # restarts the actor first if it is lost
             try:
-                self._send(payload, version)
+                self._group.send(self, ActorControl(self.actor, self._limits.start), payload)
+                self.actor.once("finish_load", version)
             except LostActorError as error:
                 raise RolloutError(
                     f"{error} while weights were sent to it over NCCL, which cannot be interrupted;"
                     " resume the run from its latest checkpoint"
                 ) from error
-            self._loaded = payload, version
+            self._weights, self._version = payload, version
             return
-        ref = self._shared_weights.ref(
-            dict(payload.named),
-            lambda w: WeightPayload(tuple(w.items()), adapter, payload.dtype),
-            dtype=payload.dtype,
-        )
-        self.actor.call("load", ref, version, within=self._limits.start)
-        self._loaded = ref, version
-
-    def _send(self, payload: WeightPayload, version: int) -> None:
-        assert self._connect is not None
-        if self._transfer is None:
-            self._transfer = self._connect(ActorControl(self.actor, self._limits.start))
-        self._transfer.send(payload)
-        self.actor.once("finish_load", version)
+        stored = self._shared_weights.store(payload)
+        self.actor.call("load_stored", stored, version, within=self._limits.start)
+        self._weights, self._version = stored, version
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -114,15 +109,59 @@ class RayService:
         """Kill the actor."""
         self.actor.close()
 
+    def _stored(self) -> StoredWeights:
+        """The current weights; those that were sent over NCCL are stored for one restart."""
+        current = self._weights
+        if isinstance(current, WeightPayload):
+            return StoredWeights.put(current.named, current.dtype)
+        return current
+
     def _revive(self, actor: Actor) -> None:
-        self._transfer = None  # its process is gone
-        if self._loaded is None:
-            return
-        payload, version = self._loaded
-        if isinstance(payload, WeightPayload):
-            self._send(payload, version)
-        else:
-            actor.once("load", payload, version, within=self._limits.start)
+        if self._group is not None:
+            self._group.reset()  # a process of it is gone
+        if self._version is not None:
+            actor.once("finish_load", self._version)
+
+
+class HostedVLLM:
+    """The actor's side of ``RayService``: a vLLM that loads stored weights.
+
+    Args:
+        kind: ``InProcess``.
+        spec: the policy without its trained weights.
+        stored: its trained weights.
+        engine_args: keyword arguments of ``vllm.LLM``.
+        shares_gpu: see ``InProcess``.
+    """
+
+    def __init__(
+        self,
+        kind: type[InProcess],
+        spec: PolicySpec,
+        stored: StoredWeights,
+        engine_args: Mapping[str, Any],
+        *,
+        shares_gpu: bool,
+    ) -> None:
+        self._adapter = spec.adapter
+        named = dict(stored.tensors())
+        trained = {name: p for name, p in spec.skeleton.named_parameters() if p.is_meta}
+        # An adapter is stored under other names, and loaded below.
+        weights = {
+            name: named[name] if name in named else torch.zeros(p.shape, dtype=p.dtype)
+            for name, p in trained.items()
+        }
+        self._vllm = kind(spec, weights, engine_args, shares_gpu=shares_gpu)
+        if spec.adapter is not None:
+            self.load_stored(stored, 0)
+
+    def load_stored(self, stored: StoredWeights, version: int) -> None:
+        """Load weights from the object store."""
+        self._vllm.load(WeightPayload(tuple(stored.tensors()), self._adapter), version)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self._vllm, name)
+        return method
 
 
 class ActorControl:

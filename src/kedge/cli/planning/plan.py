@@ -21,6 +21,7 @@ from kedge.config.grpo import GRPOConfig
 from kedge.config.options import elsewhere
 from kedge.config.ppo import PPOv2Config
 from kedge.config.rloo import RLOOConfig
+from kedge.config.rollout_engines import find_engine
 from kedge.config.sampling import build_sampling
 from kedge.config.schedule import warmup_iterations
 from kedge.engine.batch_sizes import BatchSizes, compute_batch_sizes
@@ -237,6 +238,8 @@ def show(
     sizes = Table(title="sizes", show_header=False, title_justify="left")
     for row in size_rows(options, batches, facts):
         sizes.add_row(*row)
+    if (sync := sync_row(options.config, needs[0])) is not None:
+        sizes.add_row(*sync)
     console.print(sizes)
     # Eight columns have to fit into the 80 characters of a plain terminal.
     table = Table(
@@ -293,6 +296,24 @@ def size_rows(
         ("tokens per update", f"{per_update:,}", "at most, prompt and response"),
         ("response tokens", f"{batches.episodes * response:,}", "at most, in the run"),
     ]
+
+
+def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str] | None:
+    """What each update sends to rollout engines; None if they sample from the learner's weights."""
+    engine = find_engine(config)
+    if not engine.copies_weights:
+        return None
+    whole = policy.trained == policy.parameters
+    half = engine.vllm and whole and (config.bf16 or config.fp16)
+    engines = config.vllm_num_engines if engine.several else 1
+    how = "stored or broadcast once for all of" if engine.actors else "written for each of"
+    what = "16 bits" if half else "float32"
+    note = f"per update: {'all weights' if whole else 'the adapter'} in {what}, {how}"
+    return (
+        "weight sync",
+        human(policy.trained * (2.0 if half else 4.0)),
+        f"{note} {engines} engines",
+    )
 
 
 def short(count: int) -> str:

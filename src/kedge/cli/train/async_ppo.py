@@ -14,8 +14,10 @@ from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import note
 from kedge.cli.train import ppo
 from kedge.cli.train.async_data import check_template, dressed, load_mixed
+from kedge.cli.train.resume import resume_line
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
+from kedge.engine.checkpoint.folders import checkpoints
 from kedge.errors import ConfigError
 
 # open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
@@ -138,6 +140,10 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
             ),
             on_row=lambda row: screen.log(row, step=int(row["step"])),
         )
+    except (KeyboardInterrupt, SystemExit):
+        saved = [] if config.save_only_model else checkpoints(config.output_dir or "")
+        note(f"stopped; {resume_line(saved[-1] if saved else None)}")
+        raise
     finally:
         screen.close()
     note(f"the trained model is in {config.output_dir}")
