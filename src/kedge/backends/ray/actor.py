@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.backends.ray.cluster import cause
+from kedge.backends.ray.cluster import ControlStore, cause
 from kedge.errors import ConfigError, KedgeError, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class Actor:
         self.name, self.restarts, self.pid = name, 0, 0
         self._build, self._options, self._limits = build, dict(options), limits
         self._revive = revive
+        self._control_store = ControlStore(2 * limits.heartbeat)
         self._handle: Any = None
         self.up = False  # it runs, and its state is restored
         self._start()
@@ -154,15 +155,21 @@ class Actor:
     def _wait(self, call: Any, limit: float) -> Any:
         """The result of a call, with health checks while it is computed."""
         deadline = time.monotonic() + limit
+        self._check_cluster()
         while not self._ready([call], min(self._limits.heartbeat, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 raise LostActorError(f"{self.name} took longer than {limit:g} s")
+            self._check_cluster()
             ping = self._ping()
             if not self._ready([call, ping], self._limits.patience):
                 raise LostActorError(f"{self.name} did not respond for {self._limits.patience:g} s")
             if not self._ready([call], 0):
                 self._get(ping)
         return self._get(call)
+
+    def _check_cluster(self) -> None:
+        if self._control_store.lost():
+            raise RolloutError(self._control_store.cause)
 
     def _ready(self, refs: list[Any], seconds: float) -> bool:
         import ray

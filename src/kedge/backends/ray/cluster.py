@@ -41,7 +41,7 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
             "include_dashboard": False,
         }
     try:
-        with _own_session():
+        with _own_session() if address == "local" else contextlib.nullcontext():
             ray.init(address=address, configure_logging=False, log_to_driver=False, **resources)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(_why_not(address, error)) from error
@@ -100,7 +100,8 @@ def _own_session() -> Iterator[None]:
 class ControlStore:
     """Watches the control store (GCS) of the cluster, without which nothing can be started.
 
-    Ray itself notices its death after a minute, and then aborts the process.
+    Ray itself notices its death after a minute, and then aborts the process.  A control store that
+    this process cannot reach directly (Ray client) is not watched.
 
     Args:
         patience: seconds without a response after which it counts as lost.
@@ -111,16 +112,27 @@ class ControlStore:
 
         self.address: str = ray.get_runtime_context().gcs_address
         self._patience = patience
-        self._checked = self._responded = time.monotonic()
+        self._watched = responds(self.address)
+        self._checked = time.monotonic()
+        self._silent_since: float | None = None
 
     def lost(self) -> bool:
         """Whether it has not responded for too long; asks at most once a second."""
         now = time.monotonic()
-        if now - self._checked >= 1:
+        if self._watched and now - self._checked >= 1:
             self._checked = now
-            if responds(self.address):
-                self._responded = now
-        return now - self._responded > self._patience
+            silent = not responds(self.address)
+            self._silent_since = (self._silent_since or now) if silent else None
+        return self._silent_since is not None and now - self._silent_since > self._patience
+
+    @property
+    def cause(self) -> str:
+        """What to say once it is lost."""
+        return (
+            f"Ray's control store (gcs_server) at {self.address} is gone: it was killed, or the"
+            " head node was lost. Resume from the latest checkpoint, if any, with"
+            " resume_from_checkpoint=True"
+        )
 
 
 def has_gpus() -> bool:

@@ -99,7 +99,7 @@ def launch(  # noqa: PLR0913
         )
         placement = place(plan, wait_seconds=limits.placement)
         (say or _print)(f"on Ray:\n{placement.text()}")
-        store = cluster.ControlStore(2 * limits.heartbeat)
+        store = cluster.ControlStore(limits.heartbeat)
         group = _LearnerGroup(placement, limits, on_row, store)
         try:
             group.start()
@@ -177,7 +177,7 @@ class _LearnerGroup:
                     if shutdown.newly_requested():
                         deadline = time.monotonic() + self.limits.stop
                 if self.control_store.lost():
-                    raise LaunchError(self._control_store_is_gone())
+                    raise LaunchError(self.control_store.cause)
             for _ in range(2):  # a call that is under way, and what came after it
                 self._forward(wait_seconds=_DRAIN)
         if failures:
@@ -251,13 +251,6 @@ class _LearnerGroup:
             ray.remote(DriverMailbox)
             .options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
             .remote()
-        )
-
-    def _control_store_is_gone(self) -> str:
-        return (
-            f"Ray's control store (gcs_server) at {self.control_store.address} is gone: it was"
-            " killed, or the head node was lost. Resume from the latest checkpoint, if any, with"
-            " resume_from_checkpoint=True"
         )
 
     def _forward(self, wait_seconds: float = 0) -> None:

@@ -74,8 +74,8 @@ OPEN_INSTRUCT: dict[str, Foreign] = {
     "num_training_steps": _DERIVED,
     "local_dataloader_batch_size": _DERIVED,
     "hf_repo_url": _DERIVED,
-    "gather_whole_model": Unsupported(
-        "full weights are always gathered for the rollout engines", "leave it at its default", True
+    "gather_whole_model": NoEffect(
+        "weights are gathered tensor by tensor, on the rank that sends them", default=True
     ),
     "checkpoint_output_dir": Unsupported("open-instruct does not read it either", "leave it out"),
     "save_value_model": NoEffect(
