@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,8 @@ class Fault:
     strike: Callable[[Run], None]
     recovers: bool
     flags: tuple[str, ...] = ()
-    nodes: bool = False  # the run is on a cluster of two nodes
+    cpus: tuple[int, int] | None = None  # of the nodes, if the run is on a cluster of two
+    role: str = "RankWorker"  # whose node is lost
 
 
 def send(number: int, *names: str) -> Callable[[Run], None]:
@@ -179,6 +181,12 @@ def driver(number: int, *, group: bool = False) -> Callable[[Run], None]:
     return strike
 
 
+def lost_node(role: str, cpus: tuple[int, int]) -> Fault:
+    """The node of a role is lost; the driver is on the first node."""
+    one = ("--vllm_num_engines", "1")
+    return Fault(strike=lambda run: None, recovers=False, flags=one, cpus=cpus, role=role)
+
+
 VLLM = ("--ray_engine", "vllm", "--vllm_num_engines", "1")
 SERVER = ("--rollout_engine", "vllm_server", "--vllm_num_engines", "1", "--response_length", "200")
 LEARNERS = ("--actor_num_gpus_per_node", "2", "--local_rollout_batch_size", "4")
@@ -200,12 +208,9 @@ FAULTS = {
     "vllm_killed": Fault(strike=send(9, "ray::ActorHost"), recovers=True, flags=VLLM),
     "vllm_stopped": Fault(strike=send(19, "ray::ActorHost"), recovers=True, flags=VLLM),
     "vllm_server_killed": Fault(strike=send(9, "api_server"), recovers=True, flags=SERVER),
-    "learner_node_lost": Fault(
-        strike=lambda run: None, recovers=False, nodes=True, flags=("--vllm_num_engines", "1")
-    ),
-    "engine_node_lost": Fault(
-        strike=lambda run: None, recovers=False, nodes=True, flags=("--vllm_num_engines", "1")
-    ),
+    "learner_node_lost": lost_node("RankWorker", (1, 1)),
+    "engine_node_lost": lost_node("ActorHost", (1, 1)),
+    "node_of_all_lost": lost_node("RankWorker", (0, 2)),
 }
 
 
@@ -225,12 +230,11 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]]) -> Outcome:
     """Run the command, strike it, and resume it."""
     fault = FAULTS[kind]
     with contextlib.ExitStack() as stack:
-        flags, strike = list(fault.flags), fault.strike
-        if fault.nodes:
-            nodes = stack.enter_context(two_nodes())
+        flags, strike, nodes = list(fault.flags), fault.strike, None
+        if fault.cpus is not None:
+            nodes = stack.enter_context(two_nodes(fault.cpus))
             flags += ["--ray_address", nodes.address]
-            role = "RankWorker" if kind.startswith("learner") else "ActorHost"
-            strike = lambda run: nodes.kill_node_of(role)  # noqa: E731
+            strike = partial(nodes.kill_node_of, fault.role)
         run = Run(folder, *flags)
         try:
             run.wait(lambda: run.steps >= STRIKE_AT or run.ended())
@@ -243,11 +247,16 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]]) -> Outcome:
             enough = min(before + 2, ITERATIONS) if fault.recovers else ITERATIONS + 1
             run.wait(lambda: run.ended() or run.steps >= enough)
             seconds = time.monotonic() - begin
-            run.wait(lambda: bool(run.children()) and run.ended())
+            while not run.ended() and time.monotonic() - begin < 2 * LIMIT:
+                run.children()
+                time.sleep(0.2)
         except TimeoutError:
-            os.killpg(run.process.pid, signal.SIGKILL)
             seconds = LIMIT
+        if not run.ended():
+            os.killpg(run.process.pid, signal.SIGKILL)
         code, left = run.process.poll(), run.left()
+        if nodes is not None:
+            left += nodes.left()
         lines = [line for line in run.said.splitlines() if line.strip()]
         outcome = Outcome(
             kind=kind, code=code, seconds=round(seconds, 1), said=lines[-1][:160] if lines else ""
@@ -277,23 +286,33 @@ def same(found: list[dict[str, Any]], calm: list[dict[str, Any]]) -> bool:
 class Nodes:
     """A cluster of two nodes on this machine; the driver connects to the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpus: tuple[int, int]) -> None:
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 1, "include_dashboard": False}
+        head = {"num_cpus": cpus[0], "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._second = self._cluster.add_node(num_cpus=1)
+        self._actors: list[psutil.Process] = []
+        self._second = self._cluster.add_node(num_cpus=cpus[1])
         self.address: str = self._cluster.address
 
-    def kill_node_of(self, role: str) -> None:
+    def kill_node_of(self, role: str, run: Run) -> None:
         """Kill the raylet of the node on which the actors of a role run."""
+        struck = None
         for node in (self._second, self._cluster.head_node):
-            info = node.all_processes["raylet"][0].process
-            children = psutil.Process(info.pid).children(recursive=True)
-            if any(f"ray::{role}" in line_of(child) for child in children):
-                os.kill(info.pid, signal.SIGKILL)
-                return
-        raise LookupError(f"no node has a {role}")
+            raylet = node.all_processes["raylet"][0].process.pid
+            children = psutil.Process(raylet).children(recursive=True)
+            actors = [x for x in children if line_of(x).startswith(("ray::Rank", "ray::Actor"))]
+            self._actors += actors
+            if any(f"ray::{role}" in line_of(actor) for actor in actors):
+                struck = raylet
+        if struck is None:
+            raise LookupError(f"no node has a {role}")
+        os.kill(struck, signal.SIGKILL)
+
+    def left(self, seconds: float = 10.0) -> list[str]:
+        """Actors of the run that still run some time after its end."""
+        _, alive = psutil.wait_procs(self._actors, timeout=seconds)
+        return [line_of(actor)[:60] for actor in alive]
 
     def close(self) -> None:
         """Stop both nodes."""
@@ -301,11 +320,11 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def two_nodes() -> Iterator[Nodes]:
+def two_nodes(cpus: tuple[int, int]) -> Iterator[Nodes]:
     """``Nodes`` without token authentication."""
     before = os.environ.get("RAY_AUTH_MODE")
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    nodes = Nodes()
+    nodes = Nodes(cpus)
     try:
         yield nodes
     finally:

@@ -117,8 +117,12 @@ def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, ca
     ("flags", "size", "note"),
     [
         (["--ray_engine", "embedded"], 4, "all weights in float32, stored or broadcast once"),
-        (["--bf16"], 2, "all weights in 16 bits, stored or broadcast once for all of 3"),
-        (["--rollout_engine", "vllm_server"], 4, "all weights in float32, written for each of 3"),
+        (["--bf16"], 2, "all weights in 16 bits, stored or broadcast once; rollout engines: 3"),
+        (
+            ["--rollout_engine", "vllm_server"],
+            4,
+            "all weights in float32, written for each; rollout engines: 3",
+        ),
     ],
 )
 def test_a_weight_sync_is_planned(tiny, flags, size, note):

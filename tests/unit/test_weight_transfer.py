@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
@@ -98,6 +99,16 @@ def test_an_engine_that_fails_is_an_error_of_all() -> None:
     engines[1].update_weights = fails  # type: ignore[method-assign]
     group = EngineGroup(3, 1, partial(Transfer, world_size=4), limit=30.0)
     assert {str(error) for error in load(group, engines)} == {"engine 1 is gone"}
+
+
+def test_an_engine_that_is_lost_before_the_others_arrive_does_not_keep_them_waiting() -> None:
+    engines = [Engine(), Engine()]
+    group = EngineGroup(2, 1, partial(Transfer, world_size=3), limit=30.0)
+    threading.Timer(0.2, group.fail, [RolloutError("engine 1 was lost 4 times")]).start()
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match="engine 1 was lost 4 times"):
+        group.send(engines[0], engines[0], PAYLOAD)
+    assert time.monotonic() - begin < 10
 
 
 def test_an_engine_that_does_not_come_is_an_error_in_bounded_time() -> None:

@@ -147,15 +147,15 @@ def _vllm_starts(
     from kedge.backends.ray.service import RayService
 
     seats = resources.seats
-    gpus = int(min(seat.gpus for seat in seats))
+    gpus = min(seat.gpus for seat in seats)
     groups: list[EngineGroup | None] = [None] * len(seats)
     if _uses_nccl(weights, gpus=gpus, transfer=transfer, adapter=spec.adapter is not None):
         arguments = dict(arguments) | {"weight_transfer_config": NCCL}
         limit = cluster.worker_start_timeout
         if together:
-            groups = [_group(len(seats), gpus, limit)] * len(seats)
+            groups = [_group(len(seats), int(gpus), limit)] * len(seats)
         else:
-            groups = [_group(1, gpus, limit) for _ in seats]
+            groups = [_group(1, int(gpus), limit) for _ in seats]
     spec_ref, shared_weights = ray.put(spec.on_cpu()), SharedWeights(len(seats))
     payload = spec.payload(weights)
     return [
@@ -185,7 +185,7 @@ def _group(engines: int, gpus: int, limit: float) -> EngineGroup:
     return EngineGroup(engines, gpus, create, limit=limit)
 
 
-def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: int, transfer: str, adapter: bool) -> bool:
+def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: float, transfer: str, adapter: bool) -> bool:
     """Whether weights are sent from GPU to GPU, not through the host.
 
     Raises:

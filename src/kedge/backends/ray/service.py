@@ -74,7 +74,11 @@ class RayService:
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
         if self._group is not None and payload.adapter is None:
-            self.actor.call("version")  # restarts the actor first if it is lost
+            try:
+                self.actor.call("version")  # restarts the actor first if it is lost
+            except RolloutError as error:
+                self._group.fail(error)
+                raise
             try:
                 self._group.send(self, ActorControl(self.actor, self._limits.start), payload)
                 self.actor.once("finish_load", version)

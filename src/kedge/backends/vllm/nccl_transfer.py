@@ -121,6 +121,11 @@ class EngineGroup:
                 " checkpoint"
             ) from None
 
+    def fail(self, error: BaseException) -> None:
+        """Raise an error of one engine in those that wait for it."""
+        self._error = error
+        self._all_here.abort()
+
     def reset(self) -> None:
         """Form the group again before the next version, since an engine was restarted."""
         self._transfer = None

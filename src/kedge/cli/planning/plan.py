@@ -306,14 +306,11 @@ def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str
     whole = policy.trained == policy.parameters
     half = engine.vllm and whole and (config.bf16 or config.fp16)
     engines = config.vllm_num_engines if engine.several else 1
-    how = "stored or broadcast once for all of" if engine.actors else "written for each of"
+    how = "stored or broadcast once" if engine.actors else "written for each"
     what = "16 bits" if half else "float32"
     note = f"per update: {'all weights' if whole else 'the adapter'} in {what}, {how}"
-    return (
-        "weight sync",
-        human(policy.trained * (2.0 if half else 4.0)),
-        f"{note} {engines} engines",
-    )
+    size = human(policy.trained * (2.0 if half else 4.0))
+    return "weight sync", size, f"{note}; rollout engines: {engines}"
 
 
 def short(count: int) -> str:
