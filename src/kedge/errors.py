@@ -67,6 +67,10 @@ class LaunchError(KedgeError, RuntimeError):
     """A process of a run on Ray failed, died or hung."""
 
 
+class LostLearnerError(LaunchError):
+    """A learner, its node or Ray's control store was lost; the latest checkpoint can be resumed."""
+
+
 class JudgeError(KedgeError, RuntimeError):
     """A judge cannot be reached, or returned something that is not an answer."""
 

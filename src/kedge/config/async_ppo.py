@@ -134,6 +134,9 @@ class AsyncPPOConfig(PPOConfig):
         None, "Learners on each machine, one per GPU (without GPUs: per core). Unset: 1.", ge=1
     )
     single_gpu_mode: bool = _place(False, "Learner and rollout engine share one GPU.")
+    max_failures: int = _place(
+        0, "Restarts from the newest checkpoint after a learner or its node is lost.", ge=0
+    )
     deepspeed_stage: int = _place(
         0,
         "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2).",

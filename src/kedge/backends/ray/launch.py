@@ -15,7 +15,7 @@ from kedge.backends.ray.context import DriverMailbox, RankContext
 from kedge.backends.ray.placement import Placement, place, plan_seats
 from kedge.backends.ray.worker import Failure, RankWorker
 from kedge.backends.shutdown import GracefulShutdown
-from kedge.errors import ConfigError, KedgeError, LaunchError
+from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -78,7 +78,8 @@ def launch(  # noqa: PLR0913
     Raises:
         ConfigError: the cluster lacks resources; with what is missing.
         KedgeError: the first one raised by a rank.
-        LaunchError: a rank raised another error, died or hung; root cause first.
+        LostLearnerError: a rank died or hung, or the control store of the cluster was lost.
+        LaunchError: a rank raised another error; root cause first.
         KeyboardInterrupt: after Ctrl-C, once the ranks have exited.
         SystemExit: after SIGTERM, once the ranks have exited.
     """
@@ -177,7 +178,7 @@ class _LearnerGroup:
                     if shutdown.newly_requested():
                         deadline = time.monotonic() + self.limits.stop
                 if self.control_store.lost():
-                    raise LaunchError(self.control_store.cause)
+                    raise LostLearnerError(self.control_store.cause)
             for _ in range(2):  # a call that is under way, and what came after it
                 self._forward(wait_seconds=_DRAIN)
         if failures:
@@ -311,6 +312,7 @@ class _LearnerGroup:
             f"then on learner {failure.rank}: {failure.text.splitlines()[0]}" for failure in others
         ]
         lines.append("resume from the latest checkpoint, if any, with resume_from_checkpoint=True")
-        error = LaunchError("\n".join(line for line in lines if line))
+        kind = LostLearnerError if root.died else LaunchError
+        error = kind("\n".join(line for line in lines if line))
         error.__cause__ = root.error
         return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from kedge.cli.train.resume import resume_line
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
 from kedge.engine.checkpoint.folders import checkpoints
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, LostLearnerError
 
 # open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
 _TORCH_EPSILON, _TORCH_DECAY = 1e-8, 0.01
@@ -104,7 +104,8 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
 
     Raises:
         ConfigError: the cluster lacks resources, or a learner refuses an option.
-        LaunchError: a learner failed, died or hung; the message starts with its error.
+        LostLearnerError: learners were lost more than ``max_failures`` times.
+        LaunchError: a learner failed; the message starts with its error.
     """
     from kedge.backends.ray.launch import LaunchLimits, launch
     from kedge.backends.trackers import Screen
@@ -119,27 +120,28 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
         engines_per_rank(config, find_engine(config), ranks=sum(learners))
     screen = Screen(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if find_engine(config).actors else 0
+    run = partial(
+        launch,
+        learners=learners,
+        engines=engines,
+        gpus_per_engine=config.vllm_tensor_parallel_size,
+        rewards=config.ray_reward_workers,
+        gpus_per_reward=config.ray_reward_gpus,
+        references=config.ray_ref_workers,
+        gpus_per_reference=config.ray_ref_gpus,
+        single_gpu_mode=config.single_gpu_mode,
+        address=config.ray_address,
+        environment=build_environment(config, sum(learners)),
+        limits=LaunchLimits(
+            placement=config.ray_wait_seconds,
+            start=config.worker_start_timeout,
+            heartbeat=config.worker_heartbeat,
+            patience=config.worker_timeout,
+        ),
+        on_row=lambda row: screen.log(row, step=int(row["step"])),
+    )
     try:
-        launch(
-            partial(learn_from, argv, str(Path.cwd())),
-            learners=learners,
-            engines=engines,
-            gpus_per_engine=config.vllm_tensor_parallel_size,
-            rewards=config.ray_reward_workers,
-            gpus_per_reward=config.ray_reward_gpus,
-            references=config.ray_ref_workers,
-            gpus_per_reference=config.ray_ref_gpus,
-            single_gpu_mode=config.single_gpu_mode,
-            address=config.ray_address,
-            environment=build_environment(config, sum(learners)),
-            limits=LaunchLimits(
-                placement=config.ray_wait_seconds,
-                start=config.worker_start_timeout,
-                heartbeat=config.worker_heartbeat,
-                patience=config.worker_timeout,
-            ),
-            on_row=lambda row: screen.log(row, step=int(row["step"])),
-        )
+        _run_with_restarts(run, argv, config)
     except (KeyboardInterrupt, SystemExit):
         saved = [] if config.save_only_model else checkpoints(config.output_dir or "")
         note(f"stopped; {resume_line(saved[-1] if saved else None)}")
@@ -147,6 +149,25 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     finally:
         screen.close()
     note(f"the trained model is in {config.output_dir}")
+
+
+def _run_with_restarts(
+    run: Callable[[Callable[[], None]], None], argv: list[str], config: AsyncPPOConfig
+) -> None:
+    """Launch the run; after the loss of a learner, again from its newest checkpoint."""
+    failures = 0
+    while True:
+        try:
+            return run(partial(learn_from, argv, str(Path.cwd())))
+        except LostLearnerError as error:  # noqa: PERF203
+            failures += 1
+            if failures > config.max_failures:
+                raise
+            saved = checkpoints(config.output_dir or "")
+            where = saved[-1].name if saved else "the beginning"
+            note(f"{error}\nrestart {failures} of {config.max_failures} from {where}")
+            if saved:
+                argv = [*argv, "--resume_from_checkpoint", "True"]
 
 
 def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
