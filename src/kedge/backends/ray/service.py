@@ -13,7 +13,7 @@ from kedge.backends.vllm import GenerationRequest, GenerationResult, InProcess
 from kedge.backends.vllm.nccl_transfer import EngineGroup
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.weight_payload import WeightPayload
-from kedge.errors import RolloutError
+from kedge.errors import LostNodeError, RolloutError
 
 
 class RayService:
@@ -65,7 +65,12 @@ class RayService:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order; restarts the actor if it is lost."""
-        return self.actor.call("generate", list(requests))
+        try:
+            return self.actor.call("generate", list(requests))
+        except LostNodeError as error:
+            if self._group is not None:
+                self._group.fail(error)  # the others could not form it without this engine
+            raise
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
