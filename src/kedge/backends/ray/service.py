@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,7 +51,7 @@ class RayService:
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
-                HostedVLLM,
+                hosted_vllm,
                 InProcess,
                 spec,
                 self._stored(),
@@ -132,45 +132,31 @@ class RayService:
             actor.once("finish_load", self._version)
 
 
-class HostedVLLM:
-    """The actor's side of ``RayService``: a vLLM that loads stored weights.
+def hosted_vllm(
+    kind: type[InProcess],
+    spec: PolicySpec,
+    stored: StoredWeights,
+    engine_args: Mapping[str, Any],
+    *,
+    shares_gpu: bool,
+) -> InProcess:
+    """The vLLM in the actor: ``InProcess``, with a method that loads stored weights."""
 
-    Args:
-        kind: ``InProcess``.
-        spec: the policy without its trained weights.
-        stored: its trained weights.
-        engine_args: keyword arguments of ``vllm.LLM``.
-        shares_gpu: see ``InProcess``.
-    """
+    class HostedVLLM(kind):  # type: ignore[misc, valid-type]
+        def load_stored(self, stored: StoredWeights, version: int) -> None:
+            self.load(WeightPayload(tuple(stored.tensors()), spec.adapter), version)
 
-    def __init__(
-        self,
-        kind: type[InProcess],
-        spec: PolicySpec,
-        stored: StoredWeights,
-        engine_args: Mapping[str, Any],
-        *,
-        shares_gpu: bool,
-    ) -> None:
-        self._adapter = spec.adapter
-        named = dict(stored.tensors())
-        trained = {name: p for name, p in spec.skeleton.named_parameters() if p.is_meta}
-        # An adapter is stored under other names, and loaded below.
-        weights = {
-            name: named[name] if name in named else torch.zeros(p.shape, dtype=p.dtype)
-            for name, p in trained.items()
-        }
-        self._vllm = kind(spec, weights, engine_args, shares_gpu=shares_gpu)
-        if spec.adapter is not None:
-            self.load_stored(stored, 0)
-
-    def load_stored(self, stored: StoredWeights, version: int) -> None:
-        """Load weights from the object store."""
-        self._vllm.load(WeightPayload(tuple(stored.tensors()), self._adapter), version)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(self._vllm, name)
-        return method
+    named = dict(stored.tensors())
+    # An adapter is stored under other names, and loaded below.
+    weights = {
+        name: named[name] if name in named else torch.zeros(p.shape, dtype=p.dtype)
+        for name, p in spec.skeleton.named_parameters()
+        if p.is_meta
+    }
+    vllm = HostedVLLM(spec, weights, engine_args, shares_gpu=shares_gpu)
+    if spec.adapter is not None:
+        vllm.load_stored(stored, 0)
+    return vllm
 
 
 class ActorControl:
