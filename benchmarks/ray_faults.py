@@ -165,6 +165,8 @@ def send(number: int, *names: str) -> Callable[[Run], None]:
 
     def strike(run: Run) -> None:
         targets = run.named(*names)
+        if "process_guard" not in names:  # its command line ends with that of the server
+            targets = [x for x in targets if "process_guard" not in line_of(x)]
         if not targets:
             raise LookupError(f"no process is called {' or '.join(names)}")
         targets[0].send_signal(number)
@@ -208,6 +210,7 @@ FAULTS = {
     "vllm_killed": Fault(strike=send(9, "ray::ActorHost"), recovers=True, flags=VLLM),
     "vllm_stopped": Fault(strike=send(19, "ray::ActorHost"), recovers=True, flags=VLLM),
     "vllm_server_killed": Fault(strike=send(9, "api_server"), recovers=True, flags=SERVER),
+    "vllm_guard_killed": Fault(strike=send(9, "process_guard"), recovers=True, flags=SERVER),
     "node_lost": lost_node("RankWorker", (0, 2), engines=1),
     "engine_node_lost": lost_node("ActorHost", (2, 1), engines=2, recovers=True),
 }
