@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 PATIENCE = 5  # seconds without a response until a process counts as hung (worker_timeout)
 ITERATIONS = 10
 STRIKE_AT = 3  # iterations that are finished when the fault strikes
-LIMIT = 150.0  # seconds until a run that neither ends nor makes progress is given up
+LIMIT = 300.0  # seconds until a run that neither ends nor makes progress is given up
 TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time", "rollout/restarts")
 
 
@@ -114,7 +114,7 @@ class Run:
         """Running processes whose command contains one of the names."""
         return [p for p in self.children() if any(name in line_of(p) for name in names)]
 
-    def left(self, seconds: float = 10.0) -> list[str]:
+    def left(self, seconds: float = 30.0) -> list[str]:
         """Processes that still run some time after the end; they are killed."""
         _, alive = psutil.wait_procs(self._seen.values(), timeout=seconds)
         names = [line_of(p)[:60] for p in alive]
@@ -266,7 +266,10 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]]) -> Outcome:
         outcome.left = left
     if run.steps < ITERATIONS and list(folder.glob("checkpoint-*")):
         again = Run(folder, *fault.flags, "--resume_from_checkpoint")
-        again.wait(again.ended)
+        with contextlib.suppress(TimeoutError):
+            again.wait(again.ended)
+        if not again.ended():
+            os.killpg(again.process.pid, signal.SIGKILL)
         again.left()
     if not {"--ray_engine", "--rollout_engine"} & {*fault.flags}:  # vLLM rounds as it batches
         outcome.exact = same(rows(folder), calm)
@@ -311,7 +314,7 @@ class Nodes:
             raise LookupError(f"the second node has no {role}")
         os.kill(self._second.all_processes["raylet"][0].process.pid, signal.SIGKILL)
 
-    def left(self, seconds: float = 10.0) -> list[str]:
+    def left(self, seconds: float = 30.0) -> list[str]:
         """Actors of the run that still run some time after its end."""
         _, alive = psutil.wait_procs(self._actors, timeout=seconds)
         return [line_of(actor)[:60] for actor in alive]
