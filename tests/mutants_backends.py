@@ -37,6 +37,20 @@ MUTANTS = [
         "tests/unit/test_vllm_options.py",
     ),
     Mutant(
+        "all engines have the same ranks in the group that receives weights",
+        "backends/vllm/nccl_transfer.py",
+        'init_info | {"rank_offset": first + i * self._workers}',
+        'init_info | {"rank_offset": first}',
+        "tests/unit/test_weight_transfer.py",
+    ),
+    Mutant(
+        "what engines must report is that of the weights before",
+        "backends/vllm/policy_spec.py",
+        'ref() is x and version == getattr(x, "_version", 0)',
+        "ref() is not None",
+        "tests/unit/test_weight_transfer.py",
+    ),
+    Mutant(
         "temperature forgotten in training",
         "backends/hf/settings.py",
         "temperature=self.temperature",

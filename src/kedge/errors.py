@@ -47,6 +47,10 @@ class RolloutError(KedgeError, RuntimeError):
     """A rollout engine could not generate, or returned something that breaks its contract."""
 
 
+class LostNodeError(RolloutError):
+    """An actor cannot be restarted: its node is lost, and no other node has room."""
+
+
 class SyncError(KedgeError, RuntimeError):
     """A rollout engine does not have the weights that it was sent."""
 
@@ -65,6 +69,10 @@ class DamagedCheckpointError(CheckpointError):
 
 class LaunchError(KedgeError, RuntimeError):
     """A process of a run on Ray failed, died or hung."""
+
+
+class LostLearnerError(LaunchError):
+    """A learner, its node or Ray's control store was lost; the latest checkpoint can be resumed."""
 
 
 class JudgeError(KedgeError, RuntimeError):

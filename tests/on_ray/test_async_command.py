@@ -69,3 +69,35 @@ def test_learners_and_engines_by_one_plan(folder: Path, capsys: pytest.CaptureFi
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
         assert c == pytest.approx(a, rel=1e-3, abs=1e-5)
     assert (folder / "cut" / "model.safetensors").is_file()
+
+
+KILLS_ONCE = """
+import os
+from pathlib import Path
+
+def words(completions, **_):
+    done = Path(__file__).with_name("killed")
+    calls = Path(__file__).with_suffix(".calls")
+    calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
+    if len(calls.read_text()) == 4 and not done.exists():
+        done.touch()
+        os.kill(os.getpid(), 9)
+    return [float(len(text.split())) for text in completions]
+"""
+
+
+def test_a_lost_learner_is_restarted_from_the_newest_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local()
+    ray = ("--ray_engine", "embedded", "--save_freq", "1", "--total_episodes", "48")
+    rows = {}
+    for name, failures in (("calm", 0), ("killed", 1)):
+        reward = folder / f"{name}.py"
+        reward.write_text(KILLS_ONCE if failures else KILLS_ONCE.replace("== 4", "== 0"))
+        flags = ("--reward_funcs", f"{reward}:words", "--max_failures", str(failures))
+        rows[name] = run(folder, f"restart-{name}", 8, *ray, *flags)
+    assert len(rows["calm"]) == 6
+    assert rows["killed"][-3:] == rows["calm"][-3:]
+    said = capsys.readouterr().err
+    assert "restart 1 of 1 from checkpoint-" in said

@@ -42,7 +42,9 @@ def processes():
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "".join(process.cmdline()).startswith(("ray::Rank", "ray::Host", "ray::Board")):
+            if "".join(process.cmdline()).startswith(
+                ("ray::Rank", "ray::ActorHost", "ray::DriverMailbox")
+            ):
                 found.add(process.pid)
     return found
 

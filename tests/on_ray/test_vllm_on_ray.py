@@ -75,18 +75,16 @@ def test_two_learners_and_vllm_one_update_apart_learn_what_the_synchronous_train
 def send_to_the_second(monkeypatch):
     """The first engine gets weights from the object store, the second by vLLM's own transfer."""
     from kedge.backends.ray import service
-    from kedge.backends.vllm.nccl_transfer import NcclTransfer
+    from kedge.backends.vllm.nccl_transfer import EngineGroup, NcclTransfer
     from tests.contract.relay import Relayed, info
 
     plain = service.RayService
 
     def make(name, *args, **named):
-        connect = (
-            None
-            if name == "engine 0"
-            else lambda control: NcclTransfer(control, info(), limit=120.0)
+        group = EngineGroup(
+            1, 1, lambda control: NcclTransfer(control, info(), limit=120.0), limit=120.0
         )
-        return plain(name, *args, **named | {"connect": connect})
+        return plain(name, *args, **named | {"group": None if name == "engine 0" else group})
 
     monkeypatch.setattr(service, "RayService", make)
     monkeypatch.setattr(service, "InProcess", Relayed)

@@ -1,6 +1,7 @@
 """``kedge plan``: sizes, memory, and the checks of training."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
 from kedge.cli.planning import memory
-from kedge.cli.planning.plan import CONFIGS, human, plan, short
+from kedge.cli.planning.plan import CONFIGS, human, plan, short, sync_row
+from kedge.config.options import elsewhere
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,6 +111,32 @@ def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, ca
     assert main(["plan", "async-ppo", *flags]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert next(row for row in rows if "processes" in row)[3] == "3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "note"),
+    [
+        (["--ray_engine", "embedded"], 4, "all weights in float32, stored or broadcast once"),
+        (["--bf16"], 2, "all weights in 16 bits, stored or broadcast once; rollout engines: 3"),
+        (
+            ["--rollout_engine", "vllm_server"],
+            4,
+            "all weights in float32, written for each; rollout engines: 3",
+        ),
+    ],
+)
+def test_a_weight_sync_is_planned(tiny, flags, size, note):
+    with elsewhere():
+        given = ["--model_name_or_path", str(tiny), "--vllm_num_engines", "3", "--use_cpu", *flags]
+        made = parse(given, prog="kedge plan", config=CONFIGS["async-ppo"])
+    policy = replace(memory.frozen("policy", 1000), trained=1000)
+    found = sync_row(made.config, policy)
+    assert found[1] == human(1000.0 * size)
+    assert note in found[2]
+    assert "the adapter" in sync_row(made.config, replace(policy, trained=10))[2]
+    here = ["--model_name_or_path", str(tiny), "--rollout_engine", "embedded"]
+    made = parse(here, prog="kedge plan", config=CONFIGS["async-ppo"])
+    assert sync_row(made.config, policy) is None
 
 
 def test_a_plan_fails_where_the_run_would(tiny, tmp_path, capsys):

@@ -13,7 +13,7 @@ from kedge.backends.ray.resources import from_launch
 from kedge.backends.ray.worker import Failure, failure
 from kedge.backends.rollout import ShardedEngine, start_all
 from kedge.backends.rollout.rows import join_rollouts, slice_rollout, split_rows, stack_prompts
-from kedge.errors import ConfigError, SyncError
+from kedge.errors import ConfigError, LostNodeError, SyncError
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Receipt, Sampling
 from tests.contract.test_rollout_engine import prompts
@@ -181,6 +181,28 @@ class TestSplit:
             ShardedEngine([one, two], pad_id=0).load_weights(
                 dict(tiny_policy("llama").named_parameters()), 1
             )
+
+    def test_the_rows_of_an_engine_whose_node_is_lost_are_sampled_by_the_others(self, caplog):
+        batch, weights = prompts(copies=2), dict(tiny_policy("llama").named_parameters())
+        want = ShardedEngine([embedded()], pad_id=0).generate(batch, sampling=SAMPLING, seed=1)
+        engines = [embedded() for _ in range(3)]
+        split = ShardedEngine(engines, pad_id=0)
+
+        def lost(*args, **named):
+            raise LostNodeError("engine 1 cannot be restarted: its node is lost")
+
+        engines[1].generate = lost
+        found = split.generate(batch, sampling=SAMPLING, seed=1)
+        assert torch.equal(found.ids, want.ids)
+        assert torch.allclose(found.behavior_logprobs, want.behavior_logprobs, atol=1e-6)
+        assert split.engines == [engines[0], engines[2]]
+        assert "its node is lost; continuing with 2 engines" in caplog.text
+        engines[2].load_weights = lost
+        assert split.load_weights(weights, 1).version == 1
+        assert split.engines == [engines[0]]
+        engines[0].generate = lost
+        with pytest.raises(LostNodeError):
+            split.generate(batch, sampling=SAMPLING, seed=1)
 
     def test_nothing_is_left_when_one_of_several_does_not_start(self):
         closed = []

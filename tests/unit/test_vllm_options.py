@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from kedge import PPOConfig
 from kedge.backends.vllm.build import check_local, gpus_of_servers
 from kedge.backends.vllm.inprocess import _rank_args, device_args
 from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.server import Server, find_version, flags
+from kedge.backends.vllm.server import Process, Server, find_version, flags
 from kedge.backends.vllm.service import check_version
 from kedge.config import rollout
 from kedge.config.rollout_engines import find_engine
@@ -221,3 +224,20 @@ def test_ranks_that_cannot_have_a_vllm_each(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match="accelerate launch or torchrun, which sets LOCAL_RANK"):
         _rank_args(1)
+
+
+def test_a_server_whose_guard_was_killed_is_stopped_with_the_run(tmp_path):
+    psutil = pytest.importorskip("psutil")
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    process = Process(sleep, log=tmp_path / "log", eager=False)
+    process.start()
+    guard = psutil.Process(process.pid)
+    while not guard.children():
+        time.sleep(0.05)
+    (server,) = guard.children()
+    guard.kill()
+    while process.alive:
+        time.sleep(0.05)
+    assert server.is_running()
+    process.stop()
+    assert psutil.wait_procs([server], timeout=10)[1] == []

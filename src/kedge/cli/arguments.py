@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -15,12 +16,15 @@ from transformers.hf_argparser import string_to_bool
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat.parser import ConfigParser
-from kedge.config.declare import Foreign, Unsupported, check_fields, option, status
+from kedge.config.declare import Alias, Foreign, Unsupported, check_fields, option, status
 from kedge.config.options import ConfigType
 from kedge.config.ppo import PPOv2Config
 from kedge.errors import ConfigError
 from kedge.suggestions import hint
 from kedge.trl_scripts import ModelConfig
+
+logger = logging.getLogger(__name__)
+_LIBRARIES_DROPOUT = 0.05  # default of lora_dropout in TRL and open-instruct
 
 
 @dataclass
@@ -75,8 +79,10 @@ class ScriptArguments(metaclass=ConfigType):
 
 
 @dataclass
-class ModelArguments(ModelConfig):
+class ModelArguments(ModelConfig, metaclass=ConfigType):
     """Loading of the policy, and its adapter."""
+
+    FOREIGN: ClassVar[Mapping[str, Foreign]] = {"torch_dtype": Alias("dtype")}
 
     model_name_or_path: str | None = option(
         None, "Folder or hub name of the policy, unless sft_model_path is given."
@@ -361,6 +367,9 @@ def _check(model: ModelArguments) -> None:
         raise ConfigError(
             "load_in_4bit and load_in_8bit freeze the weights and need --use_peft; add it"
         )
+    if model.lora_dropout == _LIBRARIES_DROPOUT:
+        logger.warning("lora_dropout=0.05 has no effect: models train without dropout")
+        model.lora_dropout = 0.0
     if model.lora_dropout:
         raise ConfigError(
             f"lora_dropout={model.lora_dropout} must be 0: with dropout two passes over the same "

@@ -39,7 +39,7 @@ class AsyncPPOConfig(PPOConfig):
     ON_CONSTRUCTION: ClassVar[Sequence[str]] = (
         *("local_rollout_batch_size", "max_token_length", "async_mode", "num_evals", "save_freq"),
         *("vllm_enforce_eager", "vllm_gpu_memory_utilization", "enable_prefix_caching"),
-        *("vllm_sync_backend", "with_tracking", "hf_entity", "hf_repo_id"),
+        *("vllm_sync_backend", "with_tracking", "hf_entity", "hf_repo_id", "warm_up_steps"),
     )
     FOREIGN: ClassVar[Mapping[str, Foreign]] = {**TRL, **OPEN_INSTRUCT}
 
@@ -76,6 +76,13 @@ class AsyncPPOConfig(PPOConfig):
         "k1", "Estimator of the KL per token; kl1 is the same as k1, and so on."
     )
 
+    warm_up_steps: int = _converted(
+        0, "Optimizer steps of learning-rate warmup, rounded up to whole iterations.", ge=0
+    )
+    vllm_num_engines: int = option(
+        1, "Number of rollout engines on Ray; 0 samples in the learner's process.", ge=0
+    )
+
     # Sizes.
     local_rollout_batch_size: int = _converted(64, "Prompts per rank in one iteration.", ge=1)
     local_mini_batch_size: int | None = option(
@@ -106,10 +113,18 @@ class AsyncPPOConfig(PPOConfig):
         None, "old=new: send rows of verifier old to verifier new."
     )
     chat_template_name: str | None = _script(
-        None, "tulu, or a file with a Jinja template. Unset: the tokenizer's."
+        None,
+        "tulu, zephyr, simple_chat, simple_concat_with_space, simple_concat_with_new_line, or"
+        " a file with a Jinja template. Unset: the tokenizer's.",
     )
     add_bos: bool = _script(False, "Start the chat template with the tokenizer's BOS token.")
     tokenizer_name_or_path: str | None = _script(None, "Tokenizer. Unset: the model's.")
+    tokenizer_revision: str | None = _script(
+        None, "Branch, tag or commit of the tokenizer. Unset: model_revision."
+    )
+    reward_model_revision: str | None = _script(
+        None, "Branch, tag or commit of reward_model_path, if it is on the hub."
+    )
     init_value_from_scratch: bool = _script(
         False, "Initialize the value model randomly with the reward model's architecture."
     )
@@ -119,6 +134,9 @@ class AsyncPPOConfig(PPOConfig):
         None, "Learners on each machine, one per GPU (without GPUs: per core). Unset: 1.", ge=1
     )
     single_gpu_mode: bool = _place(False, "Learner and rollout engine share one GPU.")
+    max_failures: int = _place(
+        0, "Restarts from the newest checkpoint after a learner or its node is lost.", ge=0
+    )
     deepspeed_stage: int = _place(
         0,
         "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2).",
@@ -154,6 +172,12 @@ class AsyncPPOConfig(PPOConfig):
             ConfigError: sizes that do not divide, or two options that contradict each other.
         """
         _convert_sizes(c)
+        if c.warm_up_steps:
+            steps = c.num_ppo_epochs * c.num_mini_batches
+            _assign(c, "warm_up_steps", "warmup_steps", -(-c.warm_up_steps // steps), unset=0)
+        if c.vllm_num_engines == 0:
+            _assign(c, "vllm_num_engines", "rollout_engine", "embedded", unset="ray")
+            c.vllm_num_engines = 1
         if not c.async_mode:
             _assign(c, "async_mode", "max_lag", 0, unset=1)
         if c.max_prompt_length is None or c.max_prompt_length > c.max_token_length:

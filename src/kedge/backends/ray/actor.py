@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.backends.ray.cluster import cause
-from kedge.errors import ConfigError, KedgeError, RolloutError
+from kedge.backends.ray.cluster import ControlStore, cause
+from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
+_NODE_PATIENCE = 5.0  # seconds without a node for a restart
 _HEALTH = "health"  # concurrency group: a separate thread inside the actor
 
 
@@ -61,6 +62,7 @@ class Actor:
         self.name, self.restarts, self.pid = name, 0, 0
         self._build, self._options, self._limits = build, dict(options), limits
         self._revive = revive
+        self._control_store = ControlStore(2 * limits.heartbeat)
         self._handle: Any = None
         self.up = False  # it runs, and its state is restored
         self._start()
@@ -76,6 +78,7 @@ class Actor:
             named: keyword arguments of the method.
 
         Raises:
+            LostNodeError: its node was lost, and no other has room.
             RolloutError: the process was lost several times in a row.
             KedgeError: raised by the method.
         """
@@ -130,12 +133,7 @@ class Actor:
         actor = ray.remote(concurrency_groups=groups)(ActorHost)
         self._handle = actor.options(**self._options).remote()
         ping = self._ping()
-        if not self._ready([ping], self._limits.start):
-            self._kill()
-            raise ConfigError(
-                f"{self.name} did not start within {self._limits.start:g} s"
-                f" (worker_start_timeout); it needs {self._options_text()}"
-            )
+        self._wait_for_process(ping)
         self.pid = self._get(ping)
         built = self._build(self._handle)
         # Without health checks: a healthy process may not respond while it imports.
@@ -144,6 +142,31 @@ class Actor:
                 f"{self.name} was not ready within {self._limits.start:g} s (worker_start_timeout)"
             )
         self._get(built)
+
+    def _wait_for_process(self, ping: Any) -> None:
+        begin = with_node = time.monotonic()
+        while not self._ready([ping], 1.0):
+            now = time.monotonic()
+            if not self.restarts or self._has_node():
+                with_node = now
+            if now - with_node > _NODE_PATIENCE:
+                self._kill()
+                raise LostNodeError(
+                    f"{self.name} cannot be restarted: its node is lost, and no other node has"
+                    f" room for it ({self._options_text()})"
+                )
+            if now - begin > self._limits.start:
+                self._kill()
+                raise ConfigError(
+                    f"{self.name} did not start within {self._limits.start:g} s"
+                    f" (worker_start_timeout); it needs {self._options_text()}"
+                )
+
+    def _has_node(self) -> bool:
+        from ray.util import placement_group_table
+
+        group = getattr(self._options.get("scheduling_strategy"), "placement_group", None)
+        return group is None or bool(placement_group_table(group)["state"] != "RESCHEDULING")
 
     def _options_text(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))
@@ -154,15 +177,21 @@ class Actor:
     def _wait(self, call: Any, limit: float) -> Any:
         """The result of a call, with health checks while it is computed."""
         deadline = time.monotonic() + limit
+        self._check_cluster()
         while not self._ready([call], min(self._limits.heartbeat, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 raise LostActorError(f"{self.name} took longer than {limit:g} s")
+            self._check_cluster()
             ping = self._ping()
             if not self._ready([call, ping], self._limits.patience):
                 raise LostActorError(f"{self.name} did not respond for {self._limits.patience:g} s")
             if not self._ready([call], 0):
                 self._get(ping)
         return self._get(call)
+
+    def _check_cluster(self) -> None:
+        if self._control_store.lost():
+            raise RolloutError(self._control_store.cause)
 
     def _ready(self, refs: list[Any], seconds: float) -> bool:
         import ray

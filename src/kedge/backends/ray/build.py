@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from kedge.backends.hf.fingerprint import policy_weights
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.ray.engine import RayEngine
 from kedge.backends.ray.placement import plan_seats
 from kedge.backends.ray.resources import ActorResources, RayCluster, from_launch
 from kedge.backends.ray.weight_store import SharedWeights
 from kedge.backends.rollout import EngineInputs, ShardedEngine, start_all
-from kedge.backends.vllm.nccl_transfer import Control, NcclTransfer, can_use_nccl, nccl
+from kedge.backends.vllm.nccl_transfer import (
+    Control,
+    EngineGroup,
+    NcclTransfer,
+    can_use_nccl,
+    nccl,
+)
+from kedge.backends.vllm.policy_spec import on_cpu, skeleton
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.config.rollout import engine_args
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
@@ -41,13 +49,15 @@ def build_embedded(
         "chunk_rows": inputs.chunk_rows,
         "autocast": inputs.dtype,
     }
-    model = ray.put(copy.deepcopy(inputs.policy).requires_grad_(False).cpu())
+    model = ray.put(on_cpu(skeleton(inputs.policy)))
+    payload = WeightPayload(tuple(policy_weights(inputs.policy).items()))
     shared_weights = SharedWeights(len(resources.seats))
     makers = [
         partial(
             RayEngine,
             f"engine {seat.index}",
             model,
+            payload,
             settings,
             options=resources.placement.options(seat),
             limits=cluster.limits,
@@ -74,6 +84,7 @@ def build_vllm(
     vllm_sleep: bool,
     vllm_tolerance: float | None,
     vllm_transfer: str,
+    rollout_schedule: str,
 ) -> RolloutEngine:
     """VLLM engines in actors that share the rows of each batch.
 
@@ -87,7 +98,13 @@ def build_vllm(
     resources = _resources(cluster, vllm_num_engines, inputs.rank, gpus_per_engine=gpus)
     return build.build_vllm(
         inputs,
-        partial(_vllm_starts, cluster=cluster, resources=resources, transfer=vllm_transfer),
+        partial(
+            _vllm_starts,
+            cluster=cluster,
+            resources=resources,
+            transfer=vllm_transfer,
+            together=rollout_schedule == "in_order",
+        ),
         arguments=arguments,
         tolerance=vllm_tolerance,
         sleep=vllm_sleep,
@@ -122,65 +139,65 @@ def _vllm_starts(
     cluster: RayCluster,
     resources: ActorResources,
     transfer: str,
+    together: bool,
 ) -> list[Callable[[], Any]]:
+    """``together``: all engines load the same versions at the same time."""
     import ray
 
     from kedge.backends.ray.service import RayService
 
-    connect = _nccl_connection(
-        weights,
-        resources,
-        transfer=transfer,
-        adapter=spec.adapter is not None,
-        limit=cluster.worker_start_timeout,
-    )
-    arguments = dict(arguments) | ({"weight_transfer_config": NCCL} if connect else {})
-    spec_ref, shared_weights = ray.put(spec.on_cpu()), SharedWeights(len(resources.seats))
-    initial_weights = ray.put({name: x.detach().cpu() for name, x in weights.items()})
+    seats = resources.seats
+    gpus = min(seat.gpus for seat in seats)
+    groups: list[EngineGroup | None] = [None] * len(seats)
+    if _uses_nccl(weights, gpus=gpus, transfer=transfer, adapter=spec.adapter is not None):
+        arguments = dict(arguments) | {"weight_transfer_config": NCCL}
+        limit = cluster.worker_start_timeout
+        if together:
+            groups = [_group(len(seats), int(gpus), limit)] * len(seats)
+        else:
+            groups = [_group(1, int(gpus), limit) for _ in seats]
+    spec_ref, shared_weights = ray.put(spec.on_cpu()), SharedWeights(len(seats))
+    payload = spec.payload(weights)
     return [
         partial(
             RayService,
             f"engine {seat.index}",
             spec_ref,
-            initial_weights,
+            payload,
             arguments,
             options=resources.placement.options(seat),
             limits=cluster.limits,
             shared_weights=shared_weights,
-            connect=connect,
+            group=group,
         )
-        for seat in resources.seats
+        for seat, group in zip(seats, groups, strict=True)
     ]
 
 
-def _nccl_connection(
-    weights: Mapping[str, Tensor],
-    resources: ActorResources,
-    *,
-    transfer: str,
-    adapter: bool,
-    limit: float,
-) -> Callable[[Control], NcclTransfer] | None:
-    """Connects to a vLLM for transfer from GPU to GPU; None to send weights through the host.
-
-    Raises:
-        ConfigError: vllm_transfer='nccl' is set but not possible.
-    """
-    gpus = min(seat.gpus for seat in resources.seats)
-    if transfer == "host" or adapter or not can_use_nccl(weights, gpus=gpus):
-        if transfer != "nccl":
-            return None
-        device = next(iter(weights.values())).device.type
-        raise ConfigError(
-            f"vllm_transfer='nccl' needs GPUs for learner and engines, but the learner's weights"
-            f" are on {device} and each engine has {gpus:g} GPUs"
-            f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
-        )
+def _group(engines: int, gpus: int, limit: float) -> EngineGroup:
     import ray
 
     address = ray.util.get_node_ip_address()
 
-    def connect(control: Control) -> NcclTransfer:
-        return NcclTransfer(control, nccl(address=address, workers=int(gpus)), limit=limit)
+    def create(control: Control) -> NcclTransfer:
+        return NcclTransfer(control, nccl(address=address, workers=engines * gpus), limit=limit)
 
-    return connect
+    return EngineGroup(engines, gpus, create, limit=limit)
+
+
+def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: float, transfer: str, adapter: bool) -> bool:
+    """Whether weights are sent from GPU to GPU, not through the host.
+
+    Raises:
+        ConfigError: vllm_transfer='nccl' is set but not possible.
+    """
+    if transfer != "host" and not adapter and can_use_nccl(weights, gpus=gpus):
+        return True
+    if transfer != "nccl":
+        return False
+    device = next(iter(weights.values())).device.type
+    raise ConfigError(
+        f"vllm_transfer='nccl' needs GPUs for learner and engines, but the learner's weights"
+        f" are on {device} and each engine has {gpus:g} GPUs"
+        f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
+    )

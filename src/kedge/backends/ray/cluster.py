@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
+import socket
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from kedge.errors import ConfigError
@@ -37,13 +41,98 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
             "include_dashboard": False,
         }
     try:
-        ray.init(address=address, configure_logging=False, log_to_driver=False, **resources)
+        with _own_session() if address == "local" else contextlib.nullcontext():
+            ray.init(address=address, configure_logging=False, log_to_driver=False, **resources)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"no Ray cluster responds at {address!r}: {error}; start one with 'ray start --head',"
-            " or leave the address out"
-        ) from error
+        raise ConfigError(_why_not(address, error)) from error
     return True
+
+
+def _why_not(address: str, error: Exception) -> str:
+    mode = os.environ.get("RAY_AUTH_MODE", "unset")
+    if mode != "token" and responds(address):
+        return (
+            f"the Ray cluster at {address!r} refused the connection ({error}). It probably uses"
+            f" token authentication, as 'ray start --head' does by default, and RAY_AUTH_MODE is"
+            f" {mode} here: set RAY_AUTH_MODE=token on every machine before 'ray start' and before"
+            " this command, and copy ~/.ray/auth_token of the head to each; or set"
+            " RAY_AUTH_MODE=disabled everywhere, in a network that you trust"
+        )
+    return (
+        f"no Ray cluster responds at {address!r}: {error}; start one with 'ray start --head',"
+        " or leave the address out"
+    )
+
+
+def responds(address: str, seconds: float = 2.0) -> bool:
+    """Whether something accepts TCP connections at ``host:port``."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=seconds).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+_STARTING: list[bool] = []  # not empty while Ray's processes are started
+_SESSIONS: list[int] = []  # of the local cluster that this process started
+os.register_at_fork(after_in_child=lambda: os.setsid() if _STARTING else None)
+
+
+@contextlib.contextmanager
+def _own_session() -> Iterator[None]:
+    """Start Ray's processes in separate sessions.
+
+    A SIGTERM to the process group of the driver, as batch systems send it, then reaches the driver
+    alone, which lets the ranks write a checkpoint.  Ray's processes still end with the driver.
+    """
+    import psutil
+
+    before = {child.pid for child in psutil.Process().children()}
+    _STARTING.append(True)
+    try:
+        yield
+    finally:
+        _STARTING.clear()
+        _SESSIONS.extend({child.pid for child in psutil.Process().children()} - before)
+
+
+class ControlStore:
+    """Watches the control store (GCS) of the cluster, without which nothing can be started.
+
+    Ray itself notices its death after a minute, and then aborts the process.  A control store that
+    this process cannot reach directly (Ray client) is not watched.
+
+    Args:
+        patience: seconds without a response after which it counts as lost.
+    """
+
+    def __init__(self, patience: float) -> None:
+        import ray
+
+        self.address: str = ray.get_runtime_context().gcs_address
+        self._patience = patience
+        self._watched = responds(self.address)
+        self._checked = time.monotonic()
+        self._silent_since: float | None = None
+
+    def lost(self) -> bool:
+        """Whether it has not responded for too long; asks at most once a second."""
+        now = time.monotonic()
+        if self._watched and now - self._checked >= 1:
+            self._checked = now
+            silent = not responds(self.address)
+            self._silent_since = (self._silent_since or now) if silent else None
+        return self._silent_since is not None and now - self._silent_since > self._patience
+
+    @property
+    def cause(self) -> str:
+        """What to say once it is lost."""
+        return (
+            f"Ray's control store (gcs_server) at {self.address} is gone: it was killed, or the"
+            " head node was lost. Resume from the latest checkpoint, if any, with"
+            " resume_from_checkpoint=True"
+        )
 
 
 def has_gpus() -> bool:
@@ -55,9 +144,17 @@ def has_gpus() -> bool:
 
 def leave() -> None:
     """Disconnect from the cluster; a local one of this process is stopped."""
+    import psutil
     import ray
 
     ray.shutdown()
+    # Some processes of Ray outlive a raylet or a control store that was killed.
+    sessions = {*_SESSIONS}
+    _SESSIONS.clear()
+    for process in psutil.process_iter() if sessions else ():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) in sessions:
+                process.kill()
 
 
 def cause(error: Exception) -> str:

@@ -70,7 +70,10 @@ class RankContext:
         if not done:
             return False
         query, self._stop_query = self._stop_query, None
-        return bool(ray.get(query))
+        try:
+            return bool(ray.get(query))
+        except ray.exceptions.RayError:  # the mailbox died; Ray restarts it
+            return False
 
 
 def get_context() -> RankContext | None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.ray.actor import Actor, ActorLimits
-from kedge.backends.ray.weight_store import SharedWeights
+from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.rollout.rows import with_prompts, without_columns
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import SyncError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
@@ -24,7 +25,8 @@ class RayEngine:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        policy: ``ray.ObjectRef`` of the policy, on the CPU.
+        skeleton: ``ray.ObjectRef`` of the policy without its trained weights, on the CPU.
+        payload: the trained weights, version 0.
         settings: keyword arguments of ``EmbeddedEngine``.
     """
 
@@ -34,7 +36,8 @@ class RayEngine:
     def __init__(
         self,
         name: str,
-        policy: Any,
+        skeleton: Any,
+        payload: WeightPayload,
         settings: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
@@ -42,10 +45,11 @@ class RayEngine:
         shared_weights: SharedWeights,
     ) -> None:
         self._shared_weights = shared_weights
-        self._loaded: tuple[Any, int, Receipt] | None = None
+        self._stored = shared_weights.store(payload)
+        self._loaded: tuple[int, Receipt] | None = None
         self.actor = Actor(
             name,
-            lambda handle: handle.build.remote(embedded, policy, dict(settings)),
+            lambda handle: handle.build.remote(HostedEngine, skeleton, self._stored, settings),
             options=options,
             limits=limits,
             revive=self._revive,
@@ -60,7 +64,7 @@ class RayEngine:
         rollout = self.actor.call(
             "generate", without_columns(prompts), sampling=sampling, seed=seed
         )
-        version = self._loaded[1] if self._loaded is not None else 0
+        version = self._loaded[0] if self._loaded is not None else 0
         if not bool((rollout.version == version).all()):
             raise SyncError(
                 f"{self.actor.name} sampled with version {int(rollout.version.min())} instead of"
@@ -70,9 +74,9 @@ class RayEngine:
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""
-        ref = self._shared_weights.ref(weights)
-        receipt: Receipt = self.actor.call("load_weights", ref, version)
-        self._loaded = ref, version, receipt
+        stored = self._shared_weights.store(WeightPayload(tuple(weights.items())))
+        receipt: Receipt = self.actor.call("load_stored", stored, version)
+        self._stored, self._loaded = stored, (version, receipt)
         return receipt
 
     def close(self) -> None:
@@ -82,8 +86,8 @@ class RayEngine:
     def _revive(self, actor: Actor) -> None:
         if self._loaded is None:
             return
-        ref, version, before = self._loaded
-        receipt = actor.once("load_weights", ref, version)
+        version, before = self._loaded
+        receipt = actor.once("load_stored", self._stored, version)
         if receipt != before:
             raise SyncError(
                 f"{actor.name} was restarted with version {version} and reports {receipt} instead"
@@ -91,7 +95,27 @@ class RayEngine:
             )
 
 
-def embedded(policy: nn.Module, settings: Mapping[str, Any]) -> EmbeddedEngine:
-    """The engine, on the GPU that Ray assigned to this process, if any."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return EmbeddedEngine(policy, shares_weights=False, device=device, **settings)
+class HostedEngine(EmbeddedEngine):
+    """The actor's side of ``RayEngine``, on the GPU that Ray assigned to this process, if any."""
+
+    def __init__(
+        self, skeleton: nn.Module, stored: StoredWeights, settings: Mapping[str, Any]
+    ) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        _allocate(skeleton)
+        super().__init__(skeleton, shares_weights=False, device=device, **settings)
+        self.load_stored(stored, 0)
+
+    def load_stored(self, stored: StoredWeights, version: int) -> Receipt:
+        """Load weights from the object store."""
+        return self.load_weights(dict(stored.tensors()), version)
+
+
+def _allocate(model: nn.Module) -> None:
+    """Replace weights on the meta device by empty ones on the CPU; tied ones stay tied."""
+    allocated: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if p.is_meta:
+                empty = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False)
+                setattr(module, name, allocated.setdefault(id(p), empty))

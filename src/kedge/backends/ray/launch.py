@@ -15,7 +15,7 @@ from kedge.backends.ray.context import DriverMailbox, RankContext
 from kedge.backends.ray.placement import Placement, place, plan_seats
 from kedge.backends.ray.worker import Failure, RankWorker
 from kedge.backends.shutdown import GracefulShutdown
-from kedge.errors import ConfigError, KedgeError, LaunchError
+from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -78,7 +78,8 @@ def launch(  # noqa: PLR0913
     Raises:
         ConfigError: the cluster lacks resources; with what is missing.
         KedgeError: the first one raised by a rank.
-        LaunchError: a rank raised another error, died or hung; root cause first.
+        LostLearnerError: a rank died or hung, or the control store of the cluster was lost.
+        LaunchError: a rank raised another error; root cause first.
         KeyboardInterrupt: after Ctrl-C, once the ranks have exited.
         SystemExit: after SIGTERM, once the ranks have exited.
     """
@@ -99,13 +100,13 @@ def launch(  # noqa: PLR0913
         )
         placement = place(plan, wait_seconds=limits.placement)
         (say or _print)(f"on Ray:\n{placement.text()}")
-        group = _LearnerGroup(placement, limits, on_row)
+        store = cluster.ControlStore(limits.heartbeat)
+        group = _LearnerGroup(placement, limits, on_row, store)
         try:
             group.start()
             return group.run(job, environment or {})
         finally:
             group.end()
-            placement.release()
     finally:
         if connected:
             cluster.leave()
@@ -123,16 +124,18 @@ class _LearnerGroup:
     placement: Placement
     limits: LaunchLimits
     on_row: Callable[[dict[str, Any]], None] | None
+    control_store: cluster.ControlStore
     mailbox: Any = None
     ranks: list[Any] = field(default_factory=list)
     processes: list[tuple[int, str]] = field(default_factory=list)  # process id and node
     pings: dict[int, tuple[Any, float]] = field(default_factory=dict)  # running, and start time
     hung: set[int] = field(default_factory=set)
+    mail: Any = None  # running call of ``take``
 
     def start(self) -> None:
         import ray
 
-        self.mailbox = ray.remote(DriverMailbox).options(num_cpus=0).remote()
+        self.mailbox = self._start_mailbox()
         actor = ray.remote(concurrency_groups={_HEALTH: 1})(RankWorker)
         seats = self.placement.plan.of("learner")
         self.ranks = [actor.options(**self.placement.options(seat)).remote() for seat in seats]
@@ -170,10 +173,14 @@ class _LearnerGroup:
                 failures += self._hung(running)
                 if failures:
                     deadline = min(deadline, time.monotonic() + _DRAIN)
-                elif shutdown.newly_requested():
-                    self.mailbox.stop.remote()
-                    deadline = time.monotonic() + self.limits.stop
-            self._forward()
+                elif shutdown.requested:
+                    self.mailbox.stop.remote()  # again and again, since the mailbox may restart
+                    if shutdown.newly_requested():
+                        deadline = time.monotonic() + self.limits.stop
+                if self.control_store.lost():
+                    raise LostLearnerError(self.control_store.cause)
+            for _ in range(2):  # a call that is under way, and what came after it
+                self._forward(wait_seconds=_DRAIN)
         if failures:
             raise self._root_cause(failures)
         if running:
@@ -185,11 +192,19 @@ class _LearnerGroup:
         return result
 
     def end(self) -> None:
+        """Kill all ranks and release the resources."""
         import ray
 
+        if not ray.is_initialized():
+            return
+        if self.control_store.lost():  # calls of Ray's own would block; the actors still respond
+            for actor in self.ranks:
+                actor.exit.options(concurrency_group=_HEALTH).remote()
+            return
         for actor in [*self.ranks, self.mailbox]:
-            if actor is not None and ray.is_initialized():
+            if actor is not None:
                 ray.kill(actor)
+        self.placement.release()
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -227,13 +242,30 @@ class _LearnerGroup:
     def _ping(self, rank: int) -> Any:
         return self.ranks[rank].ping.options(concurrency_group=_HEALTH).remote()
 
-    def _forward(self) -> None:
+    def _start_mailbox(self) -> Any:
+        """The mailbox on the driver's node, restarted if it dies; what it held is then lost."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        return (
+            ray.remote(DriverMailbox)
+            .options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+            .remote()
+        )
+
+    def _forward(self, wait_seconds: float = 0) -> None:
+        """Pass on rows and warnings, if the mailbox has answered."""
         import ray
 
+        self.mail = self.mail or self.mailbox.take.remote()
+        if not ray.wait([self.mail], timeout=wait_seconds)[0]:
+            return
+        mail, self.mail = self.mail, None
         try:
-            rows, notes = ray.get(self.mailbox.take.remote(), timeout=self.limits.patience)
+            rows, notes = ray.get(mail)
         except ray.exceptions.RayError:
-            return  # the run continues without the mailbox
+            return  # the mailbox is being restarted
         if self.on_row is not None:
             for row in rows:
                 self.on_row(row)
@@ -280,6 +312,7 @@ class _LearnerGroup:
             f"then on learner {failure.rank}: {failure.text.splitlines()[0]}" for failure in others
         ]
         lines.append("resume from the latest checkpoint, if any, with resume_from_checkpoint=True")
-        error = LaunchError("\n".join(line for line in lines if line))
+        kind = LostLearnerError if root.died else LaunchError
+        error = kind("\n".join(line for line in lines if line))
         error.__cause__ = root.error
         return error

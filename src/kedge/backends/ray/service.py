@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
-from kedge.backends.ray.weight_store import SharedWeights
+from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.vllm import GenerationRequest, GenerationResult, InProcess
-from kedge.backends.vllm.nccl_transfer import Control, NcclTransfer
+from kedge.backends.vllm.nccl_transfer import EngineGroup
+from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.weight_payload import WeightPayload
-from kedge.errors import RolloutError
+from kedge.errors import LostNodeError, RolloutError
 
 
 class RayService:
@@ -19,36 +22,39 @@ class RayService:
     If the actor is lost while it generates, it is restarted with the same weights and gets its rows
     again: every row is sampled by the same version.
 
-    With ``connect``, weights are sent over NCCL from GPU to GPU, otherwise by Ray's object store.
+    With ``group``, weights are broadcast over NCCL from GPU to GPU, otherwise they are read from
+    Ray's object store.
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
         spec: ``ray.ObjectRef`` of the ``PolicySpec``.
-        weights: ``ray.ObjectRef`` of the initial weights, version 0.
-        connect: creates the NCCL transfer, given the vLLM's ``Control``.
+        payload: the initial weights, version 0.
+        shared_weights: of all engines.
+        group: of the engines that load the same versions at the same time.
     """
 
     def __init__(
         self,
         name: str,
         spec: Any,
-        weights: Any,
+        payload: WeightPayload,
         engine_args: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
         limits: ActorLimits,
         shared_weights: SharedWeights,
-        connect: Callable[[Control], NcclTransfer] | None = None,
+        group: EngineGroup | None = None,
     ) -> None:
-        self._shared_weights, self._limits, self._connect = shared_weights, limits, connect
-        self._loaded: tuple[Any, int] | None = None  # payload or its ref, and version
-        self._transfer: NcclTransfer | None = None
+        self._shared_weights, self._limits, self._group = shared_weights, limits, group
+        self._version: int | None = None
+        self._weights: StoredWeights | WeightPayload = shared_weights.store(payload)
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
+                hosted_vllm,
                 InProcess,
                 spec,
-                weights,
+                self._stored(),
                 dict(engine_args),
                 shares_gpu=options.get("num_gpus", 0) < 1,
             ),
@@ -59,7 +65,12 @@ class RayService:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order; restarts the actor if it is lost."""
-        return self.actor.call("generate", list(requests))
+        try:
+            return self.actor.call("generate", list(requests))
+        except LostNodeError as error:
+            if self._group is not None:
+                self._group.fail(error)  # the others could not form it without this engine
+            raise
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
@@ -67,32 +78,25 @@ class RayService:
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
-        adapter = payload.adapter
-        if self._connect is not None and adapter is None:
-            self.actor.call("version")  # restarts the actor first if it is lost
+        if self._group is not None and payload.adapter is None:
             try:
-                self._send(payload, version)
+                self.actor.call("version")  # restarts the actor first if it is lost
+            except RolloutError as error:
+                self._group.fail(error)
+                raise
+            try:
+                self._group.send(self, ActorControl(self.actor, self._limits.start), payload)
+                self.actor.once("finish_load", version)
             except LostActorError as error:
                 raise RolloutError(
                     f"{error} while weights were sent to it over NCCL, which cannot be interrupted;"
                     " resume the run from its latest checkpoint"
                 ) from error
-            self._loaded = payload, version
+            self._weights, self._version = payload, version
             return
-        ref = self._shared_weights.ref(
-            dict(payload.named),
-            lambda w: WeightPayload(tuple(w.items()), adapter, payload.dtype),
-            dtype=payload.dtype,
-        )
-        self.actor.call("load", ref, version, within=self._limits.start)
-        self._loaded = ref, version
-
-    def _send(self, payload: WeightPayload, version: int) -> None:
-        assert self._connect is not None
-        if self._transfer is None:
-            self._transfer = self._connect(ActorControl(self.actor, self._limits.start))
-        self._transfer.send(payload)
-        self.actor.once("finish_load", version)
+        stored = self._shared_weights.store(payload)
+        self.actor.call("load_stored", stored, version, within=self._limits.start)
+        self._weights, self._version = stored, version
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -114,15 +118,45 @@ class RayService:
         """Kill the actor."""
         self.actor.close()
 
+    def _stored(self) -> StoredWeights:
+        """The current weights; those that were sent over NCCL are stored for one restart."""
+        current = self._weights
+        if isinstance(current, WeightPayload):
+            return StoredWeights.put(current.named, current.dtype)
+        return current
+
     def _revive(self, actor: Actor) -> None:
-        self._transfer = None  # its process is gone
-        if self._loaded is None:
-            return
-        payload, version = self._loaded
-        if isinstance(payload, WeightPayload):
-            self._send(payload, version)
-        else:
-            actor.once("load", payload, version, within=self._limits.start)
+        if self._group is not None:
+            self._group.reset()  # a process of it is gone
+        if self._version is not None:
+            actor.once("finish_load", self._version)
+
+
+def hosted_vllm(
+    kind: type[InProcess],
+    spec: PolicySpec,
+    stored: StoredWeights,
+    engine_args: Mapping[str, Any],
+    *,
+    shares_gpu: bool,
+) -> InProcess:
+    """The vLLM in the actor: ``InProcess``, with a method that loads stored weights."""
+
+    class HostedVLLM(kind):  # type: ignore[misc, valid-type]
+        def load_stored(self, stored: StoredWeights, version: int) -> None:
+            self.load(WeightPayload(tuple(stored.tensors()), spec.adapter), version)
+
+    named = dict(stored.tensors())
+    # An adapter is stored under other names, and loaded below.
+    weights = {
+        name: named[name] if name in named else torch.zeros(p.shape, dtype=p.dtype)
+        for name, p in spec.skeleton.named_parameters()
+        if p.is_meta
+    }
+    vllm = HostedVLLM(spec, weights, engine_args, shares_gpu=shares_gpu)
+    if spec.adapter is not None:
+        vllm.load_stored(stored, 0)
+    return vllm
 
 
 class ActorControl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from kedge.backends.rollout.rows import join_rollouts, split_rows
-from kedge.errors import SyncError
+from kedge.errors import LostNodeError, SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -88,12 +90,24 @@ class ShardedEngine:
         """
         if self._check is not None:
             self._check(prompts, sampling)
-        slices = split_rows(len(prompts), len(self.engines)) or [slice(0)]
+        return self._sample(prompts, partial(_generate, sampling=sampling, seed=seed))
+
+    def _sample(
+        self, prompts: PromptBatch, generate: Callable[[RolloutEngine, PromptBatch], Rollout]
+    ) -> Rollout:
+        """Sample on all engines; rows of engines whose nodes are lost again, on the others."""
+        parts = [prompts.rows(rows) for rows in split_rows(len(prompts), len(self.engines))]
+        parts = parts or [prompts]
+        engines = self.engines[: len(parts)]
         calls = [
-            partial(engine.generate, prompts.rows(rows), sampling=sampling, seed=seed)
-            for engine, rows in zip(self.engines, slices, strict=False)
+            partial(generate, engine, part) for engine, part in zip(engines, parts, strict=True)
         ]
-        return join_rollouts(prompts, self._call_all(calls), self._pad_id)
+        rollouts = self._call_all(calls, engines)
+        whole = [
+            rollout if rollout is not None else self._sample(part, generate)
+            for rollout, part in zip(rollouts, parts, strict=True)
+        ]
+        return join_rollouts(prompts, whole, self._pad_id)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Load ``weights`` into every engine; returns their receipt if all agree.
@@ -101,7 +115,10 @@ class ShardedEngine:
         Raises:
             SyncError: the engines report different weights.
         """
-        receipts = self._call_all([partial(e.load_weights, weights, version) for e in self.engines])
+        engines = list(self.engines)
+        calls = [partial(engine.load_weights, weights, version) for engine in engines]
+        loaded = self._call_all(calls, engines)
+        receipts = [r for r, engine in zip(loaded, engines, strict=True) if engine in self.engines]
         for i, receipt in enumerate(receipts):
             if receipt != receipts[0]:
                 raise SyncError(
@@ -116,19 +133,39 @@ class ShardedEngine:
             return
         self._closed = True
         try:
-            self._call_all(
-                [close for e in self.engines if (close := getattr(e, "close", None)) is not None]
-            )
+            engines = [e for e in self.engines if hasattr(e, "close")]
+            self._call_all([engine.close for engine in engines], engines)
         finally:
             self._threads.shutdown(wait=True)
             if self._release is not None:
                 self._release()
 
-    def _call_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The results of concurrent calls; an error is raised once all have ended."""
+    def _call_all(
+        self, calls: Sequence[Callable[[], T]], engines: Sequence[RolloutEngine]
+    ) -> list[T | None]:
+        """The results of concurrent calls; an error is raised once all have ended.
+
+        An engine whose node is lost is dropped, with None as its result, unless it is the last.
+        """
         futures = [self._threads.submit(call) for call in calls]
         wait(futures)
-        return [future.result() for future in futures]
+        results: list[T | None] = []
+        for future, engine in zip(futures, engines, strict=True):
+            try:
+                results.append(future.result())
+            except LostNodeError as error:  # noqa: PERF203
+                if len(self.engines) == 1:
+                    raise
+                logger.warning("%s; continuing with %d engines", error, len(self.engines) - 1)
+                self.engines = [other for other in self.engines if other is not engine]
+                results.append(None)
+        return results
+
+
+def _generate(
+    engine: RolloutEngine, prompts: PromptBatch, *, sampling: Sampling, seed: int
+) -> Rollout:
+    return engine.generate(prompts, sampling=sampling, seed=seed)
 
 
 def start_all(

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.hf.sampling import check_sampling
 from kedge.backends.vllm.policy_spec import PolicySpec
@@ -149,11 +148,11 @@ class VLLMEngine:
         return Receipt(version=reported, fingerprint=sent.fingerprint)
 
     def _expected(self, weights: Mapping[str, Tensor], version: int) -> _Sync:
-        dtype, expected = self.spec.dtype, self.spec.logprobs(weights)
-        sent = _Sync(version, fingerprint(weights), expected, rounded=expected)
+        dtype, expected = self.spec.dtype, self.spec.expected(weights)
+        sent = _Sync(version, expected.fingerprint, expected.logprobs, expected.rounded)
         if dtype is not None and dtype != torch.float32:
-            sent.rounded = self.spec.logprobs(weights, autocast=dtype)
-            sent.tolerance = max(LOW_PRECISION, _ROUNDING * _distance(sent.rounded, expected))
+            rounding = _distance(expected.rounded, expected.logprobs)
+            sent.tolerance = max(LOW_PRECISION, _ROUNDING * rounding)
         return sent
 
     def close(self) -> None:

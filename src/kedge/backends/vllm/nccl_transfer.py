@@ -1,4 +1,4 @@
-"""Sends weights to a vLLM on other GPUs over NCCL, with vLLM's weight transfer.
+"""Sends weights to vLLMs on other GPUs over NCCL, with vLLM's weight transfer.
 
 vLLM does the work on both sides (``vllm.distributed.weight_transfer``): packing, broadcast, loading
 layer by layer.  This module decides when, what and how long to wait.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +24,10 @@ Control = Any  # of a vLLM during weight transfer: ``VLLMWeightSyncClient`` of v
 
 
 class NcclTransfer:
-    """Process group of the learner and the workers of one vLLM for sending weights.
+    """Process group of the learner and the workers of vLLMs for sending weights.
 
     Args:
-        control: of the vLLM.
+        control: of the vLLM, or of several.
         info: of the group: vLLM's ``TrainerInitInfo`` of some backend; see ``nccl``.
         limit: seconds that creating the group, or sending all weights, may take.
 
@@ -72,6 +74,114 @@ class NcclTransfer:
         self._engine.shutdown()
 
 
+class EngineGroup:
+    """One process group of the learner and all engines: weights are broadcast once for all.
+
+    Every engine calls ``send`` for every version, each in a separate thread; the last one to
+    arrive sends.  After ``reset`` the group is formed again for the next version.
+
+    Args:
+        engines: number of engines.
+        workers: GPUs of each engine.
+        create: forms the group, given the ``Control`` of all engines.
+        limit: seconds that forming the group and sending may take together.
+    """
+
+    def __init__(
+        self,
+        engines: int,
+        workers: int,
+        create: Callable[[Control], NcclTransfer],
+        *,
+        limit: float,
+    ) -> None:
+        self._workers, self._create, self._limit = workers, create, limit
+        self._controls: dict[int, Control] = {}  # by the identity of the engine
+        self._payload = WeightPayload(())
+        self._transfer: NcclTransfer | None = None
+        self._error: BaseException | None = None
+        self._all_here = threading.Barrier(engines, self._send)
+
+    def send(self, engine: object, control: Control, payload: WeightPayload) -> None:
+        """Load the weights into this engine, together with the others.
+
+        Raises:
+            RolloutError: an engine failed; the group cannot be used any more.
+        """
+        self._controls[id(engine)] = control
+        self._payload = payload
+        try:
+            self._all_here.wait(2 * self._limit)
+        except threading.BrokenBarrierError:
+            if self._error is not None:
+                raise self._error from None
+            raise RolloutError(
+                f"not all of {self._all_here.parties} engines were ready to receive weights within"
+                f" {2 * self._limit:g} s (worker_start_timeout); resume the run from its latest"
+                " checkpoint"
+            ) from None
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error of one engine in those that wait for it."""
+        self._error = error
+        self._all_here.abort()
+
+    def reset(self) -> None:
+        """Form the group again before the next version, since an engine was restarted."""
+        self._transfer = None
+
+    def _send(self) -> None:
+        try:
+            if self._transfer is None:
+                controls = list(self._controls.values())
+                self._transfer = self._create(FanOut(controls, self._workers))
+            self._transfer.send(self._payload)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._payload = WeightPayload(())
+
+
+class FanOut:
+    """``Control`` of several engines, which are called concurrently.
+
+    Args:
+        controls: of the engines.
+        workers: GPUs of each engine, which have consecutive ranks in the group.
+    """
+
+    def __init__(self, controls: Sequence[Control], workers: int) -> None:
+        self._controls, self._workers = controls, workers
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the process group of ``init_info``, each engine with its ranks."""
+        first = int(init_info["rank_offset"])
+        infos = [
+            init_info | {"rank_offset": first + i * self._workers}
+            for i in range(len(self._controls))
+        ]
+        calls = zip(self._controls, infos, strict=True)
+        self._call([partial(c.init_weight_transfer_engine, info) for c, info in calls])
+
+    def start_weight_update(self) -> None:
+        """Prepare to receive weights."""
+        self._call([c.start_weight_update for c in self._controls])
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive the weights of ``update_info``."""
+        self._call([partial(c.update_weights, update_info) for c in self._controls])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Finish after all weights were received."""
+        self._call([partial(c.finish_weight_update, weight_version) for c in self._controls])
+
+    def _call(self, calls: Sequence[Callable[[], Any]]) -> None:
+        with ThreadPoolExecutor(len(calls)) as threads:
+            for future in [threads.submit(call) for call in calls]:
+                future.result()
+
+
 class Source:
     """Weights as vLLM reads them: first metadata of all, then the tensors in that order."""
 
@@ -92,11 +202,11 @@ class Source:
 
 
 def nccl(*, address: str, workers: int) -> Any:
-    """Group of this process, on its current GPU, and the GPUs of one vLLM.
+    """Group of this process, on its current GPU, and the GPUs of vLLMs.
 
     Args:
-        address: of this machine, as seen from the vLLM.
-        workers: GPUs of the vLLM.
+        address: of this machine, as seen from the vLLMs.
+        workers: GPUs of all vLLMs.
     """
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kedge.backends.hf.fingerprint import check_weights
+from kedge.backends.hf.fingerprint import check_weights, fingerprint
 from kedge.backends.vllm.weight_payload import (
     WeightPayload,
     adapter_weights,
@@ -24,6 +25,16 @@ from kedge.errors import ConfigError, SyncError
 
 _PROBE_ROWS, _PROBE_TOKENS = 4, 32
 _SKELETON_LOCK = threading.Lock()  # engines share one module and swap weights into it
+_EXPECTED_LOCK = threading.Lock()  # the first engine of a weight sync computes, the others wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the learner's code says of weights that are sent to rollout engines."""
+
+    fingerprint: str
+    logprobs: Tensor  # of the probe: float32 [rows, tokens - 1], nats
+    rounded: Tensor  # the same, computed in the dtype of the rollout engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +75,11 @@ class PolicySpec:
         base = policy if adapter is None else model.get_base_model()
         if isinstance(dtype, str):  # "auto" is not a dtype
             dtype = getattr(torch, dtype.removeprefix("torch."), None)
-        return cls(_skeleton(policy), _tied(base), tokenizer, adapter, dtype)
+        return cls(skeleton(policy), _tied(base), tokenizer, adapter, dtype)
 
     def on_cpu(self) -> PolicySpec:
         """The spec with its frozen weights on the CPU, to be sent to another process."""
-        memo: dict[int, Any] = {
-            id(p): nn.Parameter(p.detach().cpu(), requires_grad=False)
-            for p in self.skeleton.parameters()
-            if not p.is_meta
-        }
-        return replace(self, skeleton=copy.deepcopy(self.skeleton, memo))
+        return replace(self, skeleton=on_cpu(self.skeleton))
 
     @property
     def base(self) -> nn.Module:
@@ -140,6 +146,26 @@ class PolicySpec:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, config.vocab_size, size, generator=generator)
 
+    def expected(self, weights: Mapping[str, Tensor]) -> Expected:
+        """What a rollout engine must report; computed once for all engines that load the weights.
+
+        Args:
+            weights: trained weights by name; the result is remembered for these tensors.
+        """
+        with _EXPECTED_LOCK:
+            key = [self.skeleton, *weights.values()]
+            if not _same(_LATEST.key, key):
+                _LATEST.value = self._expected(weights)
+                _LATEST.key = [(weakref.ref(x), getattr(x, "_version", 0)) for x in key]
+            assert _LATEST.value is not None
+            return _LATEST.value
+
+    def _expected(self, weights: Mapping[str, Tensor]) -> Expected:
+        exact = self.logprobs(weights)
+        low = self.dtype is not None and self.dtype != torch.float32
+        rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
+        return Expected(fingerprint=fingerprint(weights), logprobs=exact, rounded=rounded)
+
     @torch.no_grad()
     def logprobs(
         self, weights: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
@@ -159,6 +185,24 @@ class PolicySpec:
         return picked[..., 0].cpu()
 
 
+@dataclass(slots=True, kw_only=True)
+class _Latest:
+    """The last result of ``PolicySpec.expected``; holds none of its weights."""
+
+    key: list[tuple[weakref.ref[Any], int]]
+    value: Expected | None
+
+
+_LATEST = _Latest(key=[], value=None)
+
+
+def _same(key: Sequence[tuple[weakref.ref[Any], int]], objects: Sequence[Any]) -> bool:
+    return len(key) == len(objects) and all(
+        ref() is x and version == getattr(x, "_version", 0)
+        for (ref, version), x in zip(key, objects, strict=True)
+    )
+
+
 def weights_dtype(policy: nn.Module) -> torch.dtype:
     """The dtype of most of a policy's weights; under adapters, that of the base model."""
     model: Any = policy
@@ -166,7 +210,7 @@ def weights_dtype(policy: nn.Module) -> torch.dtype:
     return dtype
 
 
-def _skeleton(policy: nn.Module) -> nn.Module:
+def skeleton(policy: nn.Module) -> nn.Module:
     """A copy that shares frozen weights and has trained weights on the meta device."""
     trained = [p for p in policy.parameters() if p.requires_grad] or list(policy.parameters())
     memo: dict[int, Any] = {
@@ -176,6 +220,16 @@ def _skeleton(policy: nn.Module) -> nn.Module:
         empty = torch.empty_like(p, device="meta")
         memo[id(p)] = nn.Parameter(empty, requires_grad=False)
     return copy.deepcopy(policy, memo).eval()
+
+
+def on_cpu(skeleton: nn.Module) -> nn.Module:
+    """A copy of a skeleton with its frozen weights on the CPU."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().cpu(), requires_grad=False)
+        for p in skeleton.parameters()
+        if not p.is_meta
+    }
+    return copy.deepcopy(skeleton, memo)
 
 
 def _tied(policy: nn.Module) -> tuple[str, str] | None:

@@ -292,10 +292,9 @@ class Process:
 def _terminate(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE + 5)
-    except subprocess.TimeoutExpired:
-        _kill(process)
+    _kill(process)  # also what is left of the group if the guard itself was killed
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

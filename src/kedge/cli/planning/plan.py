@@ -12,7 +12,8 @@ from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Flags, Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.planning import memory
-from kedge.cli.train.async_ppo import parse_options
+from kedge.cli.train.async_data import load_mixed
+from kedge.cli.train.async_ppo import load_chat_tokenizer, parse_options
 from kedge.cli.train.ppo import Names, load_algorithm, load_tokenizer, model_names
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
@@ -20,6 +21,7 @@ from kedge.config.grpo import GRPOConfig
 from kedge.config.options import elsewhere
 from kedge.config.ppo import PPOv2Config
 from kedge.config.rloo import RLOOConfig
+from kedge.config.rollout_engines import find_engine
 from kedge.config.sampling import build_sampling
 from kedge.config.schedule import warmup_iterations
 from kedge.engine.batch_sizes import BatchSizes, compute_batch_sizes
@@ -76,7 +78,10 @@ def plan(
     from kedge.backends.hf.end_tokens import eos_token_ids
 
     names, flags = model_names(options), options.model
-    tokenizer = load_tokenizer(names.tokenizer, flags)
+    if isinstance(options.config, AsyncPPOConfig):
+        tokenizer = load_chat_tokenizer(options, names)
+    else:
+        tokenizer = load_tokenizer(names.tokenizer, flags)
     ends = eos_token_ids(
         names.policy,
         tokenizer,
@@ -149,7 +154,8 @@ def _batches(
         sizes = shared_kwargs(config, compute_batch_sizes) | {"world_size": world_size}
         batches = compute_batch_sizes(**sizes, min_group=min_group)
         return batches, {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}, None
-    train, _ = load_prompts(options)
+    is_async = isinstance(config, AsyncPPOConfig)
+    train, _ = load_mixed(options) if is_async else load_prompts(options)
     here: Any = SimpleNamespace(process_index=0, num_processes=world_size)
     prompts, batches = build_prompts(train, config, tokenizer, here, min_group=min_group)
     report = prompts.report
@@ -232,6 +238,8 @@ def show(
     sizes = Table(title="sizes", show_header=False, title_justify="left")
     for row in size_rows(options, batches, facts):
         sizes.add_row(*row)
+    if (sync := sync_row(options.config, needs[0])) is not None:
+        sizes.add_row(*sync)
     console.print(sizes)
     # Eight columns have to fit into the 80 characters of a plain terminal.
     table = Table(
@@ -288,6 +296,21 @@ def size_rows(
         ("tokens per update", f"{per_update:,}", "at most, prompt and response"),
         ("response tokens", f"{batches.episodes * response:,}", "at most, in the run"),
     ]
+
+
+def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str] | None:
+    """What each update sends to rollout engines; None if they sample from the learner's weights."""
+    engine = find_engine(config)
+    if not engine.copies_weights:
+        return None
+    whole = policy.trained == policy.parameters
+    half = engine.vllm and whole and (config.bf16 or config.fp16)
+    engines = config.vllm_num_engines if engine.several else 1
+    how = "stored or broadcast once" if engine.actors else "written for each"
+    what = "16 bits" if half else "float32"
+    note = f"per update: {'all weights' if whole else 'the adapter'} in {what}, {how}"
+    size = human(policy.trained * (2.0 if half else 4.0))
+    return "weight sync", size, f"{note}; rollout engines: {engines}"
 
 
 def short(count: int) -> str:

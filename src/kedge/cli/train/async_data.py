@@ -12,6 +12,17 @@ from kedge.cli.data import Splits, load_prompts
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.errors import ConfigError, DataError
 
+
+def _joined(turn: str, separator: str) -> str:
+    """A template that joins turns; without a generation prompt, the EOS token ends the last."""
+    return (
+        "{% for message in messages %}{{ " + turn + " }}"
+        "{% if not loop.last %}{{ '" + separator + "' }}"
+        "{% elif not add_generation_prompt %}{{ eos_token }}{% endif %}"
+        "{% endfor %}"
+    )
+
+
 # The Tulu chat format: a role tag before each turn, the EOS token after each answer.
 TULU = (
     "{% for message in messages %}"
@@ -26,7 +37,18 @@ TULU = (
     "{% endif %}"
     "{% endfor %}"
 )
-TEMPLATES = {"tulu": TULU}
+TEMPLATES = {
+    "tulu": TULU,
+    "zephyr": (
+        "{% for message in messages %}"
+        "<|{{ message['role'] }}|>\n{{ message['content'] + eos_token }}\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    ),
+    "simple_chat": _joined("message['role'].capitalize() + ': ' + message['content']", r"\n\n"),
+    "simple_concat_with_space": _joined("message['content']", " "),
+    "simple_concat_with_new_line": _joined("message['content']", r"\n"),
+}
 
 
 def load_mixed(options: Options) -> tuple[Any, Any]:
@@ -96,19 +118,29 @@ def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages[:-1] if last.get("role") == "assistant" else messages
 
 
+def check_template(config: AsyncPPOConfig) -> None:
+    """Check that ``chat_template_name`` is known or a file, before anything is loaded.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    name = config.chat_template_name
+    if name is not None and name not in TEMPLATES and not Path(name).is_file():
+        raise ConfigError(
+            f"chat_template_name={name!r} must be {', '.join(TEMPLATES)} or a file with a Jinja"
+            " template; leave it unset to use the tokenizer's template"
+        )
+
+
 def dressed(tokenizer: Any, config: AsyncPPOConfig) -> Any:
     """Set the tokenizer's chat template as the options say.
 
     Raises:
         ConfigError: the template is unknown, or ``add_bos`` cannot be applied.
     """
+    check_template(config)
     name = config.chat_template_name
     if name is not None:
-        if name not in TEMPLATES and not Path(name).is_file():
-            raise ConfigError(
-                f"chat_template_name={name!r} must be {', '.join(TEMPLATES)} or a file with a Jinja"
-                " template; leave it unset to use the tokenizer's template"
-            )
         template = TEMPLATES.get(name)
         tokenizer.chat_template = template or Path(name).read_text(encoding="utf-8")
     if config.add_bos:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,15 @@ from typing import Any
 from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import note
 from kedge.cli.train import ppo
-from kedge.cli.train.async_data import dressed, load_mixed
+from kedge.cli.train.async_data import check_template, dressed, load_mixed
+from kedge.cli.train.resume import resume_line
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.rollout_engines import find_engine
-from kedge.errors import ConfigError
+from kedge.engine.checkpoint.folders import checkpoints
+from kedge.errors import ConfigError, LostLearnerError
+
+# open-instruct does not pass its ``eps`` to AdamW, whose defaults therefore act.
+_TORCH_EPSILON, _TORCH_DECAY = 1e-8, 0.01
 
 
 def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
@@ -25,6 +31,8 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
     options = parse_options(argv, prog=prog)
     config = options.config
     assert isinstance(config, AsyncPPOConfig)
+    if differences := compare(options):
+        note(f"differs from open-instruct: {'; '.join(differences)}")
     if config.cache_dataset_only:
         train, test = load_mixed(options)
         note(f"{len(train)} prompts to train on, {0 if test is None else len(test)} to evaluate on")
@@ -42,10 +50,40 @@ def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Opti
     """
     options = parse(argv, prog=prog, config=AsyncPPOConfig)
     script, given = options.script, options.given
+    assert isinstance(options.config, AsyncPPOConfig)
+    check_template(options.config)
     unscored = script.reward_model_multiplier == 0 and "reward_model_path" in given
     if unscored and script.value_model_path is None:
         script = replace(script, value_model_path=options.config.reward_model_path)
     return replace(options, script=script)
+
+
+def compare(options: Options) -> list[str]:
+    """What a run does otherwise than open-instruct with the same flags."""
+    config, model = options.config, options.model
+    assert isinstance(config, AsyncPPOConfig)
+    differences = []
+    if not config.bf16:
+        kind = "float16" if config.fp16 else "float32"
+        differences.append(f"{kind} instead of bfloat16 (--bf16)")
+    if model.attn_implementation != "flash_attention_2":
+        differences.append(
+            f"attention {model.attn_implementation or 'as transformers chooses'} instead of"
+            " flash_attention_2 (--attn_implementation)"
+        )
+    if config.stop_token == "eos" and "stop_token" not in options.given:
+        differences.append("responses end at EOS (--stop_token none for fixed length)")
+    if config.adam_epsilon != _TORCH_EPSILON:
+        differences.append(f"Adam's epsilon {config.adam_epsilon:g} instead of 1e-08 (--eps)")
+    if config.weight_decay != _TORCH_DECAY:
+        differences.append(f"weight decay {config.weight_decay:g} instead of 0.01 (--weight_decay)")
+    steps = config.num_ppo_epochs * config.num_mini_batches
+    if config.warm_up_steps % steps:
+        differences.append(
+            f"{config.warm_up_steps} optimizer steps of warmup are rounded up to"
+            f" {config.warmup_steps:g} iterations of {steps}"
+        )
+    return differences
 
 
 def on_ray(config: AsyncPPOConfig) -> bool:
@@ -66,42 +104,70 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
 
     Raises:
         ConfigError: the cluster lacks resources, or a learner refuses an option.
-        LaunchError: a learner failed, died or hung; the message starts with its error.
+        LostLearnerError: learners were lost more than ``max_failures`` times.
+        LaunchError: a learner failed; the message starts with its error.
     """
     from kedge.backends.ray.launch import LaunchLimits, launch
     from kedge.backends.trackers import Screen
+    from kedge.trainers.build.rollout import engines_per_rank
 
     config = options.config
     assert isinstance(config, AsyncPPOConfig)
     learners = config.actor_num_gpus_per_node or [1]
     batch = config.local_rollout_batch_size * config.num_generations * sum(learners)
     steps = config.max_steps if config.max_steps > 0 else (config.total_episodes or 0) // batch
+    if config.rollout_schedule == "as_completed" and sum(learners) > 1:
+        engines_per_rank(config, find_engine(config), ranks=sum(learners))
     screen = Screen(max(1, steps), bar=not config.disable_tqdm)
     engines = config.vllm_num_engines if find_engine(config).actors else 0
+    run = partial(
+        launch,
+        learners=learners,
+        engines=engines,
+        gpus_per_engine=config.vllm_tensor_parallel_size,
+        rewards=config.ray_reward_workers,
+        gpus_per_reward=config.ray_reward_gpus,
+        references=config.ray_ref_workers,
+        gpus_per_reference=config.ray_ref_gpus,
+        single_gpu_mode=config.single_gpu_mode,
+        address=config.ray_address,
+        environment=build_environment(config, sum(learners)),
+        limits=LaunchLimits(
+            placement=config.ray_wait_seconds,
+            start=config.worker_start_timeout,
+            heartbeat=config.worker_heartbeat,
+            patience=config.worker_timeout,
+        ),
+        on_row=lambda row: screen.log(row, step=int(row["step"])),
+    )
     try:
-        launch(
-            partial(learn_from, argv, str(Path.cwd())),
-            learners=learners,
-            engines=engines,
-            gpus_per_engine=config.vllm_tensor_parallel_size,
-            rewards=config.ray_reward_workers,
-            gpus_per_reward=config.ray_reward_gpus,
-            references=config.ray_ref_workers,
-            gpus_per_reference=config.ray_ref_gpus,
-            single_gpu_mode=config.single_gpu_mode,
-            address=config.ray_address,
-            environment=build_environment(config, sum(learners)),
-            limits=LaunchLimits(
-                placement=config.ray_wait_seconds,
-                start=config.worker_start_timeout,
-                heartbeat=config.worker_heartbeat,
-                patience=config.worker_timeout,
-            ),
-            on_row=lambda row: screen.log(row, step=int(row["step"])),
-        )
+        _run_with_restarts(run, argv, config)
+    except (KeyboardInterrupt, SystemExit):
+        saved = [] if config.save_only_model else checkpoints(config.output_dir or "")
+        note(f"stopped; {resume_line(saved[-1] if saved else None)}")
+        raise
     finally:
         screen.close()
     note(f"the trained model is in {config.output_dir}")
+
+
+def _run_with_restarts(
+    run: Callable[[Callable[[], None]], None], argv: list[str], config: AsyncPPOConfig
+) -> None:
+    """Launch the run; after the loss of a learner, again from its newest checkpoint."""
+    failures = 0
+    while True:
+        try:
+            return run(partial(learn_from, argv, str(Path.cwd())))
+        except LostLearnerError as error:  # noqa: PERF203
+            failures += 1
+            if failures > config.max_failures:
+                raise
+            saved = checkpoints(config.output_dir or "")
+            where = saved[-1].name if saved else "the beginning"
+            note(f"{error}\nrestart {failures} of {config.max_failures} from {where}")
+            if saved:
+                argv = [*argv, "--resume_from_checkpoint", "True"]
 
 
 def build_environment(config: AsyncPPOConfig, learners: int) -> dict[str, str]:
@@ -136,16 +202,57 @@ def learn(options: Options) -> Any:
         os.environ.setdefault("WANDB_PROJECT", config.wandb_project_name)
         if config.wandb_entity is not None:
             os.environ.setdefault("WANDB_ENTITY", config.wandb_entity)
+    options = _at_revision(options)
     names = ppo.model_names(options)
-    tokenizer = ppo.load_tokenizer(config.tokenizer_name_or_path or names.tokenizer, options.model)
     train, test = load_mixed(options)
     return ppo.train(
         options,
         train_dataset=train,
         eval_dataset=test,
-        tokenizer=dressed(tokenizer, config),
+        tokenizer=load_chat_tokenizer(options, names),
         value_model=_random_value_model(options) if config.init_value_from_scratch else None,
     )
+
+
+def load_chat_tokenizer(options: Options, names: ppo.Names) -> Any:
+    """The tokenizer, with the chat template that the options name.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the template cannot be applied.
+    """
+    config = options.config
+    assert isinstance(config, AsyncPPOConfig)
+    name = config.tokenizer_name_or_path or names.tokenizer
+    revision = config.tokenizer_revision
+    return dressed(ppo.load_tokenizer(name, options.model, revision), config)
+
+
+def _at_revision(options: Options) -> Options:
+    """With ``reward_model_revision``, the options name the downloaded reward model."""
+    config, script = options.config, options.script
+    assert isinstance(config, AsyncPPOConfig)
+    name = config.reward_model_path
+    if config.reward_model_revision is None or Path(name).expanduser().is_dir():
+        return options
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            name,
+            revision=config.reward_model_revision,
+            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"],
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
+        raise ConfigError(
+            f"reward_model_path={name!r} at reward_model_revision="
+            f"{config.reward_model_revision!r} cannot be downloaded: {error}"
+        ) from error
+    config = copy.copy(config)
+    config.reward_model_path = folder
+    if script.value_model_path == name:
+        script = replace(script, value_model_path=folder)
+    return replace(options, config=config, script=script)
 
 
 def _random_value_model(options: Options) -> Any:

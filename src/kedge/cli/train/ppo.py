@@ -210,8 +210,8 @@ def _check_place(name: str | None) -> None:
         raise ConfigError(f"cannot load the model {name!r}: the folder does not exist")
 
 
-def load_tokenizer(name: str, options: ModelArguments) -> Any:
-    """The tokenizer saved with a model.
+def load_tokenizer(name: str, options: ModelArguments, revision: str | None = None) -> Any:
+    """The tokenizer saved with a model; ``revision`` replaces that of the model.
 
     Raises:
         ConfigError: it is missing or cannot be read.
@@ -222,7 +222,7 @@ def load_tokenizer(name: str, options: ModelArguments) -> Any:
         return AutoTokenizer.from_pretrained(
             name,
             padding_side="left",
-            revision=options.model_revision,
+            revision=revision or options.model_revision,
             trust_remote_code=options.trust_remote_code,
         )
     except (OSError, ValueError) as error:

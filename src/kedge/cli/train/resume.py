@@ -21,12 +21,18 @@ def how_to_resume(trainer: Any) -> str:
     state, folder = trainer.state, Path(trainer.args.output_dir)
     saved = folder / f"checkpoint-{state.global_step}"
     stopped = f"stopped after iteration {state.global_step} of {state.max_steps}"
-    if trainer.args.save_only_model or not saved.is_dir():
-        return f"{stopped}; no checkpoint was saved to resume from"
+    usable = saved.is_dir() and not trainer.args.save_only_model
+    return f"{stopped}; {resume_line(saved if usable else None)}"
+
+
+def resume_line(checkpoint: Path | None) -> str:
+    """How to resume this command from a checkpoint; None: it has none."""
+    if checkpoint is None:
+        return "no checkpoint was saved to resume from"
     words = command_to_repeat(without="resume_from_checkpoint")
     if words is None:
-        return f"{stopped}; add this to the same command to resume: --resume_from_checkpoint"
-    return f"{stopped}; to resume from {saved}:\n    {words} --resume_from_checkpoint"
+        return "add this to the same command to resume: --resume_from_checkpoint"
+    return f"to resume from {checkpoint}:\n    {words} --resume_from_checkpoint"
 
 
 def command_to_repeat(*, without: str) -> str | None:

@@ -33,6 +33,21 @@ class ConfigParser(HfArgumentParser):
                         *flags(name), **_argument(entry, target, shown=name not in TRANSFORMERS4)
                     )
 
+        self._add_negations()
+
+    def _add_negations(self) -> None:
+        """Add ``--no_x`` for every flag ``--x`` that takes True or False."""
+        for action in list(self._actions):
+            names = [f for f in flags(f"no_{action.dest}") if f not in self._option_string_actions]
+            if names and action.type is string_to_bool:
+                self.add_argument(
+                    *names,
+                    action="store_false",
+                    dest=action.dest,
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )
+
     @staticmethod
     def _parse_dataclass_field(parser: Any, field: Field[Any]) -> None:
         field = copy.copy(field)
@@ -87,6 +102,8 @@ def _argument(entry: Any, target: argparse.Action | None, *, shown: bool) -> dic
     if isinstance(entry.default, bool):
         return argument | {"type": string_to_bool, "nargs": "?", "const": True}
     if not isinstance(entry, Alias) or entry.convert is not None or target is None:
+        if isinstance(entry.default, list):
+            return argument | {"type": str, "nargs": "+"}
         kind = str if entry.default is None else type(entry.default)
         return argument | {"type": kind}
     if shown:

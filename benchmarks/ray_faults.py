@@ -1,0 +1,388 @@
+"""Faults of runs on Ray: how each run ends or recovers, what is left running, and its resume.
+
+    python -m benchmarks.ray_faults --times 4
+    python -m benchmarks.ray_faults --kinds engine_killed vllm_killed --times 1
+
+Each run is ``kedge async-ppo`` with stories-head32, two rollout engines and ``max_lag=1``, with a
+checkpoint every two iterations.  A fault strikes a process of the run at its third iteration.  A
+run that ends is resumed, and its rows are compared with those of an undisturbed run.  Needs Ray;
+the kinds that begin with ``vllm`` need vLLM.  Prints a table and writes results/ray_faults.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
+RESULTS = Path(__file__).parent / "results"
+PATIENCE = 5  # seconds without a response until a process counts as hung (worker_timeout)
+ITERATIONS = 10
+STRIKE_AT = 3  # iterations that are finished when the fault strikes
+LIMIT = 300.0  # seconds until a run that neither ends nor makes progress is given up
+TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time", "rollout/restarts")
+
+
+def words(completions: Sequence[str], **_: Any) -> list[float]:
+    """The reward: words of each response."""
+    return [float(len(c.split())) for c in completions]
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    """The run under test."""
+    data = SHARED / "data"
+    embedded = () if "--rollout_engine" in flags else ("--ray_engine", "embedded")
+    return [
+        *(sys.executable, "-m", "kedge", "async-ppo", "--use_cpu", "--output_dir", str(folder)),
+        *("--model_name_or_path", str(data / "stories-head32")),
+        *("--reward_funcs", f"{Path(__file__).resolve()}:words"),
+        *("--dataset_mixer_list", str(data / "story-prompts" / "train.jsonl"), "1.0"),
+        *("--local_rollout_batch_size", "8", "--total_episodes", str(8 * ITERATIONS)),
+        *("--per_device_train_batch_size", "8", "--response_length", "16", "--num_epochs", "1"),
+        *("--learning_rate", "1e-4", "--save_freq", "2", "--vllm_num_engines", "2"),
+        *("--worker_heartbeat", "0.5", "--worker_timeout", str(PATIENCE), *embedded, *flags),
+    ]
+
+
+# -- a run and its processes -------------------------------------------------------------------
+
+
+class Run:
+    """A started command, in a process group of its own, with its output in files."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = folder / "stdout", folder / "stderr"
+        with self._out.open("ab") as out, self._err.open("ab") as err:
+            self.process = subprocess.Popen(
+                command(folder, *flags),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env=os.environ | {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"},
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def steps(self) -> int:
+        """Iterations with a row of metrics."""
+        return len(rows(self.folder))
+
+    @property
+    def said(self) -> str:
+        """What the run wrote on stderr."""
+        return self._err.read_text(errors="replace")
+
+    def ended(self) -> bool:
+        """Whether the command has ended."""
+        return self.process.poll() is not None
+
+    def wait(self, until: Callable[[], bool], seconds: float = LIMIT) -> float:
+        """Seconds until a condition holds; raises TimeoutError."""
+        begin = time.monotonic()
+        while not until():
+            if time.monotonic() - begin > seconds:
+                raise TimeoutError(f"not within {seconds:g} s: {self.said[-2000:]}")
+            time.sleep(0.1)
+        return time.monotonic() - begin
+
+    def children(self) -> list[psutil.Process]:
+        """Processes that the command started; remembered, as they may outlive it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen[child.pid] = child
+        return list(self._seen.values())
+
+    def named(self, *names: str) -> list[psutil.Process]:
+        """Running processes whose command contains one of the names."""
+        return [p for p in self.children() if any(name in line_of(p) for name in names)]
+
+    def left(self, seconds: float = 30.0) -> list[str]:
+        """Processes that still run some time after the end; they are killed."""
+        _, alive = psutil.wait_procs(self._seen.values(), timeout=seconds)
+        names = [line_of(p)[:60] for p in alive]
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return names
+
+
+def line_of(process: psutil.Process) -> str:
+    """The command line of a process; empty if it is gone."""
+    try:
+        running = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return " ".join(process.cmdline()) if running else ""
+    except psutil.Error:
+        return ""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Logged iterations without times; the last row of each, as after a resume."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    kept: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the line that is being written
+            row = json.loads(line)
+            if "objective/scores" in row:
+                kept[row["step"]] = {k: v for k, v in row.items() if not k.startswith(TIMED)}
+    return [kept[step] for step in sorted(kept)]
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What strikes, and whether the run is expected to go on."""
+
+    strike: Callable[[Run], None]
+    recovers: bool
+    flags: tuple[str, ...] = ()
+    cpus: tuple[int, int] | None = None  # of the nodes, if the run is on a cluster of two
+    role: str = "RankWorker"  # whose node is lost
+
+
+def send(number: int, *names: str) -> Callable[[Run], None]:
+    """Send a signal to the first process with one of the names."""
+
+    def strike(run: Run) -> None:
+        targets = run.named(*names)
+        if "process_guard" not in names:  # its command line ends with that of the server
+            targets = [x for x in targets if "process_guard" not in line_of(x)]
+        if not targets:
+            raise LookupError(f"no process is called {' or '.join(names)}")
+        targets[0].send_signal(number)
+
+    return strike
+
+
+def driver(number: int, *, group: bool = False) -> Callable[[Run], None]:
+    """Send a signal to the command, or to its whole process group."""
+
+    def strike(run: Run) -> None:
+        (os.killpg if group else os.kill)(run.process.pid, number)
+
+    return strike
+
+
+def lost_node(role: str, cpus: tuple[int, int], *, engines: int, recovers: bool = False) -> Fault:
+    """The second node is lost, on which a role runs; the driver is on the first."""
+    flags = ("--vllm_num_engines", str(engines))
+    return Fault(strike=lambda run: None, recovers=recovers, flags=flags, cpus=cpus, role=role)
+
+
+VLLM = ("--ray_engine", "vllm", "--vllm_num_engines", "1")
+SERVER = ("--rollout_engine", "vllm_server", "--vllm_num_engines", "1", "--response_length", "200")
+LEARNERS = ("--actor_num_gpus_per_node", "2", "--local_rollout_batch_size", "4")
+FAULTS = {
+    "engine_killed": Fault(strike=send(9, "ray::ActorHost"), recovers=True),
+    "engine_stopped": Fault(strike=send(19, "ray::ActorHost"), recovers=True),
+    "mailbox_killed": Fault(strike=send(9, "ray::DriverMailbox"), recovers=True),
+    "learner_killed": Fault(strike=send(9, "ray::RankWorker"), recovers=False),
+    "learner_of_two_killed": Fault(
+        strike=send(9, "ray::RankWorker"), recovers=False, flags=LEARNERS
+    ),
+    "learner_stopped": Fault(strike=send(19, "ray::RankWorker"), recovers=False),
+    "control_store_killed": Fault(strike=send(9, "gcs_server"), recovers=False),
+    "raylet_killed": Fault(strike=send(9, "raylet/raylet"), recovers=False),
+    "term_to_driver": Fault(strike=driver(15), recovers=False),
+    "interrupt_to_driver": Fault(strike=driver(2), recovers=False),
+    "term_to_group": Fault(strike=driver(15, group=True), recovers=False),
+    "driver_killed": Fault(strike=driver(9), recovers=False),
+    "vllm_killed": Fault(strike=send(9, "ray::ActorHost"), recovers=True, flags=VLLM),
+    "vllm_stopped": Fault(strike=send(19, "ray::ActorHost"), recovers=True, flags=VLLM),
+    "vllm_server_killed": Fault(strike=send(9, "api_server"), recovers=True, flags=SERVER),
+    "vllm_guard_killed": Fault(strike=send(9, "process_guard"), recovers=True, flags=SERVER),
+    "node_lost": lost_node("RankWorker", (0, 2), engines=1),
+    "engine_node_lost": lost_node("ActorHost", (2, 1), engines=2, recovers=True),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What one fault did."""
+
+    kind: str
+    code: int | None  # exit code; None: given up
+    seconds: float  # until two more iterations, or the end of the command
+    said: str  # last line on stderr
+    left: list[str] = field(default_factory=list)
+    exact: bool | None = None  # rows equal those of an undisturbed run; None: not compared
+
+
+def inject(kind: str, folder: Path, calm: list[dict[str, Any]]) -> Outcome:
+    """Run the command, strike it, and resume it."""
+    fault = FAULTS[kind]
+    with contextlib.ExitStack() as stack:
+        flags, strike, nodes = list(fault.flags), fault.strike, None
+        if fault.cpus is not None:
+            nodes = stack.enter_context(two_nodes(fault.cpus))
+            flags += ["--ray_address", nodes.address]
+            strike = partial(nodes.kill_node_of, fault.role)
+        run = Run(folder, *flags)
+        try:
+            run.wait(lambda: run.steps >= STRIKE_AT or run.ended())
+            run.children()
+            if run.ended():
+                raise LookupError(f"the run ended before the fault: {run.said[-2000:]}")
+            strike(run)
+            before = run.steps
+            begin = time.monotonic()
+            enough = min(before + 2, ITERATIONS) if fault.recovers else ITERATIONS + 1
+            run.wait(lambda: run.ended() or run.steps >= enough)
+            seconds = time.monotonic() - begin
+            while not run.ended() and time.monotonic() - begin < 2 * LIMIT:
+                run.children()
+                time.sleep(0.2)
+        except TimeoutError:
+            seconds = LIMIT
+        if not run.ended():
+            os.killpg(run.process.pid, signal.SIGKILL)
+        code, left = run.process.poll(), run.left()
+        if nodes is not None:
+            left += nodes.left()
+        lines = [line for line in run.said.splitlines() if line.strip()]
+        outcome = Outcome(
+            kind=kind, code=code, seconds=round(seconds, 1), said=lines[-1][:160] if lines else ""
+        )
+        outcome.left = left
+    if run.steps < ITERATIONS and list(folder.glob("checkpoint-*")):
+        again = Run(folder, *fault.flags, "--resume_from_checkpoint")
+        with contextlib.suppress(TimeoutError):
+            again.wait(again.ended)
+        if not again.ended():
+            os.killpg(again.process.pid, signal.SIGKILL)
+        again.left()
+    if not {"--ray_engine", "--rollout_engine"} & {*fault.flags}:  # vLLM rounds as it batches
+        outcome.exact = same(rows(folder), calm)
+    return outcome
+
+
+def same(found: list[dict[str, Any]], calm: list[dict[str, Any]]) -> bool:
+    """Whether all rows agree in every number (with several learners, but for rounding)."""
+    return len(found) == len(calm) and all(
+        abs(a[name] - b[name]) <= 1e-5 * max(1.0, abs(b[name]))
+        for a, b in zip(found, calm, strict=True)
+        for name in ("objective/scores", "objective/kl", "loss/policy_avg", "grad_norm")
+    )
+
+
+# -- a cluster of two nodes ----------------------------------------------------------------------
+
+
+class Nodes:
+    """A cluster of two nodes on this machine; the driver connects to the first."""
+
+    def __init__(self, cpus: tuple[int, int]) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": cpus[0], "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._actors: list[psutil.Process] = []
+        self._second = self._cluster.add_node(num_cpus=cpus[1])
+        self.address: str = self._cluster.address
+
+    def kill_node_of(self, role: str, run: Run) -> None:
+        """Kill the raylet of the second node, if the actors of a role run there."""
+        struck = False
+        for node in (self._second, self._cluster.head_node):
+            raylet = node.all_processes["raylet"][0].process.pid
+            children = psutil.Process(raylet).children(recursive=True)
+            actors = [x for x in children if line_of(x).startswith(("ray::Rank", "ray::Actor"))]
+            self._actors += actors
+            on_node = [line_of(actor) for actor in actors]
+            struck |= node is self._second and any(f"ray::{role}" in x for x in on_node)
+        if not struck:
+            raise LookupError(f"the second node has no {role}")
+        os.kill(self._second.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+
+    def left(self, seconds: float = 30.0) -> list[str]:
+        """Actors of the run that still run some time after its end."""
+        _, alive = psutil.wait_procs(self._actors, timeout=seconds)
+        return [line_of(actor)[:60] for actor in alive]
+
+    def close(self) -> None:
+        """Stop both nodes."""
+        self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def two_nodes(cpus: tuple[int, int]) -> Iterator[Nodes]:
+    """``Nodes`` without token authentication."""
+    before = os.environ.get("RAY_AUTH_MODE")
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    nodes = Nodes(cpus)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+        os.environ.pop("RAY_AUTH_MODE")
+        if before is not None:
+            os.environ["RAY_AUTH_MODE"] = before
+
+
+def main() -> None:
+    """Inject every kind of fault and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=[*FAULTS])
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="folder for the runs; not deleted")
+    parser.add_argument("--out", type=Path, default=RESULTS / "ray_faults.json")
+    options = parser.parse_args()
+    root = options.keep or Path(tempfile.mkdtemp(prefix="kedge-faults-"))
+    expected = rows(root / "calm")  # of an earlier call with --keep
+    if len(expected) != ITERATIONS:
+        calm = Run(root / "calm")
+        calm.wait(calm.ended)
+        expected = rows(root / "calm")
+        if len(expected) != ITERATIONS:
+            raise SystemExit(f"the undisturbed run failed: {calm.said[-3000:]}")
+    outcomes: list[Outcome] = []
+    print("| fault | exit | seconds | left running | rows exact | last line |")
+    print("|---|---|---|---|---|---|")
+    for kind in options.kinds:
+        for i in range(options.times):
+            try:
+                found = inject(kind, root / f"{kind}-{i}", expected)
+            except LookupError as error:
+                print(f"{kind} was not injected: {error}", flush=True)
+                continue
+            outcomes.append(found)
+            print(
+                f"| {kind} | {found.code} | {found.seconds} | {'; '.join(found.left) or 'nothing'}"
+                f" | {found.exact} | {found.said} |",
+                flush=True,
+            )
+            report = {
+                "processor": platform.processor() or platform.machine(),
+                "iterations": ITERATIONS,
+                "worker_timeout": PATIENCE,
+                "faults": [asdict(x) for x in outcomes],
+            }
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if options.keep is None:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

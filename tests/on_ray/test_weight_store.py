@@ -1,0 +1,117 @@
+"""Weights in Ray's object store: one copy for all engines, in their dtype, none kept."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.ray import weight_store
+from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.weight_payload import WeightPayload
+from kedge.testing import tiny_policy
+from tests.on_ray.clusters import local, needs_ray
+
+pytestmark = needs_ray
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cluster() -> None:
+    local()
+
+
+@pytest.fixture
+def puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each object that is put into the store."""
+    import ray
+
+    sizes: list[int] = []
+    put = ray.put
+
+    def counted(bucket: Any) -> Any:
+        sizes.append(sum(x.nbytes for *_, x in bucket if x is not None))
+        return put(bucket)
+
+    monkeypatch.setattr(ray, "put", counted)
+    return sizes
+
+
+def named() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(7, 5, generator=generator),
+        "transposed": torch.randn(4, 6, generator=generator).T,
+        "low": torch.randn(9, generator=generator).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "whole": torch.arange(4),
+    }
+
+
+def test_weights_come_back_bit_for_bit() -> None:
+    want = named()
+    found = dict(StoredWeights.put(want.items()).tensors())
+    assert list(found) == list(want)
+    assert fingerprint(found) == fingerprint(want)
+
+
+def test_floating_point_weights_are_stored_in_the_dtype_of_the_engines(puts: list[int]) -> None:
+    want = named()
+    found = dict(StoredWeights.put(want.items(), torch.bfloat16).tensors())
+    assert found["whole"].dtype == torch.int64
+    assert torch.equal(found["matrix"], want["matrix"].bfloat16())
+    assert sum(puts) == 2 * (35 + 24 + 9 + 1) + 8 * 4
+
+
+def test_buckets_bound_what_is_on_the_host(
+    puts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_store, "_BUCKET", 200)
+    want = {f"w{i}": torch.full((25,), float(i)) for i in range(10)}
+    stored = StoredWeights.put(want.items())
+    assert puts == [200] * 5
+    assert all(torch.equal(x, want[name]) for name, x in stored.tensors())
+
+
+def test_a_tied_weight_is_stored_once(puts: list[int]) -> None:
+    model = tiny_policy("qwen2", tie_word_embeddings=True)
+    spec = PolicySpec.of(model)
+    payload = spec.payload(policy_weights(model))
+    found = dict(StoredWeights.put(payload.named).tensors())
+    assert sum(puts) == sum(4 * p.numel() for p in model.parameters())
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_readers_map_the_store_and_hold_no_copy() -> None:
+    stored = StoredWeights.put({"w": torch.randn(1 << 20)}.items())
+    first, second = (dict(stored.tensors())["w"] for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("engines", [1, 4, 16])
+def test_bytes_moved_do_not_depend_on_the_number_of_engines(engines: int, puts: list[int]) -> None:
+    shared, size = SharedWeights(engines), 4 * (1 << 12)
+    for version in range(3):
+        payload = WeightPayload((("w", torch.full((1 << 12,), float(version))),))
+        with ThreadPoolExecutor(engines) as threads:
+            stored = list(threads.map(lambda _, p=payload: shared.store(p), range(engines)))
+        assert len({id(x) for x in stored}) == 1
+        assert puts == [size] * (version + 1)
+        assert shared._stored is None  # nothing is kept once the last engine has it
+        assert shared._payload.named == ()
+
+
+def test_an_adapter_is_sent_alone(puts: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_policy("llama"), config)
+    payload = PolicySpec.of(model).payload(policy_weights(model))
+    SharedWeights(4).store(payload)
+    adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(puts) == 4 * adapter
+    assert adapter < sum(p.numel() for p in model.parameters()) / 2
