@@ -81,7 +81,8 @@ def save_models(
     state = full_state(policy)
     if main:
         policy.save_pretrained(folders[0], state_dict=state)
-    state = full_state(value.model) if isinstance(value, ScalarModel) else None
+    if isinstance(value, ScalarModel):
+        state = full_state(value.model)
     if main and value is not None:
         save_value(value, folders[1], state=state)
 
