@@ -46,7 +46,7 @@ def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> lis
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     out = folder / "rows.json"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     running = []
     for rank in range(world):
         full = os.environ | env

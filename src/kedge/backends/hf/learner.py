@@ -41,6 +41,7 @@ from kedge.backends.hf.sharding import (
     GatheredEngine,
     receive,
     reshard,
+    return_freed_memory,
     shard,
     shard_optimizer_state,
     sharding_strategy,
@@ -141,6 +142,7 @@ class HFLearner:
                 "sharded models need an optimizer built from options (optim=..., not optimizers=) "
                 "and bf16 or float32 (fp16=False)"
             )
+        return_freed_memory(self.device)
         resharding = self.shards == "weights"
         for model in self._all_models():
             shard(model, self.device, self.world_size, reshard_after_forward=resharding)

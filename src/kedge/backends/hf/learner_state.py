@@ -82,6 +82,7 @@ def save_models(
     if main:
         policy.save_pretrained(folders[0], state_dict=state)
     if isinstance(value, ScalarModel):
+        del state  # before the next one is gathered
         state = full_state(value.model)
     if main and value is not None:
         save_value(value, folders[1], state=state)

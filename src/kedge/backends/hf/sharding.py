@@ -5,6 +5,7 @@ Zhao et al. 2023 (arXiv:2304.11277); Rajbhandari et al. 2020 (ZeRO stage 3, arXi
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 T = TypeVar("T")
 _CALL = "call_within"  # method registered with FSDP, which unshards the root's weights
+_M_MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
 _RESHARD = "reshard_layers_after_forward"
 
 
@@ -90,6 +92,13 @@ def shard(
         setattr(unit, _RESHARD, reshard_after_forward)
     setattr(model, _CALL, MethodType(lambda _, f: f(), model))
     register_fsdp_forward_method(model, _CALL)
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """On a CPU: let freed tensors leave the process; glibc would keep the holes they leave."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
+    if mallopt is not None:  # glibc
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def receive(unit: nn.Module, device: torch.device) -> None:

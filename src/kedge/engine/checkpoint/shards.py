@@ -24,7 +24,7 @@ from kedge.errors import CheckpointError, DamagedCheckpointError
 from kedge.types import StoredTensor
 
 FOLDER = "shards"
-FILE_BYTES = 1 << 28  # of a rank's file, which is assembled in memory
+FILE_BYTES = 1 << 26  # of a file of one rank, which is assembled in memory
 
 Entry = Mapping[str, Any]
 
