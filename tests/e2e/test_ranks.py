@@ -58,7 +58,7 @@ def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> lis
         running.append(subprocess.Popen(command, env=full, stderr=subprocess.PIPE, text=True))
     try:
         for process in running:
-            _, errors = process.communicate(timeout=300)
+            _, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
     finally:
         for process in running:

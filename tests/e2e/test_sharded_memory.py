@@ -85,6 +85,7 @@ def work(folder: str, out: str) -> None:
             response_length=4,
             local_rollout_forward_batch_size=int(os.environ["RANK"]) + 1,  # unequal passes
             save_strategy="no",
+            preflight=False,
             num_sample_generations=0,
             use_cpu=True,
             disable_tqdm=True,

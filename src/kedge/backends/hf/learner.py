@@ -142,6 +142,11 @@ class HFLearner:
                 "sharded models need an optimizer built from options (optim=..., not optimizers=) "
                 "and bf16 or float32 (fp16=False)"
             )
+        if torch.__version__ < (2, 9):
+            raise ConfigError(
+                f"checkpoints of sharded models need torch>=2.9, got {torch.__version__}; upgrade"
+                " torch, or launch without FSDP and DeepSpeed"
+            )
         return_freed_memory(self.device)
         resharding = self.shards == "weights"
         for model in self._all_models():

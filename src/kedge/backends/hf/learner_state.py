@@ -111,9 +111,6 @@ def read_state(
         state: from a checkpoint.
         trained: the weights to read into copies of, by model.
         optimizer: optimizer that will load the state.
-
-    Raises:
-        CheckpointError: the state belongs to different weights.
     """
     pairs: list[tuple[StoredTensor, Tensor]] = []
 
