@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from kedge.records import Record, add_totals, rows_field, widened
@@ -246,6 +247,20 @@ class Receipt:
 
     version: int
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a checkpoint that was sharded when it was saved, and is not read yet.
+
+    ``read`` fills tensors of the same shape, sharded or not; each rank reads only what it holds.
+    Collective: every rank reads the same tensors in one call.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[Sequence[tuple[StoredTensor, Tensor]]], None]
 
 
 def require(x: T | None, name: str) -> T:

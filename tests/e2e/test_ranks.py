@@ -46,7 +46,7 @@ def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> lis
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     out = folder / "rows.json"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True, parents=True)
     running = []
     for rank in range(world):
         full = os.environ | env
@@ -58,7 +58,7 @@ def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> lis
         running.append(subprocess.Popen(command, env=full, stderr=subprocess.PIPE, text=True))
     try:
         for process in running:
-            _, errors = process.communicate(timeout=300)
+            _, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
     finally:
         for process in running:

@@ -23,8 +23,9 @@ from kedge.backends.hf.distributed import (
     broadcast_parameters,
     total,
 )
-from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
-from kedge.backends.hf.logprobs import compute_logprobs, sampled_by
+from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.hf.learner_state import copy_weights, load_weights, read_state, save_models
+from kedge.backends.hf.logprobs import compute_logprobs, compute_sharded, sampled_by
 from kedge.backends.hf.model import (
     LanguageModelParts,
     causal_parts,
@@ -38,17 +39,15 @@ from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
     GatheredEngine,
-    full_state,
-    full_tree,
+    receive,
     reshard,
+    return_freed_memory,
     shard,
-    shard_like,
     shard_optimizer_state,
     sharding_strategy,
-    unsharded,
 )
-from kedge.backends.hf.value_head import ScalarHead, ScalarModel, save_value
-from kedge.errors import CheckpointError, ConfigError, KedgeError
+from kedge.backends.hf.value_head import ScalarHead, ScalarModel
+from kedge.errors import ConfigError, KedgeError
 from kedge.ops.cpu.patch import Kernels
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
@@ -92,14 +91,13 @@ class HFLearner:
         self.accelerator = accelerator or accelerator_for(args)
         self.shards = sharding_strategy(self.accelerator)
         self.device = self.accelerator.device
-        self.module = ActorCritic(policy, parts or causal_parts(policy), value).to(self.device)
-        self.reference = None if reference is None else reference.to(self.device)
-        self.remote = remote
+        self.module = ActorCritic(policy, parts or causal_parts(policy), value)
+        self.reference, self.remote = reference, remote
         self._prepare()
-        if self.world_size > 1:
-            broadcast_parameters([self.module, *self._all_models()])
         if self.sharded:
             self._shard(optimizers[0])
+        else:
+            self._move()
         self.optimizer = optimizers[0] or optim.build_optimizer(args, self._groups(args))
         optim.check_optimizer_covers(self.optimizer, self._trained())
         self.scheduler = optimizers[1] or optim.build_schedule(
@@ -118,6 +116,7 @@ class HFLearner:
         self._padding_budget = padding
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
+        self.only_first_sends = False  # one rollout engine, on rank 0, gets all weights
         self._stepped = False  # the weights have changed since the last version
 
     def _prepare(self) -> None:
@@ -129,15 +128,30 @@ class HFLearner:
             checkpoint_activations(model, self.settings.checkpointing_options)
         set_training(self.module, False)
 
+    def _move(self) -> None:
+        """Move all models to the device, with the weights of rank 0."""
+        self.module.to(self.device)
+        if self.reference is not None:
+            self.reference = self.reference.to(self.device)
+        if self.world_size > 1:
+            broadcast_parameters([self.module, *self._all_models()])
+
     def _shard(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None or self.accelerator.mixed_precision == "fp16":
             raise ConfigError(
                 "sharded models need an optimizer built from options (optim=..., not optimizers=) "
                 "and bf16 or float32 (fp16=False)"
             )
+        if torch.__version__ < "2.9":
+            raise ConfigError(
+                f"checkpoints of sharded models need torch>=2.9, got {torch.__version__}; upgrade"
+                " torch, or launch without FSDP and DeepSpeed"
+            )
+        return_freed_memory(self.device)
         resharding = self.shards == "weights"
         for model in self._all_models():
             shard(model, self.device, self.world_size, reshard_after_forward=resharding)
+        receive(self.module, self.device)  # a value head on the policy is not sharded
 
     def _all_models(self) -> list[nn.Module]:
         return [*self._models(), *(self.reference.separate_models if self.reference else [])]
@@ -203,10 +217,10 @@ class HFLearner:
         wanted |= set() if reuse else {"logprobs", "entropy"}
         wanted |= {"ref_logprobs"} if reference and pending is None else set()
         wanted |= {"full_kl"} if full_kl else set()
-        gathered = unsharded(self._all_models() if self.sharded else [])
-        with gathered, self._kernels.active(), self.accelerator.autocast():
-            models = (self.module, self.reference, self.device)
-            out = compute_logprobs(models, rollout, groups, wanted, self.settings)
+        models = (self.module, self.reference, self.device)
+        compute = compute_sharded if self.sharded else compute_logprobs
+        with self._kernels.active(), self.accelerator.autocast():
+            out = compute(models, rollout, groups, wanted, self.settings)
         if pending is not None:
             out["ref_logprobs"] = pending()
         if reuse and sampled is not None:
@@ -283,7 +297,7 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._kernels.active():
             output = self._output(rows, only_value=False)
-        reshard(self._all_models() if self.sharded else [])  # no backward pass will do it
+        reshard(self._all_models())  # no backward pass will do it
         home = rows.ids.device
         return PolicyOutput(
             logprobs=output.logprobs.to(home),
@@ -324,14 +338,15 @@ class HFLearner:
         return {n: [p for p in m.parameters() if p.requires_grad] for n, m in present.items()}
 
     def advance_version(self) -> None:
-        """End the iteration: advance policy version and schedule by one."""
+        """End the iteration: advance policy version and schedule by one, and free the gradients."""
         optim.step_schedule(self.scheduler)
+        self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         self._stepped = False
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A copy of the policy's trainable weights."""
-        return {name: full(p).clone() for name, p in policy_weights(self.policy).items()}
+        """A copy of the policy's trainable weights; empty on ranks that do not send them."""
+        return copy_weights(self.policy, first_only=self.only_first_sends)
 
     def fingerprint(self) -> str:
         """A short hash of the policy's weights."""
@@ -354,17 +369,12 @@ class HFLearner:
 
     def save(self, folder: Path, value_folder: Path) -> None:
         """Write policy and value model for ``from_pretrained``.  Collective; rank 0 writes."""
-        states = [full_state(m) if self.sharded else None for m in self._models()]
-        if not self.accelerator.is_main_process:
-            return
-        policy: Any = self.policy
-        policy.save_pretrained(folder, state_dict=states[0])
-        if self.value is not None:
-            save_value(self.value, value_folder, state=states[-1])
+        main = self.accelerator.is_main_process
+        save_models(self.policy, self.value, (folder, value_folder), main=main)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume exactly.  Every rank calls it."""
-        state = {
+        """Everything needed to resume exactly; sharded tensors stay sharded."""
+        return {
             "weights": {name: [p.detach() for p in ps] for name, ps in self._trained().items()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -372,21 +382,15 @@ class HFLearner:
             "version": self.version,
             "skipped": [self.skipped, self._skips_in_row],
         }
-        return full_tree(state)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``.
 
         Raises:
             CheckpointError: the state belongs to different models.
         """
-        for name, weights in self._trained().items():
-            saved = state["weights"].get(name, [])
-            if [p.shape for p in weights] != [p.shape for p in saved]:
-                raise CheckpointError(f"the checkpoint's {name} weights have different shapes")
-            for p, q in zip(weights, saved, strict=True):
-                p.copy_(shard_like(q, p))
+        state = read_state(state, self._trained(), self.optimizer)
+        load_weights(self._trained(), state["weights"])
         names = {id(p): name for name, p in self.module.named_parameters()}
         optim.load_optimizer_state(self.optimizer, self.scheduler, state, names=names)
         shard_optimizer_state(self.optimizer)

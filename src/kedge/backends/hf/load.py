@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,21 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from kedge.backends.hf.peft import without_notices
 from kedge.errors import ConfigError
 
+_WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
 _HEADS = {
     *("score", "classifier", "pre_classifier", "classification_head", "pooler", "v_head"),
     *("sequence_summary", "logits_proj"),
 }
+
+
+@contextmanager
+def without_weights(active: bool) -> Iterator[None]:
+    """Context in which models are loaded on ``meta``: this rank gets their weights from rank 0."""
+    token = _WITHOUT_WEIGHTS.set(active)
+    try:
+        yield
+    finally:
+        _WITHOUT_WEIGHTS.reset(token)
 
 
 def check_folder(source: str, what: str) -> None:
@@ -104,6 +116,8 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     Raises:
         ConfigError: it cannot be loaded, or lacks weights; naming some of them.
     """
+    if _WITHOUT_WEIGHTS.get():
+        options["device_map"] = "meta"
     with _named_errors(what):
         model, loading_info = kind.from_pretrained(source, output_loading_info=True, **options)
     architectures = getattr(model.config, "architectures", None) or []

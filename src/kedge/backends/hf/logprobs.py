@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kedge.backends.hf.actor_critic import (
@@ -16,6 +17,7 @@ from kedge.backends.hf.actor_critic import (
 from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
+from kedge.backends.hf.sharding import call_within, reshard
 from kedge.ops.linear_logprob import linear_kl, linear_logprob
 from kedge.types import Rollout
 
@@ -28,6 +30,8 @@ def compute_logprobs(
     groups: Sequence[Sequence[int]],
     names: set[str],
     settings: LearnerSettings,
+    *,
+    passes: int = 0,
 ) -> dict[str, Tensor]:
     """The fields ``names`` of a ModelOutputs, ``groups`` of rows at a time; call under no_grad.
 
@@ -37,6 +41,7 @@ def compute_logprobs(
         groups: rows of one forward pass; each row is in one.
         names: which fields.
         settings: temperature and constraints of sampling.
+        passes: run at least as many forward passes.
 
     Returns:
         float32 [B, R] each, on the host; ``last_values`` [B] with ``values``.
@@ -46,6 +51,8 @@ def compute_logprobs(
     parts = [
         _compute_rows(models, rollout.rows(torch.tensor(rows)), names, settings) for rows in groups
     ]
+    for _ in range(passes - len(groups)):  # other ranks wait for the weights that this one holds
+        _compute_rows(models, rollout.rows(torch.tensor(groups[-1][:1])), names, settings)
     order = torch.tensor([row for rows in groups for row in rows])
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     flat = torch.cat([x.flatten() for x in joined.values()]).to(rollout.ids.device)  # the one wait
@@ -56,6 +63,38 @@ def compute_logprobs(
         outputs[name] = torch.empty_like(values).view(x.shape)
         outputs[name][order] = values.view(x.shape)
     return outputs
+
+
+def compute_sharded(
+    models: Models,
+    rollout: Rollout,
+    groups: Sequence[Sequence[int]],
+    names: set[str],
+    settings: LearnerSettings,
+) -> dict[str, Tensor]:
+    """``compute_logprobs`` with sharded models, one after another.  Collective.
+
+    Each layer is gathered for its part of a forward pass, so all ranks run equally many passes.
+    """
+    module, reference, device = models
+    passes = torch.tensor(len(groups), device=device)
+    dist.all_reduce(passes, op=dist.ReduceOp.MAX)
+    outputs: dict[str, Tensor] = {}
+    for fields in _by_model(names, shared=module.shared):
+        outputs |= compute_logprobs(models, rollout, groups, fields, settings, passes=int(passes))
+        reshard([module, *(reference.separate_models if reference else [])])
+    return outputs
+
+
+def _by_model(names: set[str], *, shared: bool) -> list[set[str]]:
+    """The fields of a ModelOutputs by the models that compute them."""
+    policy, value = names & {"logprobs", "entropy"}, names & {"values"}
+    reference = names & {"ref_logprobs", "full_kl"}
+    if shared:
+        policy, value = policy | value, set()
+    if "full_kl" in names:  # needs both models at once
+        policy, reference = policy | reference, set()
+    return [fields for fields in (policy, value, reference) if fields]
 
 
 def _build_request(
@@ -115,18 +154,29 @@ def _reference_outputs(
     output: ForwardOutput,
     names: set[str],
 ) -> dict[str, Tensor]:
-    outputs = {}
-    head = module.parts.head()
+    model = next(iter(reference.separate_models), module.policy)
     with reference.active() as parts:
-        hidden = parts.read(request.packed).flatten(0, 1)[request.states]
-        if "ref_logprobs" in names:
-            outputs["ref_logprobs"], _ = linear_logprob(
-                hidden, parts.head(), request.targets, constraints=request.constraints
-            )
-        if "full_kl" in names and output.hidden is not None:
-            outputs["full_kl"] = linear_kl(
-                output.hidden, head, hidden, parts.head(), constraints=request.constraints
-            )
+        return call_within(model, lambda: _within_reference(module, parts, request, output, names))
+
+
+def _within_reference(
+    module: ActorCritic,
+    parts: LanguageModelParts,
+    request: ForwardRequest,
+    output: ForwardOutput,
+    names: set[str],
+) -> dict[str, Tensor]:
+    outputs = {}
+    hidden = parts.read(request.packed).flatten(0, 1)[request.states]
+    if "ref_logprobs" in names:
+        outputs["ref_logprobs"], _ = linear_logprob(
+            hidden, parts.head(), request.targets, constraints=request.constraints
+        )
+    if "full_kl" in names and output.hidden is not None:
+        policy_head = module.parts.head()
+        outputs["full_kl"] = linear_kl(
+            output.hidden, policy_head, hidden, parts.head(), constraints=request.constraints
+        )
     return outputs
 
 

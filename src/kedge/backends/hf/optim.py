@@ -199,7 +199,7 @@ def step_schedule(scheduler: LRScheduler) -> None:
 def load_optimizer_state(
     optimizer: Optimizer,
     scheduler: LRScheduler,
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     *,
     names: Mapping[int, str] | None = None,
 ) -> None:

@@ -128,6 +128,12 @@ class AdapterReference:
         return self
 
 
-def frozen_copy(policy: nn.Module) -> FrozenModel:
-    """The policy as it is now, frozen."""
-    return FrozenModel(copy.deepcopy(policy))
+def frozen_copy(policy: nn.Module, *, sharded: bool = False) -> FrozenModel:
+    """The policy as it is now, frozen.
+
+    Args:
+        policy: the policy.
+        sharded: both will be sharded before the policy trains; until then they share memory.
+    """
+    memo = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
+    return FrozenModel(copy.deepcopy(policy, memo if sharded else None))

@@ -5,6 +5,7 @@ Zhao et al. 2023 (arXiv:2304.11277); Rajbhandari et al. 2020 (ZeRO stage 3, arXi
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -22,13 +24,13 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kedge.backends.hf.distributed import total
-from kedge.backends.hf.fingerprint import full
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 T = TypeVar("T")
 _CALL = "call_within"  # method registered with FSDP, which unshards the root's weights
+_M_MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
 _RESHARD = "reshard_layers_after_forward"
 
 
@@ -68,9 +70,12 @@ def shard(
 ) -> None:
     """Shard a model over ranks in place: each layer is a unit, the rest of the model another.
 
+    Units move to the device, take the weights of rank 0 and are cut one after another, so that no
+    rank has the whole model on its device.
+
     Args:
-        model: complete on every rank, with equal weights.
-        device: its device.
+        model: on any device; on ranks above 0 it may be on ``meta``.
+        device: where the shards are.
         ranks: number of processes.
         reshard_after_forward: reshard layers after each forward pass, and gather them again for the
             backward.
@@ -78,13 +83,49 @@ def shard(
     mesh = init_device_mesh(device.type, (ranks,))
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
+            receive(layer, device)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    receive(model, device)
     # Embedding and head stay unsharded from the forward to the backward: the head is read directly.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for unit in _units([model]):
         setattr(unit, _RESHARD, reshard_after_forward)
     setattr(model, _CALL, MethodType(lambda _, f: f(), model))
     register_fsdp_forward_method(model, _CALL)
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """On a CPU: let freed tensors leave the process; glibc would keep the holes they leave."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
+    if mallopt is not None:  # glibc
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def receive(unit: nn.Module, device: torch.device) -> None:
+    """Move what is not sharded yet to the device, with the values of rank 0; keeps ties."""
+    received: dict[int, Tensor] = {}
+    for module in unit.modules():
+        tensors: list[tuple[dict[str, Any], str, Tensor]] = [
+            (kind, name, x)
+            for kind in (module._parameters, module._buffers)
+            for name, x in kind.items()
+            if x is not None and not isinstance(x, DTensor)
+        ]
+        for kind, name, x in tensors:
+            if id(x) not in received:
+                received[id(x)] = _received(x, device)
+            kind[name] = received[id(x)]
+
+
+def _received(x: Tensor, device: torch.device) -> Tensor:
+    data = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
+    dist.broadcast(data, src=0)
+    if not isinstance(x, nn.Parameter):
+        return data
+    if x.is_meta:
+        return nn.Parameter(data, requires_grad=x.requires_grad)
+    x.data = data
+    return x
 
 
 def call_within(model: nn.Module, f: Callable[[], T]) -> T:
@@ -126,30 +167,9 @@ def unsharded(models: Iterable[nn.Module]) -> Iterator[None]:
             unit.reshard()
 
 
-def full_tree(tree: T) -> T:
-    """Nested dicts and lists with sharded tensors replaced by full ones on the CPU."""
-    if isinstance(tree, DTensor):
-        return full(tree).cpu()  # type: ignore[return-value]
-    if isinstance(tree, dict):
-        return {k: full_tree(v) for k, v in tree.items()}  # type: ignore[return-value]
-    if isinstance(tree, list):
-        return [full_tree(v) for v in tree]  # type: ignore[return-value]
-    return tree
-
-
-def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict with full tensors; tied weights stay tied.  Collective."""
-    seen: dict[int, Tensor] = {}
-    state = model.state_dict(keep_vars=True)
-    for x in state.values():
-        if id(x) not in seen:
-            seen[id(x)] = full_tree(x.detach())
-    return {name: seen[id(x)] for name, x in state.items()}
-
-
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
     """``x`` sharded like ``like``."""
-    if not isinstance(like, DTensor):
+    if not isinstance(like, DTensor) or isinstance(x, DTensor):
         return x
     return distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
 

@@ -6,6 +6,7 @@ Layout of ``output_dir/checkpoint-12``:
     state.json                      step, world size, settings, and the state without its tensors
     state-learner.optimizer.safetensors, ...    tensors: one file per part, or per key of the part;
                                     tensors also in model files are stored only there
+    shards/                         sharded tensors, written by all ranks
     rank-00000.json, .safetensors   state of a single rank
     ...                             written by ``write_models``: models, trainer_state.json
 
@@ -26,6 +27,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kedge.engine.checkpoint.dedup import find_duplicates, read_duplicates
 from kedge.engine.checkpoint.folders import (
@@ -44,6 +46,7 @@ from kedge.engine.checkpoint.folders import (
     write_manifest,
 )
 from kedge.engine.checkpoint.serialization import join, read_tensors, split, write_tensors
+from kedge.engine.checkpoint.shards import stored_tensors, write_shards
 from kedge.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
 
 __all__ = [
@@ -93,7 +96,8 @@ def save(
         output_dir: folder of all checkpoints of the run.
         step: iterations finished.
         parts: state shared by all ranks, by name ("learner", "kl", ...): trees of tensors,
-            numbers, strings, booleans and None.  Rank 0 writes it; others may pass {}.
+            numbers, strings, booleans and None.  Rank 0 writes it; others may pass {}, unless it
+            has sharded tensors, of which each rank writes its shards.
         local: tree of this rank only (its samples in flight), or None.
         settings: options that affect results, as JSON values; ``load`` compares them.
         write_models: called on every rank with the folder being written, to add model files.
@@ -120,8 +124,15 @@ def save(
             _write_local(temporary, rank, local)
         if write_models is not None:
             write_models(temporary)
+        encoded, tensors = split(dict(parts))
+        sharded = {label: x for label, x in tensors.items() if isinstance(x, DTensor)}
+        if sharded:
+            wait()  # until the model files are complete
+        shards = write_shards(temporary, sharded) if sharded else {}
         if rank == 0:
-            _write_shared(temporary, step, parts, world_size, settings or {})
+            whole = {label: x for label, x in tensors.items() if label not in sharded}
+            head = {"step": step, "world_size": world_size, "settings": dict(settings or {})}
+            _write_shared(temporary, head | {"shards": shards}, encoded, whole)
         wait()
         if rank == 0:
             write_manifest(temporary)
@@ -155,7 +166,7 @@ def load(
     must_match: Collection[str] = (),
     verified: bool = False,
 ) -> Checkpoint:
-    """Read a checkpoint into CPU memory.
+    """Read a checkpoint into CPU memory; sharded tensors are left as ``StoredTensor``.
 
     Args:
         folder: a ``checkpoint-N`` folder written by ``save``.
@@ -183,7 +194,7 @@ def load(
         _check_ranks(folder, head["world_size"], world_size)
         if settings is not None:
             _check_settings(folder, head["settings"], settings, must_match)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Any] = stored_tensors(folder, head.get("shards", {}))
         for file in head["files"]:
             tensors |= read_tensors(folder / file)
         tensors |= read_duplicates(folder, head.get("duplicates", {}))
@@ -334,26 +345,18 @@ def _read_local(folder: Path, rank: int) -> Any:
 
 
 def _write_shared(
-    folder: Path, step: int, parts: Mapping[str, Any], world_size: int, settings: Mapping[str, Any]
+    folder: Path, head: Mapping[str, Any], encoded: Any, tensors: Mapping[str, Tensor]
 ) -> None:
-    encoded, tensors = split(dict(parts))
-    duplicates = find_duplicates(folder, tensors)  # in model files, which are already written
+    in_models = find_duplicates(folder, tensors)  # model files are already written
+    duplicates = {label: places[0] for label, places in in_models.items()}
     groups: dict[str, dict[str, Tensor]] = {}
     for name, x in tensors.items():
         if name not in duplicates:
             groups.setdefault(_group(name), {})[name] = x
     for file, members in groups.items():
         write_tensors(folder / file, members)
-    head = {
-        "format": FORMAT,
-        "step": step,
-        "world_size": world_size,
-        "settings": dict(settings),
-        "files": sorted(groups),
-        "duplicates": duplicates,
-        "parts": encoded,
-    }
-    write_json(folder / STATE, head)
+    body = {"files": sorted(groups), "duplicates": duplicates, "parts": encoded}
+    write_json(folder / STATE, {"format": FORMAT, **head, **body})
 
 
 def _group(name: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kedge.errors import CheckpointError, DamagedCheckpointError
 
@@ -47,8 +48,9 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
                 "a checkpoint can store only dense real tensors: convert it in state_dict()"
             )
         x = x.detach()
-        key = (x.data_ptr(), x.device, x.dtype, tuple(x.shape), x.stride())
-        label = seen.get(key) if x.numel() else None
+        sharded = isinstance(x, DTensor)  # labels must be the same on all ranks
+        key = () if sharded else (x.data_ptr(), x.device, x.dtype, tuple(x.shape), x.stride())
+        label = seen.get(key) if x.numel() and not sharded else None
         if label is None:
             label = _free_name("/".join(path), tensors)
             tensors[label] = x
@@ -58,7 +60,7 @@ def split(tree: Any, *, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
     return _encode(tree, (name,), leaf), tensors
 
 
-def join(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
+def join(encoded: Any, tensors: Mapping[str, Any]) -> Any:
     """Restore the tree from the output of ``split``.
 
     Raises:

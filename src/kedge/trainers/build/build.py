@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.backends.hf.learner import HFLearner
+from kedge.backends.hf.load import without_weights
 from kedge.backends.hub import logged_in
 from kedge.config.base import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
@@ -21,7 +22,7 @@ from kedge.protocols import KLController, RewardSource, RolloutEngine
 from kedge.trainers.build.advice import advise
 from kedge.trainers.build.environments import find_environments
 from kedge.trainers.build.inputs import TrainerInputs
-from kedge.trainers.build.learner import LearnerStage
+from kedge.trainers.build.learner import LearnerStage, receives_weights
 from kedge.trainers.build.loading import own_or
 from kedge.trainers.build.models import Models, ModelStage
 from kedge.trainers.build.reward import RewardStage
@@ -52,7 +53,8 @@ def build_run(inputs: TrainerInputs) -> Run:
     engine = EngineStage(setup)
 
     # Everything is checked: from here on weights are loaded and actors are started.
-    loaded = models.build()
+    with without_weights(receives_weights(setup)):
+        loaded = models.build()
     for text in advise(setup.args, loaded.policy, batch_size=setup.sizes.batch_size):
         if setup.accelerator.is_main_process:
             logger.warning(text)

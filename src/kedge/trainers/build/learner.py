@@ -13,6 +13,7 @@ from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.reference import RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
+from kedge.backends.hf.sharding import sharding_strategy
 from kedge.config.ppo import PPOConfig
 from kedge.errors import ConfigError
 from kedge.trainers.build.loading import trusts
@@ -97,6 +98,20 @@ class LearnerStage:
                 "the reference must be the same on all ranks; seed the initialization of the model,"
                 " or pass ref_model"
             )
+
+
+def receives_weights(setup: Setup) -> bool:
+    """Whether this rank loads its models without weights: it gets its shards from rank 0.
+
+    Not if it needs a whole model: for an engine or for reference workers.
+    """
+    args, engine, accelerator = setup.args, setup.engine, setup.accelerator
+    separate = engine.per_rank or not engine.copies_weights
+    separate |= args.rollout_schedule == "as_completed"
+    samples = separate and (engine.copies_weights or args.max_lag > 0)
+    sharded = sharding_strategy(accelerator) != "none"
+    needs_whole = samples or args.ray_ref_workers or setup.loading.get("quantization") is not None
+    return accelerator.process_index > 0 and sharded and not needs_whole
 
 
 def check_reference_workers(setup: Any) -> None:

@@ -115,7 +115,8 @@ class ModelStage:
             # a policy with an adapter equals its base only if the adapter is new
             fresh = adapter is None and inputs.peft_config is not None
             return AdapterReference(policy, adapter), fresh
-        return frozen_copy(policy), True
+        sharded = sharding_strategy(self.setup.accelerator) != "none"
+        return frozen_copy(policy, sharded=sharded), True
 
     def _build_value(self, policy: nn.Module) -> ScalarModel | ScalarHead:
         """The value model: given, initialized from the reward model, or a head on the policy.
@@ -145,6 +146,8 @@ class ModelStage:
         copies = setup.engine.copies_weights or setup.args.max_lag > 0
         sharded = sharding_strategy(setup.accelerator) != "none"
         if not (copies and sharded) or setup.inputs.rollout_engine is not None:
+            return None
+        if next(policy.parameters()).is_meta:  # the engine of rank 0 serves this rank
             return None
         return copy.deepcopy(policy).requires_grad_(False).to(setup.accelerator.device)
 

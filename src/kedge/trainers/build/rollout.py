@@ -81,6 +81,7 @@ class RolloutStage:
             return learner.wrap_engine(make())
         if self.separate:
             return make()
+        learner.only_first_sends = True
         return build_shared_engine(
             make,
             ranks=learner.world_size,

@@ -1,0 +1,140 @@
+"""Weights and state of a learner: copies for rollout engines, model files, checkpoints.
+
+Of a sharded model rank 0 alone holds full tensors, and only where a copy or a file needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from kedge.backends.hf.fingerprint import full, policy_weights
+from kedge.backends.hf.sharding import shard_like
+from kedge.backends.hf.value_head import ScalarHead, ScalarModel, save_value
+from kedge.errors import CheckpointError
+from kedge.types import StoredTensor
+
+
+def copy_weights(policy: nn.Module, *, first_only: bool) -> dict[str, Tensor]:
+    """Copies of the trainable weights, full ones.  Collective.
+
+    Args:
+        policy: possibly sharded.
+        first_only: ranks above 0 gather nothing and get no weights.
+    """
+    weights = {}
+    for name, p in policy_weights(policy).items():
+        x = full_on_first(p) if first_only else full(p)
+        if x is not None:
+            weights[name] = x.clone() if x is p else x
+    return weights
+
+
+def full_on_first(x: Tensor) -> Tensor | None:
+    """The full tensor of a possibly sharded one on rank 0, None on others.  Collective."""
+    if not isinstance(x, DTensor):
+        return x if not dist.is_initialized() or dist.get_rank() == 0 else None
+    local, ranks = x.to_local(), x.device_mesh.size()
+    padded = local.new_zeros((-(-x.shape[0] // ranks), *x.shape[1:]))  # as in the longest shard
+    padded[: len(local)] = local
+    first = x.device_mesh.get_rank() == 0
+    parts = [torch.empty_like(padded) for _ in range(ranks)] if first else None
+    dist.gather(padded, parts, dst=0)
+    return None if parts is None else torch.cat(parts)[: x.shape[0]]
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state dict of a sharded model with full tensors on rank 0, else None.  Collective.
+
+    Tensors are gathered one at a time; tied weights stay tied.
+    """
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return None
+    seen: dict[int, Tensor | None] = {}
+    state = model.state_dict(keep_vars=True)
+    for x in state.values():
+        if id(x) not in seen:
+            full = full_on_first(x.detach())
+            seen[id(x)] = None if full is None else full.cpu()
+    full_tensors = {name: y for name, x in state.items() if (y := seen[id(x)]) is not None}
+    return full_tensors or None
+
+
+def save_models(
+    policy: Any, value: ScalarModel | ScalarHead | None, folders: tuple[Path, Path], *, main: bool
+) -> None:
+    """Write policy and value model for ``from_pretrained``, one after the other.  Collective.
+
+    Args:
+        policy: possibly sharded.
+        value: the value model or value head; None: there is none.
+        folders: of the policy, of the value model.
+        main: whether this is rank 0, which writes.
+    """
+    state = full_state(policy)
+    if main:
+        policy.save_pretrained(folders[0], state_dict=state)
+    if isinstance(value, ScalarModel):
+        del state  # before the next one is gathered
+        state = full_state(value.model)
+    if main and value is not None:
+        save_value(value, folders[1], state=state)
+
+
+@torch.no_grad()
+def load_weights(trained: Mapping[str, Sequence[Tensor]], saved: Mapping[str, Any]) -> None:
+    """Set the weights of each model, sharded or not, to saved ones.
+
+    Raises:
+        CheckpointError: they have different shapes.
+    """
+    for name, weights in trained.items():
+        if [p.shape for p in weights] != [p.shape for p in saved.get(name, [])]:
+            raise CheckpointError(f"the checkpoint's {name} weights have different shapes")
+        for p, q in zip(weights, saved.get(name, []), strict=True):
+            p.copy_(shard_like(q, p))
+
+
+def read_state(
+    state: Mapping[str, Any], trained: Mapping[str, Sequence[Tensor]], optimizer: Optimizer
+) -> Mapping[str, Any]:
+    """A learner's state with the tensors that a sharded run stored, sharded like the weights.
+
+    Args:
+        state: from a checkpoint.
+        trained: the weights to read into copies of, by model.
+        optimizer: optimizer that will load the state.
+    """
+    pairs: list[tuple[StoredTensor, Tensor]] = []
+
+    def target(x: Any, weight: Tensor) -> Any:
+        if not isinstance(x, StoredTensor):
+            return x
+        like = weight if x.shape == weight.shape else torch.empty(x.shape, device=weight.device)
+        pairs.append((x, torch.empty_like(like, dtype=x.dtype, requires_grad=False)))
+        return pairs[-1][1]
+
+    if not any(isinstance(x, StoredTensor) for xs in state["weights"].values() for x in xs):
+        return state
+    saved, numbered = state["optimizer"], [p for g in optimizer.param_groups for p in g["params"]]
+    weights = {
+        name: [target(x, p) for x, p in zip(xs, trained[name], strict=True)]
+        if len(xs) == len(trained.get(name, ()))
+        else xs
+        for name, xs in state["weights"].items()
+    }
+    by_weight = {
+        i: {key: target(x, numbered[i]) for key, x in kept.items()}
+        for i, kept in saved["state"].items()
+        if i < len(numbered)
+    }
+    if pairs:
+        pairs[0][0].read(pairs)
+    return {**state, "weights": weights, "optimizer": {**saved, "state": by_weight}}
