@@ -55,6 +55,14 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         le=MOST,
     )
     num_generations: int = _batch(1, "Responses per prompt.", ge=1)
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Most tokens of one forward and backward pass, padding included: rows sorted by length are "
+        "cut by tokens instead of per_device_train_batch_size rows, with the same gradient. A "
+        "longer row is a pass by itself.",
+        ge=1,
+        acts_in="batch sizes: cuts micro-batches",
+    )
     local_rollout_forward_batch_size: int = option(
         64,
         "Rows per rank at a time when sampling, scoring and computing log-probabilities.",

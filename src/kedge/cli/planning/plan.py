@@ -275,7 +275,9 @@ def size_rows(
             "micro-batch",
             f"{batches.micro_batch_size:,}",
             f"samples per forward pass; {batches.micro_rows} per process, "
-            f"{batches.micro_batches} passes per optimizer step",
+            f"{batches.micro_batches} passes per optimizer step"
+            if batches.max_tokens_per_micro_batch is None
+            else f"not used: passes of at most {batches.max_tokens_per_micro_batch:,} tokens",
         ),
         (
             "optimizer steps per update",
