@@ -176,6 +176,11 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         alias="non_stop_penalty",
     )
     penalty_reward_value: float = _reward(-1.0, "Score given by non_eos_penalty.")
+    reward_adapter: str | None = _reward(
+        None,
+        "Folder or Hub name of a reward model that is an adapter on the policy's base model. Needs "
+        "an adapter on the policy too; counts as the last reward model.",
+    )
     reward_weights: list[float] | None = _reward(
         None, "Weight of each reward source. Unset: 1 each."
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kedge.backends.hf.fingerprint import check_weights
+from kedge.backends.hf.peft import drop_adapters
 from kedge.backends.vllm.weight_payload import (
     WeightPayload,
     adapter_weights,
@@ -175,7 +176,7 @@ def _skeleton(policy: nn.Module) -> nn.Module:
     for p in trained:
         empty = torch.empty_like(p, device="meta")
         memo[id(p)] = nn.Parameter(empty, requires_grad=False)
-    return copy.deepcopy(policy, memo).eval()
+    return drop_adapters(copy.deepcopy(policy, memo)).eval()
 
 
 def _tied(policy: nn.Module) -> tuple[str, str] | None:
