@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from kedge import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.cli.main import main
 from kedge.errors import ConfigError
-from kedge.testing import tiny_reward_model
+from kedge.testing import tiny_policy, tiny_reward_model
 from tests.e2e.strict_runs import FLAGS, LORA, PROMPTS, policy, words
 from tests.unit.text_toys import word_tokenizer
 
@@ -141,3 +141,28 @@ def test_command_line(tmp_path, reward):
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "run" / "value_model" / "adapter_model.safetensors").is_file()
 
+
+def test_bf16_run_has_a_bf16_base(tmp_path, reward):
+    folder = tmp_path / "base"
+    tiny_policy("gpt_neox", **SIZES).save_pretrained(folder)
+    torch.manual_seed(0)
+    run = PPOTrainer(
+        PPOConfig(
+            **FLAGS | OPTIONS,
+            value_adapter=True,
+            reward_adapter=reward,
+            bf16=True,
+            use_cpu=True,
+            output_dir=str(tmp_path / "run"),
+        ),
+        word_tokenizer(),
+        str(folder),
+        train_dataset=PROMPTS,
+        peft_config=LORA,
+    )
+    for name, p in run.model.named_parameters():
+        assert p.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+    run.train()
+    assert all(
+        row["loss/value_avg"] > 0 for row in run.state.log_history if "loss/value_avg" in row
+    )
