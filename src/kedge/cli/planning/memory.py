@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kedge.errors import ConfigError
+from kedge.ops.cpu.heap import WORTHWHILE
 
 # Bytes of optimizer state per trained parameter, by the start of the optimizer's name.
 OPTIMIZER_BYTES = {
@@ -245,11 +246,19 @@ def forward_bytes(shape: Shape, tokens: int, *, width: int) -> float:
 
 
 def peaks(needs: list[Need], process: float = 0.0) -> dict[str, float]:
-    """Peak memory of each phase of an iteration: what stays, and what the phase adds to it."""
-    resident = process + sum(n.resident for n in needs)
-    return {
-        "sampling": resident + sum(n.generation for n in needs),
-        "scoring": resident + max((n.forward for n in needs if "reward" in n.role), default=0.0),
-        "log-probabilities": resident + max(n.forward for n in needs),
-        "training": resident + sum(n.training for n in needs),
+    """Peak memory of each phase of an iteration: what stays, and what the phase adds to it.
+
+    Args:
+        needs: of all models.
+        process: bytes besides models, if they are in the memory of the process; its heap then keeps
+            some of what training has freed.
+    """
+    resident, training = process + sum(n.resident for n in needs), sum(n.training for n in needs)
+    kept = min(training, WORTHWHILE) if process else 0.0
+    phases = {
+        "sampling": sum(n.generation for n in needs),
+        "scoring": max((n.forward for n in needs if "reward" in n.role), default=0.0),
+        "log-probabilities": max(n.forward for n in needs),
+        "training": training,
     }
+    return {name: resident + max(kept, added) for name, added in phases.items()}

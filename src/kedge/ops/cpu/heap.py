@@ -11,7 +11,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-_WORTHWHILE = 256 << 20  # bytes; returning memory costs the page faults of using it again
+WORTHWHILE = 256 << 20  # bytes; returning memory costs the page faults of using it again
 
 
 class _Info(ctypes.Structure):
@@ -36,7 +36,7 @@ def _glibc() -> Any:
     return library
 
 
-def release_free_memory(at_least: int = _WORTHWHILE) -> bool:
+def release_free_memory(at_least: int = WORTHWHILE) -> bool:
     """Return free memory of the heap to the system; returns whether there was enough of it.
 
     Args:
