@@ -27,6 +27,7 @@ OPTIMIZER_BYTES = {
 }  # fmt: skip
 ADAM_BYTES = 8.0  # two moments in float32
 PAGE = 4096
+HEAP_SHARE = 0.45
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of logits that exist at a time
 
 
@@ -184,6 +185,16 @@ class Passes:
         return activation_bytes(
             shape, self.tokens, width=self.width, checkpointing=self.checkpointing
         )
+
+    def heap(self, shape: Shape) -> float:
+        """What a CPU's heap grows by in a checkpointed pass through adapters; see ops/cpu/heap.py.
+
+        The share of the activations was measured (``benchmarks/plan_memory.py``).
+        """
+        if not self.checkpointing:
+            return 0.0
+        whole = activation_bytes(shape, self.tokens, width=self.width, checkpointing=False)
+        return HEAP_SHARE * whole
 
     def forward(self, shape: Shape) -> float:
         """Activations without gradient."""

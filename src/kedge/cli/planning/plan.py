@@ -203,13 +203,14 @@ def estimate_needs(
     adapter = get_peft_config(flags)
     counts = memory.count_parameters(policy, head="causal", adapter=adapter)
     base = _base_bytes(options)
+    heap = passes.heap(shape) if adapter is not None and config.device.type == "cpu" else 0.0
     needs = [
         memory.trained(
             "policy",
             counts,
             weight_bytes=base,
             state_bytes=state,
-            training=passes.training(shape) + 2 * passes.tile,
+            training=passes.training(shape) + 2 * passes.tile + heap,
             forward=passes.forward(shape) + passes.tile,
             generation=passes.sampling(shape),
         )
