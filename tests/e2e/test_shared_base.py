@@ -148,11 +148,9 @@ def test_bf16_run_has_a_bf16_base(tmp_path, reward):
     torch.manual_seed(0)
     run = PPOTrainer(
         PPOConfig(
-            **FLAGS | OPTIONS,
+            **FLAGS | OPTIONS | {"bf16": True, "use_cpu": True},
             value_adapter=True,
             reward_adapter=reward,
-            bf16=True,
-            use_cpu=True,
             output_dir=str(tmp_path / "run"),
         ),
         word_tokenizer(),
