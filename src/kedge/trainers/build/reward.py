@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kedge.backends.data import DatasetPrompts
+from kedge.backends.hf.sharding import sharding_strategy
 from kedge.backends.rewards import (
     FunctionOptions,
     MetricCapturingSource,
@@ -37,7 +38,8 @@ class RewardStage:
             weights=self.weights,
             dataset_columns=self._columns,
         )
-        check_reward_adapter(setup.args)
+        sharded = sharding_strategy(setup.accelerator) != "none"
+        check_reward_adapter(setup.args, sharded=sharded)
 
     def _reward_models(self, adapter: Any) -> Any:
         """The reward models, the reward adapter last."""
@@ -116,8 +118,8 @@ class RewardStage:
                 prompts.keep(columns)
 
 
-def check_reward_adapter(args: OnPolicyConfig) -> None:
-    """Check that the learner scores, between its own passes.
+def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:
+    """Check that the learner scores, between its own passes, with a whole base.
 
     Raises:
         ConfigError: naming the option that moves scoring elsewhere.
@@ -125,6 +127,11 @@ def check_reward_adapter(args: OnPolicyConfig) -> None:
     option = f"reward_adapter={args.reward_adapter!r}"
     if args.reward_adapter is None:
         return
+    if sharded:
+        raise ConfigError(
+            f"{option} is scored with the learner's base, which FSDP or DeepSpeed shards; launch"
+            " without sharding, or pass a reward_model"
+        )
     if args.ray_reward_workers:
         raise ConfigError(
             f"{option} is scored with the learner's base, which reward workers do not have; set"
