@@ -137,6 +137,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "ppo": (ppo_reward_model, EVALUATED, {}),
     "ppo, resumed": (ppo_reward_model, {"save_strategy": "steps", "save_steps": 1}, {}),
     "ppo, LoRA": (ppo_reward_model, {}, {"peft_config": LORA}),
+    "ppo, one base, gradient checkpointing": (
+        ppo_functions,
+        {"value_adapter": True, "gradient_checkpointing": True},
+        {"peft_config": LORA},
+    ),
     "ppo, gradient checkpointing": (ppo_reward_model, {"gradient_checkpointing": True}, {}),
     "ppo, bf16": (ppo_reward_model, {"bf16": True}, {}),
     "ppo, full KL": (ppo_reward_model, {"kl_estimator": "full"}, {}),

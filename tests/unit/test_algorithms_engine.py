@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.engine.stages import collect, cut, make_experience
+from kedge.engine.stages import collect, cut, make_experience, rows_within
 from kedge.types import (
     AdvantageOutput,
     Experience,
@@ -173,11 +173,13 @@ def test_cutting_a_step_changes_no_gradient(name: str) -> None:
     rule, whole = RULES[name], experience()
     new = (whole.old_logprobs + 0.1 * whole.rewards).detach()
 
-    def gradient(index: Tensor, micro_rows: int) -> tuple[Tensor, float]:
+    def gradient(
+        index: Tensor, micro_rows: int, max_tokens: int | None = None
+    ) -> tuple[Tensor, float]:
         logp = new.clone().requires_grad_()
         values = whole.rewards.clone().requires_grad_()
         total = torch.zeros(())
-        for mb in cut(whole, index, rule, micro_rows, one_rank):
+        for mb in cut(whole, index, rule, micro_rows, one_rank, max_tokens=max_tokens):
             at = mb.rows.ids[:, 0]  # the row's number
             mask = mb.rows.loss_mask
             found = PolicyOutput(
@@ -190,10 +192,41 @@ def test_cutting_a_step_changes_no_gradient(name: str) -> None:
 
     grad, loss = gradient(torch.arange(7), 7)
     assert grad.abs().sum() > 0
-    for index, micro_rows in ((torch.arange(7), 1), (torch.tensor([3, 6, 0, 2, 5, 1, 4]), 3)):
-        again, same = gradient(index, micro_rows)
+    mixed = torch.tensor([3, 6, 0, 2, 5, 1, 4])
+    for index, micro_rows, max_tokens in (
+        (torch.arange(7), 1, None),
+        (mixed, 3, None),
+        (mixed, 7, 12),
+        (mixed, 1, 1),
+    ):
+        again, same = gradient(index, micro_rows, max_tokens)
         torch.testing.assert_close(again, grad)
         assert same == pytest.approx(loss, abs=1e-6)
+
+
+def test_micro_batches_hold_at_most_the_budget_of_tokens() -> None:
+    lengths = [40, 9, 9, 6, 5, 2, 1]
+    assert rows_within(lengths, 18, one_rank) == [1, 2, 3, 1]  # 40 alone, 2 x 9, 3 x 6, 1 x 1
+    assert rows_within(lengths, 1000, one_rank) == [7]
+    assert rows_within(lengths, 1, one_rank) == [1] * 7
+    assert rows_within([], 18, one_rank) == []
+
+
+def test_ranks_have_equally_many_micro_batches() -> None:
+    ranks = [[9, 9, 9, 9, 9, 9], [3, 3, 2, 1, 1, 1], [50, 8, 1, 1, 1, 1]]
+    alone = [len(rows_within(lengths, 18, one_rank)) for lengths in ranks]
+    assert alone == [3, 1, 3]
+
+    def over_ranks(x: Tensor) -> Tensor:
+        counts = torch.zeros_like(x)
+        for number in alone:
+            counts[number] += 1
+        return counts
+
+    cuts = [rows_within(lengths, 18, over_ranks) for lengths in ranks]
+    assert [len(sizes) for sizes in cuts] == [3, 3, 3]
+    assert [sum(sizes) for sizes in cuts] == [6, 6, 6]
+    assert cuts[1] == [2, 1, 3]
 
 
 def test_a_mask_of_credit_never_adds_rows() -> None:

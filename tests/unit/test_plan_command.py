@@ -11,6 +11,7 @@ from kedge.cli.main import main
 from kedge.cli.planning import memory
 from kedge.cli.planning.plan import CONFIGS, human, plan, short, sync_row
 from kedge.config.options import elsewhere
+from kedge.testing import tiny_reward_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +56,61 @@ def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):
     assert lora[0].trained < lora[0].parameters
     assert lora[0].optimizer == lora[0].trained * 8
     assert [n.role for n in lora] == ["policy", "value", "reward"]  # the base is the reference
+
+
+def test_one_base_model_is_planned_once(tiny, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_reward_model(vocab_size=40, hidden_size=16, layers=2, heads=4)
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    get_peft_model(model, config).save_pretrained(tmp_path / "reward")
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--use_peft"]
+    flags += ["--lora_r", "2", "--lora_target_modules", "all-linear", "--value_adapter", "True"]
+    policy, value, reward = plan(options(*flags, "--reward_adapter", str(tmp_path / "reward")))[3]
+    assert (value.role, reward.role) == ("value adapter", "reward adapter")
+    assert value.parameters == value.trained == policy.trained + 16
+    assert value.weights == value.trained * 4
+    assert reward.parameters == 2 * 2 * (2 * 16) + 16  # two layers of q: A 2x16, B 16x2; the head
+    assert policy.weights == policy.parameters * 4
+    half = plan(options(*flags, "--bf16", "--use_cpu"))[3][0]
+    assert half.weights == (policy.parameters - policy.trained) * 2 + policy.trained * 4
+
+
+def test_a_budget_of_tokens_limits_the_activations(tiny):
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "64"]
+    flags += ["--per_device_train_batch_size", "64", "--max_prompt_length", "8"]
+    flags += ["--response_length", "8"]
+    rows = plan(options(*flags))[3][0]
+    budget = plan(options(*flags, "--max_tokens_per_micro_batch", "64"))[3][0]
+    assert budget.training == pytest.approx(rows.training / 16)
+    assert budget.resident == rows.resident
+
+
+def test_peak_of_each_phase(tiny):
+    needs = plan(options("--model_name_or_path", str(tiny), "--total_episodes", "8"))[3]
+    policy, _, value, reward = needs
+    resident, training = sum(n.resident for n in needs), policy.training + value.training
+    assert memory.peaks(needs) == {
+        "sampling": resident + policy.generation,
+        "scoring": resident + reward.forward,
+        "log-probabilities": resident + policy.forward,
+        "training": resident + training,
+    }
+    assert training < 256 << 20  # so the heap of the process keeps it
+    kept = {name: 7 + resident + training for name in memory.peaks(needs)}
+    assert memory.peaks(needs, 7.0) == pytest.approx(kept)
+    assert memory.process_bytes() > 50e6  # torch alone
+
+
+def test_turns_are_planned(tiny, capsys):
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--max_turns", "3"]
+    flags += ["--environment", "kedge.environments.games:GuessNumber", "--response_length", "30"]
+    flags += ["--per_device_train_batch_size", "4", "--max_turn_tokens", "10"]
+    assert main(["plan", "ppo", *flags]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert "3" in next(row for row in rows if row[1:2] == ["turns"])
+    calls = next(row for row in rows if "calls" in row)
+    assert "16" in calls  # 4 episodes, a reset and 3 turns each
 
 
 def test_no_kl_no_reference(tiny):

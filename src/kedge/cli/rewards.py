@@ -37,6 +37,7 @@ def scores_without_model(options: Options) -> bool:
         or script.apply_verifiable_reward
         or script.add_r1_style_format_reward
         or options.config.environment
+        or options.config.reward_adapter
     )
 
 

@@ -55,6 +55,14 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         le=MOST,
     )
     num_generations: int = _batch(1, "Responses per prompt.", ge=1)
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Most tokens of one forward and backward pass, padding included: rows sorted by length are "
+        "cut by tokens instead of per_device_train_batch_size rows, with the same gradient. A "
+        "longer row is a pass by itself.",
+        ge=1,
+        acts_in="batch sizes: cuts micro-batches",
+    )
     local_rollout_forward_batch_size: int = option(
         64,
         "Rows per rank at a time when sampling, scoring and computing log-probabilities.",
@@ -168,6 +176,11 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         alias="non_stop_penalty",
     )
     penalty_reward_value: float = _reward(-1.0, "Score given by non_eos_penalty.")
+    reward_adapter: str | None = _reward(
+        None,
+        "Folder or Hub name of a reward model that is an adapter on the policy's base model. Needs "
+        "an adapter on the policy too; counts as the last reward model.",
+    )
     reward_weights: list[float] | None = _reward(
         None, "Weight of each reward source. Unset: 1 each."
     )

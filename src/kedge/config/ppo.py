@@ -72,6 +72,11 @@ class PPOConfig(OnPolicyConfig):
         "Initialization of the value model: the reward model, or the policy with a new head. "
         "auto: the reward model if it fits.",
     )
+    value_adapter: bool = _value(
+        False,
+        "With an adapter on the policy: the value model is another adapter on the same base, with "
+        "the same settings, or starts from reward_adapter (value_source).",
+    )
     value_learning_rate: float | None = _value(
         None, "Learning rate of the value model. Unset: learning_rate.", ge=0
     )

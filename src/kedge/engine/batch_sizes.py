@@ -28,6 +28,7 @@ class BatchSizes:
         group: responses per prompt.
         iterations: iterations in the run.
         iterations_per_epoch: iterations that use every prompt once; None: unknown.
+        max_tokens_per_micro_batch: cuts micro-batches by tokens instead of ``micro_rows``.
     """
 
     world_size: int
@@ -38,6 +39,7 @@ class BatchSizes:
     group: int
     iterations: int
     iterations_per_epoch: float | None = None
+    max_tokens_per_micro_batch: int | None = None
 
     @property
     def batch_size(self) -> int:
@@ -61,7 +63,7 @@ class BatchSizes:
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes per rank in one optimizer step."""
+        """Forward and backward passes per rank in one optimizer step, without a token budget."""
         return math.ceil(self.local_mini_rows / self.micro_rows)
 
     @property
@@ -115,6 +117,7 @@ def compute_batch_sizes(
     num_train_epochs: float = 1.0,
     dataset_rows: int | None = None,
     min_group: int = 1,
+    max_tokens_per_micro_batch: int | None = None,
 ) -> BatchSizes:
     """Derive all sizes; errors name the nearest values that would work.
 
@@ -133,6 +136,7 @@ def compute_batch_sizes(
         num_train_epochs: passes over the prompts of the dataset.
         dataset_rows: prompts in the dataset; None: unknown.
         min_group: minimum number of responses per prompt of the algorithm.
+        max_tokens_per_micro_batch: maximum tokens of a forward and backward pass.
 
     Raises:
         ConfigError: sizes that do not divide, or no end of the run.
@@ -175,6 +179,7 @@ def compute_batch_sizes(
         group=num_generations,
         iterations=_iterations(batch, total_episodes, max_steps, num_train_epochs, per_epoch),
         iterations_per_epoch=per_epoch,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
     )
 
 

@@ -105,6 +105,7 @@ class Updater:
             epochs=self.batch_sizes.epochs,
             minibatches=self.batch_sizes.minibatches,
             micro_rows=self.batch_sizes.micro_rows,
+            max_tokens=self.batch_sizes.max_tokens_per_micro_batch,
             seed=seed_for(self.seed, "shuffle", self.step),
             only_value=self.step < self.value_warmup_steps,
             anchor_new=anchor_new,

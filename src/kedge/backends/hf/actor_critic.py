@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.packing import Packed, place
 from kedge.backends.hf.sharding import call_within
+from kedge.backends.hf.shared_base import AdapterValue
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
 from kedge.errors import ConfigError
+from kedge.ops.cpu.heap import release_free_memory
 from kedge.ops.linear_logprob import TokenConstraints, linear_logprob
+
+Value = ScalarModel | AdapterValue | ScalarHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +119,9 @@ class ForwardOutput(NamedTuple):
 
 
 class ActorCritic(nn.Module):
-    """A policy, with a separate value model or a value head on the policy's trunk."""
+    """A policy, with a separate value model, a value adapter, or a head on the policy's trunk."""
 
-    def __init__(
-        self, policy: nn.Module, parts: LanguageModelParts, value: ScalarModel | ScalarHead | None
-    ) -> None:
+    def __init__(self, policy: nn.Module, parts: LanguageModelParts, value: Value | None) -> None:
         super().__init__()
         self.policy = policy
         self.value = value
@@ -159,9 +161,12 @@ class ActorCritic(nn.Module):
         value, states, output = self.value, request.value_states, ForwardOutput()
         if request.policy or (self.shared and states is not None):
             output = call_within(self.policy, lambda: self._forward_policy(request))
-        if isinstance(value, ScalarModel) and states is not None:
-            values = call_within(value.model, lambda: value(request.packed.ids, states))
+            _release(request)
+        if isinstance(value, ScalarModel | AdapterValue) and states is not None:
+            model = value.model if isinstance(value, ScalarModel) else self.policy
+            values = call_within(model, lambda: value(request.packed.ids, states))
             output = output._replace(values=values)
+            _release(request)
         return output
 
     def _forward_policy(self, request: ForwardRequest) -> ForwardOutput:
@@ -176,3 +181,9 @@ class ActorCritic(nn.Module):
         if isinstance(self.value, ScalarHead) and request.value_states is not None:
             values = self.value(states[request.value_states]).sum(1)  # one column
         return ForwardOutput(logprobs, entropy, values, hidden)
+
+
+def _release(request: ForwardRequest) -> None:
+    """Return to the system what a training pass on the CPU has freed."""
+    if request.packed.ids.device.type == "cpu" and torch.is_grad_enabled():
+        release_free_memory()

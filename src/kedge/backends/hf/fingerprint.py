@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kedge.backends.hf.peft import VALUE_ADAPTER
 from kedge.errors import SyncError
 
 _WIDTH = 1 << 14  # words per row of the table that a tensor is laid out in
@@ -44,8 +45,8 @@ def full(x: Tensor) -> Tensor:
 
 
 def policy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Trainable weights by name, not copied; all weights if none is trainable."""
-    named = dict(model.named_parameters())
+    """The policy's trainable weights by name, not copied; all if none is trainable."""
+    named = {n: p for n, p in model.named_parameters() if VALUE_ADAPTER not in n.split(".")}
     trained = {name: p for name, p in named.items() if p.requires_grad} or named
     return {name: p.detach() for name, p in trained.items()}
 

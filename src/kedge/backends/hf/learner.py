@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
 from kedge.backends.hf import optim
-from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, build_request
+from kedge.backends.hf.actor_critic import ActorCritic, ForwardOutput, Value, build_request
 from kedge.backends.hf.compatibility import check_rows
 from kedge.backends.hf.distributed import (
     accelerator_for,
@@ -46,7 +46,8 @@ from kedge.backends.hf.sharding import (
     shard_optimizer_state,
     sharding_strategy,
 )
-from kedge.backends.hf.value_head import ScalarHead, ScalarModel
+from kedge.backends.hf.shared_base import checkpointing_options
+from kedge.backends.hf.value_head import ScalarModel
 from kedge.errors import ConfigError, KedgeError
 from kedge.ops.cpu.patch import Kernels
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
@@ -63,7 +64,7 @@ class HFLearner:
         policy: causal language model.
         args: optimizer, schedule and weight decay are read from it.
         settings: all other settings.
-        value: a separate model, a head on the policy's trunk, or None.
+        value: a separate model, an adapter or a head on the policy's trunk, or None.
         reference: frozen policy of the KL term, or None.
         remote: computes the reference's log-probabilities instead of ``reference``.
         accelerator: device, precision and processes; None: built from ``args``.
@@ -80,7 +81,7 @@ class HFLearner:
         args: TrainingArguments,
         settings: LearnerSettings,
         *,
-        value: ScalarModel | ScalarHead | None = None,
+        value: Value | None = None,
         reference: Reference | None = None,
         remote: RemoteReference | None = None,
         accelerator: Accelerator | None = None,
@@ -124,8 +125,9 @@ class HFLearner:
         check_trainable(
             self.module.named_parameters(), allow_low=self.settings.allow_low_precision_weights
         )
+        options = checkpointing_options(self.settings.checkpointing_options, self.value)
         for model in self._models() if self.settings.gradient_checkpointing else []:
-            checkpoint_activations(model, self.settings.checkpointing_options)
+            checkpoint_activations(model, options)
         set_training(self.module, False)
 
     def _move(self) -> None:
@@ -173,8 +175,8 @@ class HFLearner:
         return self.module.policy
 
     @property
-    def value(self) -> ScalarModel | ScalarHead | None:
-        """The value model or value head."""
+    def value(self) -> Value | None:
+        """The value model, adapter or head."""
         return self.module.value
 
     @property
@@ -333,9 +335,11 @@ class HFLearner:
         return metrics | self._step_metrics()
 
     def _trained(self) -> dict[str, list[nn.Parameter]]:
-        models = {"policy": self.policy, "value": self.module.value}
-        present = {n: m for n, m in models.items() if m is not None}
-        return {n: [p for p in m.parameters() if p.requires_grad] for n, m in present.items()}
+        models = {"value": self.value} if self.value is not None else {}
+        value = {n: [p for p in m.parameters() if p.requires_grad] for n, m in models.items()}
+        other = {id(p) for p in value.get("value", [])}  # a value adapter is in the policy, too
+        policy = [p for p in self.policy.parameters() if p.requires_grad and id(p) not in other]
+        return {"policy": policy, **value}
 
     def advance_version(self) -> None:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from kedge.backends.hf.actor_critic import Value
 from kedge.backends.hf.fingerprint import full, policy_weights
+from kedge.backends.hf.peft import own_adapters
 from kedge.backends.hf.sharding import shard_like
-from kedge.backends.hf.value_head import ScalarHead, ScalarModel, save_value
+from kedge.backends.hf.value_head import ScalarModel, save_value
 from kedge.errors import CheckpointError
 from kedge.types import StoredTensor
 
@@ -68,7 +70,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def save_models(
-    policy: Any, value: ScalarModel | ScalarHead | None, folders: tuple[Path, Path], *, main: bool
+    policy: Any, value: Value | None, folders: tuple[Path, Path], *, main: bool
 ) -> None:
     """Write policy and value model for ``from_pretrained``, one after the other.  Collective.
 
@@ -80,7 +82,7 @@ def save_models(
     """
     state = full_state(policy)
     if main:
-        policy.save_pretrained(folders[0], state_dict=state)
+        policy.save_pretrained(folders[0], state_dict=state, **own_adapters(policy))
     if isinstance(value, ScalarModel):
         del state  # before the next one is gathered
         state = full_state(value.model)

@@ -33,14 +33,17 @@ def parameter_groups(
         models: name -> (model, learning rate).
         weight_decay: for the matrices.
     """
-    groups = []
-    seen: set[int] = set()
+    groups, decays, owner = [], set(), {}
+    for name, (model, _) in models.items():
+        matrices = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+        for n, p in model.named_parameters():
+            owner[id(p)] = name  # a value adapter is in the policy, too
+            if n in matrices:
+                decays.add(id(p))
     for name, (model, rate) in models.items():
-        decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad and owner[id(p)] == name]
         for decay in (True, False):
-            params = [p for n, p in named if (n in decays) == decay and id(p) not in seen]
-            seen.update(map(id, params))
+            params = [p for p in trained if (id(p) in decays) == decay]
             if params:
                 amount = weight_decay if decay else 0.0
                 groups.append({"params": params, "lr": rate, "weight_decay": amount, "name": name})

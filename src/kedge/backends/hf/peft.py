@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -12,6 +12,82 @@ import torch
 from torch import nn
 
 from kedge.errors import ConfigError
+
+# Names of the adapters that share the policy's base (backends/hf/shared_base.py).
+VALUE_ADAPTER, REWARD_ADAPTER = "kedge_value", "kedge_reward"
+
+
+class AdapterSwitch:
+    """Selects the active adapter of a PEFT model, without changing what trains.
+
+    PEFT's own ``set_adapter`` and ``disable_adapter`` also set ``requires_grad``.  Create it after
+    all adapters were added.
+
+    Args:
+        policy: a PEFT model.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        self._layers: list[Any] = [m for m in policy.modules() if isinstance(m, kinds)]
+
+    @contextmanager
+    def active(self, name: str | None) -> Iterator[None]:
+        """Context in which only this adapter is active; None: the base model alone."""
+        with self._set([_selected(layer, name) for layer in self._layers]):
+            yield
+
+    @contextmanager
+    def _set(self, states: list[tuple[Any, bool]]) -> Iterator[None]:
+        before = self._states()
+        self._assign(states)
+        try:
+            yield
+        finally:
+            self._assign(before)
+
+    def _states(self) -> list[tuple[Any, bool]]:
+        return [(layer._active_adapter, layer._disable_adapters) for layer in self._layers]
+
+    def _assign(self, states: list[tuple[Any, bool]]) -> None:
+        for layer, (adapter, disabled) in zip(self._layers, states, strict=True):
+            layer._active_adapter, layer._disable_adapters = adapter, disabled
+
+    def at_recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """``context_fn`` of torch's checkpointing: recompute with the adapter of the forward."""
+        return nullcontext(), self._set(self._states())
+
+
+def _selected(layer: Any, name: str | None) -> tuple[Any, bool]:
+    """The active adapters of a layer, and whether it is the base's alone."""
+    if name is None:
+        return layer._active_adapter, True
+    known = getattr(layer, "_adapters", None)  # of modules_to_save, which need not have it
+    return ([name] if known is None or name in known else []), False
+
+
+def adapter_parameters(policy: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """The weights of one adapter."""
+    return {n: p for n, p in policy.named_parameters() if name in n.split(".")}
+
+
+def own_adapters(policy: nn.Module) -> dict[str, Any]:
+    """Arguments of ``save_pretrained`` that leave out value and reward adapter."""
+    names = [*getattr(policy, "peft_config", {})]
+    own = [name for name in names if name not in (VALUE_ADAPTER, REWARD_ADAPTER)]
+    return {} if own == names else {"selected_adapters": own}
+
+
+def drop_adapters(policy: nn.Module) -> nn.Module:
+    """Remove value and reward adapter from a copy of the policy; returns it."""
+    model: Any = policy
+    for name in (VALUE_ADAPTER, REWARD_ADAPTER):
+        if name in getattr(model, "peft_config", {}):
+            model.delete_adapter(name)
+    return policy
 
 
 def _add_adapter(model: Any, peft_config: Any, name: str) -> Any:

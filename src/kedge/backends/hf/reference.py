@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kedge.backends.hf.encoder_decoder import build_parts
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
 from kedge.backends.hf.model import LanguageModelParts, no_dropout
+from kedge.backends.hf.peft import AdapterSwitch
 from kedge.types import Rollout
 
 
@@ -90,6 +91,7 @@ class AdapterReference:
 
     def __init__(self, policy: Any, name: str | None = None) -> None:
         self.policy, self.name = policy, name
+        self._switch = AdapterSwitch(policy)
         self._fingerprint: str | None = None
         with self.active() as parts:
             self.parts = parts
@@ -97,19 +99,8 @@ class AdapterReference:
     @contextmanager
     def active(self) -> Iterator[LanguageModelParts]:
         """Trunk and head, with the reference's adapter active only within the block."""
-        if self.name is None:
-            with self.policy.disable_adapter():
-                yield build_parts(self.policy, verify=False)
-            return
-        before = self.policy.active_adapter
-        trains = [(p, p.requires_grad) for p in self.policy.parameters()]
-        self.policy.set_adapter(self.name)
-        try:
+        with self._switch.active(self.name):
             yield build_parts(self.policy, verify=False)
-        finally:
-            self.policy.set_adapter(before)
-            for p, flag in trains:
-                p.requires_grad_(flag)
 
     def fingerprint(self) -> str:
         """A short hash of every weight of the policy that does not train, computed once."""

@@ -16,6 +16,7 @@ from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_wei
 from kedge.backends.hf.generation import ChunkSampler, Responses
 from kedge.backends.hf.kv_cache import rows_that_fit
 from kedge.backends.hf.model import eval_mode
+from kedge.backends.hf.peft import drop_adapters
 from kedge.backends.hf.prefix_cache import Prefix, PrefixStepper
 from kedge.backends.hf.sampling import check_sampling, uniforms
 from kedge.backends.hf.stopping import Stopper
@@ -62,8 +63,7 @@ class EmbeddedEngine:
     ) -> None:
         if not shares_weights:
             # Autocast keeps its casts of weights only if they require gradients.
-            model = copy.deepcopy(model).requires_grad_(autocast is not None)
-            model = model if device is None else model.to(device)
+            model = _copy(model, trains=autocast is not None, device=device)
         self.model = model
         self._shares_weights = shares_weights
         self._pad_id = pad_id
@@ -228,6 +228,24 @@ def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
         autocast=inputs.dtype,
         extra_slot=inputs.extra_slot,
     )
+
+
+def _copy(model: nn.Module, *, trains: bool, device: torch.device | str | None) -> nn.Module:
+    """A copy that shares the weights that do not train, such as the base of an adapter.
+
+    Args:
+        model: the policy.
+        trains: ``requires_grad`` of the weights that are not shared.
+        device: of the copy, which then shares nothing; None: the policy's.
+    """
+    shared = {}
+    if device is None and any(p.requires_grad for p in model.parameters()):
+        shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    copied = drop_adapters(copy.deepcopy(model, dict(shared)))
+    for p in copied.parameters():
+        if id(p) not in shared:
+            p.requires_grad_(trains)
+    return copied if device is None else copied.to(device)
 
 
 def _fit(x: Tensor, size: int, fill: float) -> Tensor:

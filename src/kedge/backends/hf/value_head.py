@@ -153,18 +153,19 @@ def value_from_trunk(parts: CausalParts, *, init: Literal["zero", "normal"] = "z
     return ScalarHead(weight.shape[1], init=init).to(weight.device)
 
 
-def save_value(
-    value: ScalarModel | ScalarHead, folder: str | Path, state: dict[str, Tensor] | None = None
-) -> None:
+def save_value(value: Any, folder: str | Path, state: dict[str, Tensor] | None = None) -> None:
     """Write a value model as a transformers folder, a value head as ``value_head.safetensors``.
 
     Args:
-        value: the value model or value head.
+        value: the value model, value adapter or value head.
         folder: created if it is missing.
-        state: the full tensors of a sharded value model.
+        state: the full tensors of a sharded value model, or of the policy that has the adapter.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if not isinstance(value, ScalarModel | ScalarHead):
+        value.save(folder, state)
+        return
     if isinstance(value, ScalarModel):
         model: Any = value.model
         model.save_pretrained(folder, state_dict=state)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kedge.backends.hf.fingerprint import check_weights, fingerprint
+from kedge.backends.hf.peft import drop_adapters
 from kedge.backends.vllm.weight_payload import (
     WeightPayload,
     adapter_weights,
@@ -219,7 +220,7 @@ def skeleton(policy: nn.Module) -> nn.Module:
     for p in trained:
         empty = torch.empty_like(p, device="meta")
         memo[id(p)] = nn.Parameter(empty, requires_grad=False)
-    return copy.deepcopy(policy, memo).eval()
+    return drop_adapters(copy.deepcopy(policy, memo)).eval()
 
 
 def on_cpu(skeleton: nn.Module) -> nn.Module:

@@ -1,18 +1,21 @@
 """Estimated memory of a run, from model configurations only.
 
 Estimates per process, in bytes, before any sharding (FSDP, DeepSpeed ZeRO).  Weights, gradients
-and optimizer state follow from parameter counts; activations and caches are approximate.
+and optimizer state follow from parameter counts; activations and caches are approximate, and
+``benchmarks/plan_memory.py`` compares them with what runs take.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kedge.errors import ConfigError
+from kedge.ops.cpu.heap import WORTHWHILE
 
 # Bytes of optimizer state per trained parameter, by the start of the optimizer's name.
 OPTIMIZER_BYTES = {
@@ -23,6 +26,8 @@ OPTIMIZER_BYTES = {
     "sgd": 0.0,
 }  # fmt: skip
 ADAM_BYTES = 8.0  # two moments in float32
+PAGE = 4096
+HEAP_SHARE = 0.45
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of logits that exist at a time
 
 
@@ -49,6 +54,7 @@ class Need:
     optimizer: float = 0.0
     training: float = 0.0  # activations and logits of one micro-batch
     generation: float = 0.0  # cache and logits while responses are sampled
+    forward: float = 0.0  # activations of one pass without gradient
 
     @property
     def resident(self) -> float:
@@ -120,6 +126,22 @@ def count_parameters(config: Any, *, head: str, adapter: Any = None) -> tuple[in
     )
 
 
+def count_adapter(config: Any, source: str) -> int:
+    """Parameters of a saved adapter on a base with this configuration.
+
+    Raises:
+        ConfigError: there is no such adapter.
+    """
+    from peft import PeftConfig
+
+    try:
+        adapter = PeftConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the adapter {source!r} cannot be read: {error}") from error
+    adapter.inference_mode, adapter.modules_to_save = False, None
+    return count_parameters(config, head="causal", adapter=adapter)[1]
+
+
 def count_head(hidden: int) -> int:
     """Parameters of a value head on the policy."""
     from kedge.backends.hf.value_head import ScalarHead
@@ -138,6 +160,52 @@ def activation_bytes(shape: Shape, tokens: int, *, width: int, checkpointing: bo
     return float(tokens * (per_token + 4 * shape.hidden) * width)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The sizes of the forward passes of a run.
+
+    Args:
+        tokens: of a micro-batch.
+        rows: at a time without gradient.
+        length: tokens of the longest row.
+        width: bytes of an activation.
+        tile: bytes of the logits that exist at a time.
+        checkpointing: recompute activations.
+    """
+
+    tokens: int
+    rows: int
+    length: int
+    width: int
+    tile: float
+    checkpointing: bool
+
+    def training(self, shape: Shape) -> float:
+        """Activations of a micro-batch, with gradient."""
+        return activation_bytes(
+            shape, self.tokens, width=self.width, checkpointing=self.checkpointing
+        )
+
+    def heap(self, shape: Shape) -> float:
+        """What a CPU's heap grows by in a checkpointed pass through adapters; see ops/cpu/heap.py.
+
+        The share of the activations was measured (``benchmarks/plan_memory.py``).
+        """
+        if not self.checkpointing:
+            return 0.0
+        whole = activation_bytes(shape, self.tokens, width=self.width, checkpointing=False)
+        return HEAP_SHARE * whole
+
+    def forward(self, shape: Shape) -> float:
+        """Activations without gradient."""
+        return forward_bytes(shape, self.rows * self.length, width=self.width)
+
+    def sampling(self, shape: Shape) -> float:
+        """Keys, values and logits."""
+        cache = self.length * shape.layers * shape.cache * self.width
+        return self.rows * (cache + shape.vocab * 8.0)
+
+
 def trained(
     role: str,
     counts: tuple[int, int],
@@ -146,6 +214,7 @@ def trained(
     state_bytes: float,
     training: float,
     generation: float = 0.0,
+    forward: float = 0.0,
 ) -> Need:
     """The memory of a trained model; trained weights are float32."""
     everything, learning = counts
@@ -158,16 +227,49 @@ def trained(
         optimizer=learning * state_bytes,
         training=training,
         generation=generation,
+        forward=forward,
     )
 
 
-def frozen(role: str, parameters: int, weight_bytes: float = 4.0) -> Need:
+def frozen(role: str, parameters: int, weight_bytes: float = 4.0, *, forward: float = 0.0) -> Need:
     """The memory of a frozen model."""
-    return Need(role=role, parameters=parameters, trained=0, weights=parameters * weight_bytes)
-
-
-def peak(needs: list[Need]) -> float:
-    """Peak memory: everything resident, plus the larger of training and sampling."""
-    return sum(n.resident for n in needs) + max(
-        sum(n.training for n in needs), sum(n.generation for n in needs)
+    return Need(
+        role=role,
+        parameters=parameters,
+        trained=0,
+        weights=parameters * weight_bytes,
+        forward=forward,
     )
+
+
+def process_bytes() -> float:
+    """What a process holds before it loads a model: Python, libraries and the tokenizer.
+
+    Measured on this process, which has loaded them for the plan; 0 where the system does not tell.
+    """
+    status = Path("/proc/self/statm")
+    return float(int(status.read_text().split()[1]) * PAGE) if status.exists() else 0.0
+
+
+def forward_bytes(shape: Shape, tokens: int, *, width: int) -> float:
+    """Activations of one pass without gradient, approximately: those of one block."""
+    return float(tokens * (6 * shape.hidden + 3 * shape.intermediate) * width)
+
+
+def peaks(needs: list[Need], process: float = 0.0) -> dict[str, float]:
+    """Peak memory of each phase of an iteration: what stays, and what the phase adds to it.
+
+    Args:
+        needs: of all models.
+        process: bytes besides models, if they are in the memory of the process; its heap then keeps
+            some of what training has freed.
+    """
+    resident, training = process + sum(n.resident for n in needs), sum(n.training for n in needs)
+    kept = min(training, WORTHWHILE) if process else 0.0
+    phases = {
+        "sampling": sum(n.generation for n in needs),
+        "scoring": max((n.forward for n in needs if "reward" in n.role), default=0.0),
+        "log-probabilities": max(n.forward for n in needs),
+        "training": training,
+    }
+    return {name: resident + max(kept, added) for name, added in phases.items()}

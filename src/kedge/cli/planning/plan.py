@@ -168,6 +168,34 @@ def _batches(
     return batches, facts, prompts.columns
 
 
+def _passes(
+    config: OnPolicyConfig, batches: BatchSizes, prompt: int, shape: memory.Shape
+) -> memory.Passes:
+    length = prompt + config.response_length
+    tokens = batches.micro_rows * length
+    if batches.max_tokens_per_micro_batch is not None:
+        tokens = min(batches.local_mini_rows * length, batches.max_tokens_per_micro_batch)
+        tokens = max(tokens, length)  # one row at least
+    tile = memory.TILE_BYTES.get(config.device.type, memory.TILE_BYTES["cuda"])
+    return memory.Passes(
+        tokens=tokens,
+        rows=min(batches.local_rows, config.local_rollout_forward_batch_size),
+        length=length,
+        width=2 if config.bf16 or config.fp16 else 4,
+        tile=min(tile, tokens * config.response_length // length * shape.vocab * 4),
+        checkpointing=bool(config.gradient_checkpointing),
+    )
+
+
+def _base_bytes(options: Options) -> float:
+    """Bytes of a weight of the policy that does not train."""
+    flags = options.model
+    if flags.load_in_4bit or flags.load_in_8bit:
+        return 0.56 if flags.load_in_4bit else 1.0  # 4 bits and scales
+    bf16_base = flags.use_peft and options.config.bf16 and "dtype" not in options.given
+    return 2.0 if bf16_base or flags.dtype in ("bfloat16", "float16") else 4.0
+
+
 def estimate_needs(
     options: Options, algorithm: Algorithm, batches: BatchSizes, names: Names, prompt: int
 ) -> list[memory.Need]:
@@ -176,54 +204,70 @@ def estimate_needs(
     read = partial(memory.read_config, trust_remote_code=flags.trust_remote_code)
     policy = read(names.policy)
     shape = memory.read_shape(policy)
-    width = 2 if config.bf16 or config.fp16 else 4
-    length = prompt + config.response_length
-    tile = min(
-        memory.TILE_BYTES.get(config.device.type, memory.TILE_BYTES["cuda"]),
-        batches.micro_rows * config.response_length * shape.vocab * 4,
-    )
-    rows = min(batches.local_rows, config.local_rollout_forward_batch_size)
+    passes = _passes(config, batches, prompt, shape)
     state = memory.optimizer_bytes(str(getattr(config.optim, "value", config.optim)))
-    activations = partial(
-        memory.activation_bytes,
-        tokens=batches.micro_rows * length,
-        width=width,
-        checkpointing=bool(config.gradient_checkpointing),
-    )
     adapter = get_peft_config(flags)
     counts = memory.count_parameters(policy, head="causal", adapter=adapter)
-    base = 0.56 if flags.load_in_4bit else 1.0 if flags.load_in_8bit else 4.0  # 4 bits and scales
-    if base == 4.0 and flags.dtype in ("bfloat16", "float16"):
-        base = 2.0
+    base = _base_bytes(options)
+    heap = passes.heap(shape) if adapter is not None and config.device.type == "cpu" else 0.0
     needs = [
         memory.trained(
             "policy",
             counts,
             weight_bytes=base,
             state_bytes=state,
-            training=activations(shape) + 2 * tile,
-            generation=rows * (length * shape.layers * shape.cache * width + shape.vocab * 8.0),
+            training=passes.training(shape) + 2 * passes.tile + heap,
+            forward=passes.forward(shape) + passes.tile,
+            generation=passes.sampling(shape),
         )
     ]
     if config.kl_coef + config.loss_kl_coef > 0 and adapter is None:
-        needs.append(memory.frozen("reference", counts[0], base))
+        forward = passes.forward(shape) + passes.tile
+        needs.append(memory.frozen("reference", counts[0], base, forward=forward))
     if algorithm.needs_values:
-        value = options.script.value_model_path
-        if value is None and getattr(config, "value_source", "policy") != "policy":
-            value = names.reward
-        trained = partial(memory.trained, weight_bytes=4.0, state_bytes=state)
-        if value is None:
-            size = memory.count_head(shape.hidden)
-            needs.append(trained("value head", (size, size), training=0.0))
-        else:
-            model = read(value)
-            counts = memory.count_parameters(model, head="score")
-            training = activations(memory.read_shape(model))
-            needs.append(trained("value", counts, training=training))
+        model, role, size = shape, "value head", (memory.count_head(shape.hidden),) * 2
+        source = options.script.value_model_path
+        if source is None and getattr(config, "value_source", "policy") != "policy":
+            source = names.reward
+        if getattr(config, "value_adapter", False):
+            role, size = "value adapter", (counts[1] + shape.hidden,) * 2
+        elif source is not None:
+            role, size = "value", memory.count_parameters(read(source), head="score")
+            model = memory.read_shape(read(source))
+        own = role != "value head"  # a head reads the policy's passes
+        needs.append(
+            memory.trained(
+                role,
+                size,
+                weight_bytes=4.0,
+                state_bytes=state,
+                training=passes.training(model) if own else 0.0,
+                forward=passes.forward(model) if own else 0.0,
+            )
+        )
+    return needs + _reward_needs(config, names, policy, passes, read)
+
+
+def _reward_needs(
+    config: OnPolicyConfig, names: Names, policy: Any, passes: memory.Passes, read: Any
+) -> list[memory.Need]:
+    """The memory of the reward model, and of the reward adapter."""
+    needs = []
     if names.reward is not None:
-        count, _ = memory.count_parameters(read(names.reward), head="score")
-        needs.append(memory.frozen("reward", count))
+        model = read(names.reward)
+        count, _ = memory.count_parameters(model, head="score")
+        forward = passes.forward(memory.read_shape(model))
+        needs.append(memory.frozen("reward", count, forward=forward))
+    if config.reward_adapter is not None:
+        shape = memory.read_shape(policy)
+        count = memory.count_adapter(policy, config.reward_adapter) + shape.hidden
+        needs.append(memory.frozen("reward adapter", count, forward=passes.forward(shape)))
     return needs
+
+
+def process_memory(options: Options) -> float:
+    """What a process holds in addition to the models, in the memory that they are in."""
+    return memory.process_bytes() if options.config.device.type == "cpu" else 0.0
 
 
 def show(
@@ -255,10 +299,14 @@ def show(
         parts = (n.weights, n.gradients, n.optimizer, n.training, n.generation)
         table.add_row(n.role, short(n.parameters), short(n.trained), *map(human, parts))
     console.print(table)
+    process = process_memory(options)
+    peaks = memory.peaks(needs, process)
     console.print(
         "params: parameters; grads and optim: gradients and optimizer state of those that train; "
         "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
-        f"peak about {human(memory.peak(needs))} per process, before sharding by FSDP or DeepSpeed"
+        f"peak about {human(max(peaks.values()))} per process, before sharding by FSDP or"
+        f" DeepSpeed: {', '.join(f'{phase} {human(x)}' for phase, x in peaks.items())}"
+        + (f"; {human(process)} of it Python and libraries" if process else "")
     )
 
 
@@ -283,13 +331,16 @@ def size_rows(
             "micro-batch",
             f"{batches.micro_batch_size:,}",
             f"samples per forward pass; {batches.micro_rows} per process, "
-            f"{batches.micro_batches} passes per optimizer step",
+            f"{batches.micro_batches} passes per optimizer step"
+            if batches.max_tokens_per_micro_batch is None
+            else f"not used: passes of at most {batches.max_tokens_per_micro_batch:,} tokens",
         ),
         (
             "optimizer steps per update",
             f"{batches.optimizer_steps_per_iteration:,}",
             f"{batches.epochs} passes x {batches.minibatches} mini-batches",
         ),
+        *_episode_rows(options.config, batches),
         ("updates", f"{batches.iterations:,}", f"{warmup} of them warm-up"),
         ("optimizer steps", f"{batches.optimizer_steps:,}", ""),
         ("episodes", f"{batches.episodes:,}", "responses generated"),
@@ -311,6 +362,24 @@ def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str
     note = f"per update: {'all weights' if whole else 'the adapter'} in {what}, {how}"
     size = human(policy.trained * (2.0 if half else 4.0))
     return "weight sync", size, f"{note}; rollout engines: {engines}"
+
+
+def _episode_rows(config: OnPolicyConfig, batches: BatchSizes) -> list[tuple[str, str, str]]:
+    """Turns of the episodes of an environment."""
+    if config.environment is None:
+        return []
+    tokens, turns = config.max_turn_tokens, config.max_turns
+    each = "as many as are left" if tokens is None else f"{tokens:,}"
+    most = config.response_length if turns is None else min(turns, config.response_length)
+    return [
+        ("tokens per episode", f"{config.response_length:,}", "at most, all turns and answers"),
+        ("turns per episode", f"{most:,}", f"at most, of {each} tokens"),
+        (
+            "environment calls per update",
+            f"{batches.batch_size * (most + 1):,}",
+            f"at most, resets included; {config.environment_concurrency} at a time",
+        ),
+    ]
 
 
 def short(count: int) -> str:

@@ -133,7 +133,7 @@ def build(
     shared: dict[str, Any] = {
         "args": options.config,
         "processing_class": tokenizer or load_tokenizer(names.tokenizer, model),
-        "model": load_policy(names.policy, model, more=_take_init_kwargs(options.config)),
+        "model": load_policy(names.policy, model, more=_loading_overrides(options)),
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "peft_config": get_peft_config(model),
@@ -253,13 +253,19 @@ def _flags(options: ModelArguments) -> dict[str, Any]:
     }
 
 
-def _take_init_kwargs(config: OnPolicyConfig) -> dict[str, Any]:
-    """Remove ``model_init_kwargs`` from the config, since the trainer gets a loaded model."""
+def _loading_overrides(options: Options) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that override the flags.
+
+    They are ``model_init_kwargs``, removed from the config since the trainer gets a loaded model,
+    and the dtype of a frozen base in a bf16 run.
+    """
     from kedge.trainers.build.loading import init_kwargs
 
-    kwargs = init_kwargs(config)
+    config, kwargs = options.config, init_kwargs(options.config)
     if kwargs:
         config.model_init_kwargs = None
+    if config.bf16 and options.model.use_peft and "dtype" not in options.given:
+        kwargs.setdefault("dtype", "bfloat16")
     return kwargs
 
 

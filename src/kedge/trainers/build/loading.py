@@ -101,6 +101,8 @@ def loading_options(inputs: TrainerInputs) -> dict[str, Any]:
         raise ConfigError(
             "quantization_config freezes the weights; pass a peft_config to train an adapter"
         )
+    if inputs.args.bf16 and inputs.peft_config is not None and isinstance(inputs.model, str):
+        kwargs.setdefault("dtype", "bfloat16")  # the base under the adapter is frozen
     return split(kwargs) | {
         "trust_remote_code": kwargs.get("trust_remote_code", trusts(inputs.args))
     }

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kedge.backends.data import DatasetPrompts
+from kedge.backends.hf.actor_critic import Value
 from kedge.backends.hf.compatibility import (
     check_length,
     check_no_shared_weights,
@@ -20,10 +21,11 @@ from kedge.backends.hf.compatibility import (
 )
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.model import causal_parts
+from kedge.backends.hf.peft import drop_adapters
 from kedge.backends.hf.reference import AdapterReference, FrozenModel, Reference, frozen_copy
 from kedge.backends.hf.sharding import sharding_strategy
+from kedge.backends.hf.shared_base import AdapterRewardModel, value_adapter
 from kedge.backends.hf.value_head import (
-    ScalarHead,
     ScalarModel,
     load_value,
     scalar_model,
@@ -34,6 +36,7 @@ from kedge.backends.rewards.model import same_tokens
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import vllm_limit
 from kedge.errors import ConfigError
+from kedge.trainers.build.inputs import TrainerInputs
 from kedge.trainers.build.setup import Setup
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,8 @@ class Models:
     policy: nn.Module
     reference: Reference | None
     fresh_reference: bool  # the reference has the policy's initial weights
-    value: ScalarModel | ScalarHead | None
+    value: Value | None
+    reward_adapter: AdapterRewardModel | None
     policy_copy: nn.Module | None  # for the rollout engine, if the learner shards the policy
 
     @property
@@ -75,7 +79,9 @@ class ModelStage:
         if not isinstance(inputs.model, str):
             _check_adapter(inputs.model, args.ref_adapter_name)
         self.value_source = args.value_source if isinstance(args, PPOConfig) else "policy"
-        if setup.algorithm.needs_values and inputs.value_model is None:
+        if isinstance(args, PPOConfig) and args.value_adapter:
+            check_value_adapter(args, inputs)
+        elif setup.algorithm.needs_values and inputs.value_model is None:
             if self.value_source == "reward":
                 self.reward.check()
             elif self.value_source == "policy":
@@ -91,12 +97,16 @@ class ModelStage:
 
             policy = with_adapter(policy, inputs.peft_config, args.model_adapter_name)
         _check_adapter(policy, args.ref_adapter_name)
+        # Adapters on the policy's base come first: a reference without copies switches all of them.
+        value = self._build_value(policy) if setup.algorithm.needs_values else None
+        reward = AdapterRewardModel(policy, args.reward_adapter) if args.reward_adapter else None
         reference, fresh = self._build_reference(policy)
         models = Models(
             policy=policy,
             reference=reference,
             fresh_reference=fresh,
-            value=self._build_value(policy) if setup.algorithm.needs_values else None,
+            value=value,
+            reward_adapter=reward,
             policy_copy=self._copy_policy(policy),
         )
         check_models(models, setup)
@@ -118,13 +128,16 @@ class ModelStage:
         sharded = sharding_strategy(self.setup.accelerator) != "none"
         return frozen_copy(policy, sharded=sharded), True
 
-    def _build_value(self, policy: nn.Module) -> ScalarModel | ScalarHead:
-        """The value model: given, initialized from the reward model, or a head on the policy.
+    def _build_value(self, policy: nn.Module) -> Value:
+        """The value model: given, an adapter, from the reward model, or a head on the policy.
 
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
         """
         inputs, args = self.setup.inputs, self.setup.args
+        if isinstance(args, PPOConfig) and args.value_adapter:
+            starts = None if self.value_source == "policy" else args.reward_adapter
+            return value_adapter(policy, starts)
         if inputs.value_model is not None:
             value = load_value(inputs.value_model)
             return value if args.allow_low_precision_weights else in_float32(value)
@@ -149,7 +162,26 @@ class ModelStage:
             return None
         if next(policy.parameters()).is_meta:  # the engine of rank 0 serves this rank
             return None
-        return copy.deepcopy(policy).requires_grad_(False).to(setup.accelerator.device)
+        own = drop_adapters(copy.deepcopy(policy))
+        return own.requires_grad_(False).to(setup.accelerator.device)
+
+
+def check_value_adapter(args: PPOConfig, inputs: TrainerInputs) -> None:
+    """Check that nothing else is asked to be the value model, or to initialize it.
+
+    Raises:
+        ConfigError: naming the other option.
+    """
+    if inputs.value_model is not None:
+        raise ConfigError(
+            "value_adapter=True makes the value model an adapter on the policy's base, but"
+            " value_model is given; pass only one of them"
+        )
+    if args.value_source == "reward" and args.reward_adapter is None:
+        raise ConfigError(
+            'value_source="reward" with value_adapter=True starts from the reward adapter, and none'
+            ' is set; set reward_adapter, or value_source="policy"'
+        )
 
 
 def _check_adapter(policy: Any, adapter: str | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kedge.backends.data import DatasetPrompts
+from kedge.backends.hf.sharding import sharding_strategy
 from kedge.backends.rewards import (
     FunctionOptions,
     MetricCapturingSource,
@@ -14,6 +15,8 @@ from kedge.backends.rewards import (
     check_sources,
     reward_source,
 )
+from kedge.config.base import OnPolicyConfig
+from kedge.errors import ConfigError
 from kedge.protocols import RewardSource
 from kedge.trainers.build.loading import trusts
 from kedge.trainers.build.models import Models
@@ -30,11 +33,20 @@ class RewardStage:
         if self.weights is None:
             self.weights = setup.args.reward_weights
         check_sources(
-            inputs.reward_model,
+            self._reward_models(setup.args.reward_adapter),
             inputs.reward_funcs,
             weights=self.weights,
             dataset_columns=self._columns,
         )
+        sharded = sharding_strategy(setup.accelerator) != "none"
+        check_reward_adapter(setup.args, sharded=sharded)
+
+    def _reward_models(self, adapter: Any) -> Any:
+        """The reward models, the reward adapter last."""
+        given = self.setup.inputs.reward_model
+        if adapter is None:
+            return given
+        return [*(given if isinstance(given, list | tuple) else [given] if given else []), adapter]
 
     @property
     def _columns(self) -> list[str] | None:
@@ -88,7 +100,7 @@ class RewardStage:
             )
         else:
             source = reward_source(
-                inputs.reward_model,
+                self._reward_models(models.reward_adapter),
                 inputs.reward_funcs,
                 models=ModelOptions(device=setup.accelerator.device, **model_options),
                 functions=FunctionOptions(log=log, trainer_state=trainer_state, **function_options),
@@ -104,3 +116,29 @@ class RewardStage:
         for prompts in (setup.prompts, *(eval_set.source for eval_set in setup.eval_sets)):
             if isinstance(prompts, DatasetPrompts):
                 prompts.keep(columns)
+
+
+def check_reward_adapter(args: OnPolicyConfig, *, sharded: bool) -> None:
+    """Check that the learner scores, between its own passes, with a whole base.
+
+    Raises:
+        ConfigError: naming the option that moves scoring elsewhere.
+    """
+    option = f"reward_adapter={args.reward_adapter!r}"
+    if args.reward_adapter is None:
+        return
+    if sharded:
+        raise ConfigError(
+            f"{option} is scored with the learner's base, which FSDP or DeepSpeed shards; launch"
+            " without sharding, or pass a reward_model"
+        )
+    if args.ray_reward_workers:
+        raise ConfigError(
+            f"{option} is scored with the learner's base, which reward workers do not have; set"
+            " ray_reward_workers=0, or pass a reward_model"
+        )
+    if args.max_lag:
+        raise ConfigError(
+            f"{option} is scored with the learner's base, which would train at the same time with"
+            f" max_lag={args.max_lag}; set max_lag=0, or pass a reward_model"
+        )
