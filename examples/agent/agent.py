@@ -40,6 +40,7 @@ class Task:
     max_turn_tokens: int
     max_tokens: int  # of an episode, after its first observation
     noise: float  # share of arbitrary actions in the expert's episodes
+    epochs: int = 2  # of the supervised stage
 
     def make(self) -> Any:
         """An environment of the task."""
@@ -48,7 +49,15 @@ class Task:
 
 TASKS = {
     "text world": Task(TextWorld, {"rules": False}, 14, 6, 300, noise=0.3),
-    "calculator": Task(Calculator, {"rules": False, "largest": 20}, 8, 12, 160, noise=0.3),
+    "calculator": Task(
+        Calculator,
+        {"rules": False, "largest": 9, "terms": (2, 3)},
+        8,
+        12,
+        160,
+        noise=0.1,
+        epochs=12,
+    ),
 }
 
 
@@ -82,7 +91,7 @@ def supervise(task: Task, folder: Path, sizes: Sizes, seed: int) -> None:
         "output_dir": folder / "sft",
         "assistant_only_loss": True,
         "per_device_train_batch_size": 32,
-        "num_train_epochs": 2,
+        "num_train_epochs": task.epochs,
         "learning_rate": 3e-3,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 20,
