@@ -43,6 +43,7 @@ def test_vllm_samples_turns(engine: str, shared: Path, tmp_path: Path) -> None:
         train_dataset=[{"prompt": "Once upon a time"}, {"prompt": "Lily had a dog"}],
     )  # fmt: skip
     made.train()
+    made.engine.rollout_engine.close()
     for row in rows(made):
         assert row["environment/turns"] == 3
         assert row["rollout/logprob_gap"] < 1e-4
