@@ -5,6 +5,8 @@
 # make dist   the wheel and the source archive in dist/, checked by installing them
 # make test-compat   programs written for TRL (LLaMA-Factory, ms-swift, TRL's scripts), in environments of
 #                    their own; KEDGE_SHARED: folder with data/stories260k; writes docs/compatibility.md
+# make test-matrix   the fast tests at the lower bounds of the dependencies, with the newest and with vLLM;
+#                    Python 3.10 and 3.13 must be on the PATH; updates docs/compatibility.md
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 # make test-gpu, make bench-gpu   tests and benchmark for a CUDA device, with the python3 that has CUDA's torch
 # make test-adapters   the environments of other libraries, with the real packages, in an environment of their own
@@ -17,7 +19,7 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-adapters test-compat test-gpu test-main vllm-env test-vllm lint fast \
+.PHONY: demo demo-agent headline docs test test-adapters test-compat test-matrix test-gpu test-main vllm-env test-vllm lint fast \
 	setup bench bench-gpu dist clean help
 
 help:
@@ -61,6 +63,10 @@ test-main: setup
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs
 	$(BIN)/python -W ignore -m tests.compat $(NAMES)
+
+test-matrix: setup
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m tests.compat.matrix $(NAMES)
 
 vllm-env:
 	@$(MAKE) --no-print-directory $(VLLM)/.kedge || true

@@ -107,7 +107,8 @@ def main(names: list[str]) -> None:
         print(case.name, row["ok"], row.get("seconds", ""), row["why"], flush=True)  # noqa: T201
         failed += [case.name] if row["ok"] is False else []
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    write_page(CASES, results, ROOT / "docs" / "compatibility.md")
+    matrix = json.loads((Path(__file__).parent / "matrix.json").read_text())
+    write_page(CASES, results, matrix, ROOT / "docs" / "compatibility.md")
     sys.exit(bool(failed))
 
 

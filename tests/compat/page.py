@@ -11,11 +11,27 @@ from tests.compat.cases import Case
 _SHOWN = ("llamafactory", "ms_swift", "trl", "transformers", "peft", "torch")
 
 
-def write_page(cases: Sequence[Case], results: Mapping[str, Any], file: Path) -> None:
-    """Write the page."""
+def write_page(
+    cases: Sequence[Case], results: Mapping[str, Any], matrix: Mapping[str, Any], file: Path
+) -> None:
+    """Write the page from the results of the programs and of the fast tests."""
     lines = [_line(case, results[case.name]) for case in cases if case.name in results]
     template = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
-    file.write_text(template.replace("{rows}", "\n".join(lines)), encoding="utf-8")
+    tests = [_tests(name, row) for name, row in matrix.items()]
+    for place, rows in (("{rows}", lines), ("{tests}", tests)):
+        template = template.replace(place, "\n".join(rows))
+    file.write_text(template, encoding="utf-8")
+
+
+def _tests(name: str, row: Mapping[str, Any]) -> str:
+    versions = {package: version for package, version in row["versions"].items() if version}
+    used = ", ".join(f"{p} {v}" for p, v in versions.items() if p != "python")
+    failed = "".join(f"; `{test}`" for test in row["failures"])
+    cells = (
+        *(name, versions["python"], used, ", ".join(row["files"]) or "all"),
+        *(row["passed"], f"{row['failed']}{failed}", row["skipped"]),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _line(case: Case, row: Mapping[str, Any]) -> str:

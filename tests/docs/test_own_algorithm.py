@@ -1,4 +1,4 @@
-"""The algorithm on the docs page trains."""
+"""The algorithm, the callback and the rollout engine of the docs page work in a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,34 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.small import length_reward, rows, small
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.testing import tiny_policy
+from tests.e2e.small import VOCAB, length_reward, rows, small
+from tests.unit.text_toys import EOS
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-algorithm.md"
 
 
-def test_it_trains() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+def examples() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(code, names)
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
+        exec(code, names)
+    return names
+
+
+def test_the_callback_and_the_engine() -> None:
+    names = examples()
+    policy = tiny_policy("gpt_neox", vocab_size=VOCAB, eos_token_id=EOS)
+    engine = names["Counted"](EmbeddedEngine(policy, pad_id=EOS))
+    stop = names["StopAtKL"](limit=-1.0)
+    trainer = small(model=policy, rollout_engine=engine, callbacks=[stop], total_episodes=16)
+    trainer.train()
+    (row,) = rows(trainer)  # of four
+    assert engine.tokens == row["completions/mean_length"] * 4
+
+
+def test_it_trains() -> None:
+    names = examples()
     trainer = small(
         algorithm=names["reinforce"](),
         num_generations=4,

@@ -1,4 +1,4 @@
-"""``scripts/train/debug/ppo.sh`` on tiny local models: chats, verifier, evaluation, metrics."""
+"""The scripts of asynchronous PPO on tiny models: chats, verifier, evaluation, metrics."""
 
 from __future__ import annotations
 
@@ -42,24 +42,27 @@ def texts(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-@pytest.mark.slow
-def test_the_debug_script_runs(tmp_path: Path) -> None:
-    texts(tmp_path / "data")
+def run_script(name: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
+    """Run one of ``scripts/train`` in this process's place; returns its rows of metrics."""
+    texts(folder / "data")
     tokenizer = word_tokenizer(WORDS)
-    tiny_policy(vocab_size=32).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    stub = tmp_path / "bin" / "kedge"
+    tiny_policy(vocab_size=32).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    stub = folder / "bin" / "kedge"
     stub.parent.mkdir()
     stub.write_text(f'#!/bin/sh\nexec {sys.executable} -m kedge.cli.main "$@"\n')
     stub.chmod(0o755)
-    data, model, out = str(tmp_path / "data"), str(tmp_path / "model"), tmp_path / "out"
+    data, model = str(folder / "data"), str(folder / "model")
+    script = folder / "script.sh"
+    text = (ROOT / "scripts" / "train" / name).read_text()
+    script.write_text(text.replace("    --ray_address auto \\\n", ""))  # refused without Ray
     done = subprocess.run(
         [
-            *("bash", str(ROOT / "scripts/train/debug/ppo.sh"), "--rollout_engine", "embedded"),
+            *("bash", str(script), "--rollout_engine", "embedded"),
             *("--model_name_or_path", model, "--reward_model_path", model, "--use_cpu"),
             *("--dataset_mixer_list", data, "1.0", "--dataset_mixer_eval_list", data, "16"),
-            *("--response_length", "8", "--output_dir", str(out), "--disable_tqdm"),
-            *("--add_r1_style_format_reward", "--learning_rate", "1e-3"),
+            *("--response_length", "8", "--output_dir", str(folder / "out"), "--disable_tqdm"),
+            *flags,
         ],
         env=os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"},
         capture_output=True,
@@ -68,7 +71,24 @@ def test_the_debug_script_runs(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(x) for x in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_two_node_script_runs_in_one_process(tmp_path: Path) -> None:
+    """All its flags; learners, tracking and episodes are those of one process without a hub."""
+    small = ["--actor_num_gpus_per_node", "1", "--vllm_tensor_parallel_size", "1"]
+    small += ["--with_tracking", "false", "--num_evals", "2"]
+    rows = run_script("tulu3/ppo_8b.sh", tmp_path, *small, "--total_episodes", "64")
+    updates = [row for row in rows if "objective/scores" in row]
+    assert [row["episode"] for row in updates] == [16, 32, 48, 64]
+    assert all(0 <= row["objective/verifiable_correct_rate"] <= 1 for row in updates)
+
+
+@pytest.mark.slow
+def test_the_debug_script_runs(tmp_path: Path) -> None:
+    more = ["--add_r1_style_format_reward", "--learning_rate", "1e-3"]
+    rows = run_script("debug/ppo.sh", tmp_path, *more)
     updates = [row for row in rows if "objective/scores" in row]
     assert [row["episode"] for row in updates] == [4, 8, 12, 16, 20, 24, 28, 32]
     for row in updates:
@@ -82,7 +102,7 @@ def test_the_debug_script_runs(tmp_path: Path) -> None:
     assert spent == sorted(spent)
     evaluations = [row["step"] for row in rows if "eval_objective/scores" in row]
     assert evaluations == [3, 6, 8]  # num_evals 3 over 8 updates
-    assert (out / "value_model" / "config.json").is_file()
+    assert (tmp_path / "out" / "value_model" / "config.json").is_file()
 
 
 def trainer(tmp_path: Path, **options: Any) -> AsyncPPOTrainer:

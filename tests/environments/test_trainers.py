@@ -90,6 +90,29 @@ def test_ppo_plays(given: dict[str, Any]) -> None:
     assert isinstance(made.engine.rollout_engine, EnvironmentRollouts)
 
 
+def test_partial_batches_of_episodes_that_are_done_first(tmp_path: Path) -> None:
+    schedule: dict[str, Any] = {"rollout_schedule": "as_completed", "max_lag": 2}
+    more = {"sampler_correction": "truncate", "total_episodes": 24, "output_dir": str(tmp_path)}
+    trainer = played(environment=Echo, **schedule, **more)
+    trainer.train()
+    found = rows(trainer)
+    assert [row["episode"] for row in found] == [4, 8, 12, 16, 20, 24]
+    assert all(row["environment/turns"] > 1 and row["rollout/lag"] <= 2 for row in found)
+
+
+def test_rows_without_a_prompt_are_those_with_an_empty_message() -> None:
+    """Rows that only name their environment, or have other columns for ``reset``."""
+    bare = [{"environment": "echo", "level": i} for i in range(4)]
+    filled = [row | {"prompt": [{"role": "user", "content": ""}]} for row in bare]
+    scores = []
+    for prompts in (bare, filled):
+        trainer = played(environment={"echo": Echo}, train_dataset=prompts, eval_dataset=prompts)
+        trainer.train()
+        scores.append([row["objective/scores"] for row in rows(trainer)])
+        assert "eval_objective/scores" in trainer.evaluate()
+    assert scores[0] == scores[1]
+
+
 def test_evaluation_plays_too() -> None:
     made = played(environment=Echo, eval_dataset=PROMPTS[:4])
     metrics = made.evaluate()

@@ -78,7 +78,10 @@ def wrong_statistics(record: dict[str, Any], trainer: PPOTrainer, skip: set[str]
 
 
 def wrong_weights(sums: dict[str, list[float]], model: nn.Module) -> list[str]:
-    own = {name: p.detach().double() for name, p in model.named_parameters()}
+    own = {
+        name.replace("embed_out", "lm_head"): p.detach().double()  # renamed within transformers 5
+        for name, p in model.named_parameters()
+    }
     return [
         name
         for name, want in sums.items()

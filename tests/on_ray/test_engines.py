@@ -22,6 +22,8 @@ from kedge.types import Sampling
 from tests.contract.engines import build_named
 from tests.contract.test_rollout_engine import prompts
 from tests.e2e.small import VOCAB, rows, small
+from tests.environments.test_trainers import played
+from tests.environments.toys import Echo
 from tests.on_ray.clusters import local, needs_ray
 
 pytestmark = needs_ray
@@ -61,6 +63,17 @@ def here(engines):
     model = tiny_policy("gpt_neox", vocab_size=VOCAB)
     made = [EmbeddedEngine(model, pad_id=0, shares_weights=False) for _ in range(engines)]
     return ShardedEngine(made, pad_id=0)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_engines_in_actors_sample_the_turns_of_environments(max_lag):
+    """Environments run in the learner's process, the engine in an actor."""
+    local()
+    run = {"environment": Echo, "max_lag": max_lag, "total_episodes": 12}
+    found = [numbers(played(**run, **more)) for more in ({}, {**ON_RAY, **QUICK})]
+    assert [row["environment/turns"] for row in found[0]] == [3.0] * 3
+    for name in ("objective/scores", "environment/turns"):
+        assert [row[name] for row in found[1]] == [row[name] for row in found[0]]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

@@ -157,6 +157,34 @@ def test_the_printed_commands_of_rloo(folders, tmp_path, script):
     assert rows[0]["objective/kl_coef"] == 0.03
 
 
+@pytest.mark.parametrize("name", ["ppo_1b", "ppo_6.9b", "rloo_1b"])
+def test_recipes_of_published_runs_on_tiny_models(folders, tmp_path, name):
+    """All flags of the file; models, data, sizes and launch file are ours."""
+    own = [
+        *("--model_name_or_path", folders / "policy", "--sft_model_path", folders / "policy"),
+        *("--reward_model_path", folders / "reward", "--dataset_name", folders / "data"),
+        *("--dataset_test_split", "train", "--output_dir", tmp_path, "--use_cpu"),
+        *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"),
+        *("--total_episodes", "16", "--response_length", "5", "--logging_steps", "1"),
+    ]
+    environment = os.environ | {
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "LAUNCH_CONFIG": "examples/accelerate_configs/single_gpu.yaml",
+    }
+    script = ROOT / "scripts" / "train" / "tldr" / f"{name}.sh"
+    command = ["bash", *map(str, (script, *own))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row["episode"] for row in logged(tmp_path)] == [8, 16]
+
+
+def test_the_path_of_open_instruct(tmp_path):
+    script = ROOT / "open_instruct" / "ppo_vllm_thread_ray_gtrl.py"
+    assert "--dataset_mixer_list" in run(script, "--help", "all")
+
+
 SPELLINGS = {
     "older": "--rloo_k 4 --num_ppo_epochs 2 --response_length 5",
     "newer": "--num_generations 4 --num_iterations 2 --max_completion_length 5",

@@ -74,9 +74,15 @@ def names_of(kind):
     return [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in cases]
 
 
+# Fields that newer releases of transformers 5 dropped, such as warmup_ratio, change these lists.
+newest = pytest.mark.skipif(
+    "warmup_ratio" in TrainingArguments.__dataclass_fields__, reason="an early transformers 5"
+)
+
 # -- defaults and tables --------------------------------------------------------------------------
 
 
+@newest
 @pytest.mark.parametrize("name", PRINTED)
 def test_every_printed_parameter_has_its_printed_default(name):
     default = default_of(FIELDS[name]) if name in FIELDS else foreign(PPOConfig)[name].default
@@ -95,6 +101,7 @@ def test_the_printed_signature_is_whole(config):
     config(**{name: value for name, value in PRINTED.items() if name not in derived})
 
 
+@newest
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_field_has_a_help_text_and_a_place(cls):
     inherited = {f.name for f in fields(TrainingArguments)}
@@ -129,6 +136,7 @@ ELSEWHERE = {
 }
 
 
+@newest
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_field_that_acts_is_read_somewhere(cls):
     root = Path(kedge.__file__).parent
@@ -236,10 +244,12 @@ def test_an_older_name_hands_its_value_over(config, old, value, new, want):
     assert replace(made).to_dict() == made.to_dict()
 
 
+@newest
 def test_every_alias_is_in_the_list_above():
     assert sum(isinstance(x, Alias) for x in foreign(PPOConfig).values()) == 9
 
 
+@newest
 def test_two_names_of_an_option_must_agree(config):
     with pytest.raises(ConfigError, match="is another name of warmup_steps, but warmup_steps=5 is"):
         config(warmup_ratio=0.1, warmup_steps=5)
@@ -330,6 +340,7 @@ def test_our_parsers_take_every_name():
         ConfigParser((GRPOConfig,)).parse_dict({**values, "nonsense": 1})
 
 
+@newest
 def test_names_of_transformers_4_are_not_in_the_help(capsys):
     ConfigParser((GRPOConfig,)).print_help()
     text = capsys.readouterr().out

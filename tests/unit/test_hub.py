@@ -237,6 +237,22 @@ def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
     assert "## Command" in text
 
 
+def test_save_model_with_arguments_of_the_hub_uploads(tmp_path, monkeypatch):
+    from kedge.trainers.reporting import hub as publishing
+    from tests.e2e.small import small
+
+    api = FakeApi()
+    monkeypatch.setattr(publishing, "Hub", lambda *a, **k: Hub(*a, **k, api=api))
+    trainer = small(output_dir=str(tmp_path), hub_model_id="x")
+    trainer.save_model()
+    assert api.calls == []
+    trainer.save_model(commit_message="first", blocking=False, token="secret", revision="beta")
+    (upload,) = uploads(api)
+    assert (upload["commit_message"], upload["run_as_future"]) == ("first", True)
+    assert (upload["token"], upload["revision"]) == ("secret", "beta")
+    assert upload["folder_path"] == str(tmp_path)
+
+
 def test_an_empty_card_has_no_empty_sections():
     _, body = card(algorithm="Mine")
     assert "## Results" not in body

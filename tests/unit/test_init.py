@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kedge.cli.main import main
-from kedge.cli.tools.recipes import RECIPES, SIZES
+from kedge.cli.tools.recipes import RECIPES, SIZES, SOURCES
 from kedge.testing import tiny_policy
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
@@ -66,6 +66,14 @@ def test_every_number_has_a_source_and_no_name_is_unknown(task, models):
             assert any(source in line for source in sources), line
     values = yaml.safe_load(text)
     assert isinstance(values["learning_rate"], float)  # YAML reads 1e-06 as a string
+
+
+@pytest.mark.parametrize("task", RECIPES)
+def test_every_value_names_its_source_or_that_it_is_a_guess(task):
+    for _, settings in RECIPES[task].settings("1b")[1:4]:
+        for name, _, comment in settings:
+            named = any(source in comment for source in (*SOURCES, "a guess"))
+            assert named or name == "value_source", name
 
 
 def test_files_are_not_overwritten_and_the_batch_must_divide(models, capsys):

@@ -84,6 +84,24 @@ def test_a_file_gives_defaults_that_flags_override(tmp_path: Path, monkeypatch: 
             again(["--config", str(file)])
 
 
+def test_a_file_may_use_other_names_with_our_parser_alone(tmp_path: Path) -> None:
+    """What the guide from TRL's PPO says about files."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\ntorchdynamo: eager\n")
+    ours = TrlParser((PPOConfig,))
+    for config in (
+        *ours.parse_args_and_config(["--config", str(file)]),
+        *ours.parse_yaml_file(file),
+    ):
+        assert config.torch_compile_backend == "eager"
+    (config,) = HfArgumentParser((PPOConfig,)).parse_args_into_dataclasses(
+        f"--output_dir {tmp_path} --use_cpu --torchdynamo eager".split()
+    )
+    assert config.torch_compile_backend == "eager"
+    with pytest.raises(ValueError, match="torchdynamo"):
+        HfArgumentParser((PPOConfig,)).parse_yaml_file(file)
+
+
 def test_rewards_of_the_scripts() -> None:
     texts = [
         "<think>a</think>b",

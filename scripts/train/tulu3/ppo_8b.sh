@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # PPO from Llama-3.1-Tulu-3-8B-DPO on verifiable rewards: two machines of eight GPUs, twelve learners and
-# one vLLM on four GPUs.  Start Ray on both, with RAY_AUTH_MODE=token and the same ~/.ray/auth_token
-# (`ray start --head --port=6379`, `ray start --address=HEAD:6379`; see docs/ray.md), then on the first:
+# one vLLM on four GPUs.  open-instruct's command for Llama-3.1-Tulu-3-8B.  Not run by us: the flags were
+# tried with tiny models in one process.  Start Ray on both, with RAY_AUTH_MODE=token and the same
+# ~/.ray/auth_token (`ray start --head --port=6379`, `ray start --address=HEAD:6379`; see docs/ray.md),
+# then on the first:
 #   bash scripts/train/tulu3/ppo_8b.sh [more flags of kedge async-ppo; the last of a kind wins]
 set -euo pipefail
 exec kedge async-ppo \

@@ -41,6 +41,7 @@ _SCRIPTS = _from(
 )
 _SCRIPTS_12 = _SCRIPTS | _from("kedge", "ScriptArguments", "TrlParser")
 _BEST_OF_N = _from("kedge.classic", "BestOfNSampler")
+_ENVIRONMENT = _from("kedge.classic", "TextEnvironment", "TextHistory")
 _UTILS = {
     "SIMPLE_CHAT_TEMPLATE": "kedge.classic.models.extras:SIMPLE_CHAT_TEMPLATE",
     **_from("kedge", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
@@ -58,10 +59,13 @@ STEP_API: Modules = {
         **_RLOO,
         **_SCRIPTS,
         **_BEST_OF_N,
+        **_ENVIRONMENT,
         **_from("kedge.classic", "set_seed"),
         **_from("kedge", "TrlParser"),
     },
     "trl.core": _CORE,
+    "trl.environment": _ENVIRONMENT,
+    "trl.environment.base_environment": _ENVIRONMENT,
     "trl.extras": _BEST_OF_N,
     "trl.extras.best_of_n_sampler": _BEST_OF_N,
     "trl.models": _MODELS,

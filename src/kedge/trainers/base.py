@@ -115,8 +115,26 @@ class TrainerShell:
         """
         return self._run.evaluator.generate_completions(sampling=sampling)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(
+        self,
+        output_dir: str | None = None,
+        _internal_call: bool = False,
+        *,
+        commit_message: str | None = None,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> None:
         """Save policy and tokenizer, and the value model in a subfolder.
+
+        With ``args.push_to_hub``, or if one of the last four is given, ``push_to_hub`` follows.
+
+        Args:
+            output_dir: the folder; None: ``args.output_dir``, which is also what is uploaded.
+            commit_message: of the upload.
+            blocking: wait for the end of the upload.
+            token: access token; None: ``args.hub_token``.
+            revision: branch to upload to; None: ``args.hub_revision``.
 
         Raises:
             ConfigError: no folder is given.
@@ -126,8 +144,9 @@ class TrainerShell:
             raise ConfigError("save_model() needs a folder: set output_dir here or in the config")
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_models(Path(folder), self._run.learner, self._run.tokenizer)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
+        asked = self.args.push_to_hub or commit_message or token or revision or not blocking
+        if asked and not _internal_call:
+            self.push_to_hub(commit_message or "Model save", blocking, token, revision)
 
     def push_to_hub(
         self,

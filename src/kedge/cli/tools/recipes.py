@@ -129,11 +129,11 @@ VERIFIER = Recipe(
         (
             "Size of the run",
             (
-                ("max_steps", 500, "iterations"),
+                ("max_steps", 500, "iterations; a guess"),
                 ("num_generations", 16, "responses per prompt; DAPO"),
                 ("per_device_train_batch_size", (16, 8, 2), "a guess: see kedge plan"),
                 ("gradient_accumulation_steps", None, "1024 responses an iteration: DeepSeekMath"),
-                ("num_mini_batches", 2, "optimizer steps of 512 responses"),
+                ("num_mini_batches", 2, "512 responses an optimizer step: DAPO"),
                 ("num_ppo_epochs", 1, "DeepSeekMath"),
                 ("response_length", (1024, 1024, 2048), "tokens; DeepSeekMath; 2048: Tulu 3"),
             ),
@@ -213,7 +213,7 @@ ENVIRONMENT = Recipe(
                 ("num_mini_batches", 4, "32 episodes an optimizer step: RAGEN"),
                 ("max_turns", 5, "RAGEN"),
                 ("max_turn_tokens", 400, "RAGEN"),
-                ("response_length", 2000, "tokens of an episode: 5 turns of 400"),
+                ("response_length", 2000, "tokens of an episode: RAGEN"),
             ),
         ),
         (

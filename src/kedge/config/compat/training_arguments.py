@@ -42,6 +42,7 @@ INHERITED: dict[str, Inherited] = {
     **_same(ActsIn(_LEARNER, _NOT_NEGATIVE), "learning_rate", "weight_decay", "adam_epsilon"),
     **_same(ActsIn(_LEARNER, Range(ge=0, lt=1)), "adam_beta1", "adam_beta2"),
     "warmup_steps": ActsIn(_LEARNER, _STEPS),
+    "warmup_ratio": ActsIn(_LEARNER, Range(ge=0, lt=1)),  # in early releases of 5
     "max_grad_norm": ActsIn(
         "learner: gradient clipping; 0 turns it off, the norm is logged",
         Range(ge=0, le=math.inf),

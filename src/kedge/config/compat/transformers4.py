@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from transformers import TrainingArguments
+
 from kedge.config.declare import Alias, Foreign, NoEffect, Unsupported
 from kedge.config.values import Range
 
@@ -10,7 +14,7 @@ _PRECISION = "set bf16=True or fp16=True"
 _TPU = "TPUs are not supported"
 _METRICS = "evaluation scores responses with the reward, not with a metric function"
 
-TRANSFORMERS4: dict[str, Foreign] = {
+_REMOVED: dict[str, Foreign] = {
     "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
     "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
     "warmup_ratio": Alias("warmup_steps", default=0.0, limits=Range(ge=0, lt=1)),
@@ -65,3 +69,5 @@ TRANSFORMERS4: dict[str, Foreign] = {
         "tokens per second are always logged", default=False, also=(True,)
     ),
 }
+_STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # of the installed release
+TRANSFORMERS4 = {name: entry for name, entry in _REMOVED.items() if name not in _STILL_FIELDS}

