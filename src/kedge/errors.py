@@ -6,6 +6,7 @@
     ├── DataError (ValueError)        an unusable dataset, prompt or tokenizer
     ├── RewardError (RuntimeError)    a reward failed, or returned an invalid value
     ├── RolloutError (RuntimeError)   a rollout engine failed, or broke its contract
+    │   └── LostRequestsError         it was restarted, without the requests that it held
     ├── SyncError (RuntimeError)      a rollout engine does not have the new weights
     ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or from another run
@@ -45,6 +46,10 @@ class RewardError(KedgeError, RuntimeError):
 
 class RolloutError(KedgeError, RuntimeError):
     """A rollout engine could not generate, or returned something that breaks its contract."""
+
+
+class LostRequestsError(RolloutError):
+    """A rollout engine was restarted and has lost its requests, which can be sampled again."""
 
 
 class SyncError(KedgeError, RuntimeError):
