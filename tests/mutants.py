@@ -210,6 +210,7 @@ MUTANTS = [
         "engine/rollout/dispatch.py",
         "self.next += len(self.done) + len(self.returned)",
         "self.next += len(self.returned)",
+        COMPLETED,
     ),
     Mutant(
         "tokens that are too old are trained on",
@@ -224,7 +225,6 @@ MUTANTS = [
         "return self.token_version.where(self.token_version >= 0, of_row)",
         "return of_row",
         "tests/unit/test_token_versions.py",
-        COMPLETED,
     ),
     Mutant(
         "adaptive KL without its clip",
