@@ -21,8 +21,8 @@ import torch
 from tests.property.test_as_completed import Batches, Judge, Wide, writing
 from tests.property.test_staleness import Run, Sampler, engine
 
-from kedge.engine.rollout.joining import joined, split_groups
-from kedge.types import PromptBatch, Rollout, Sampling
+from kedge.engine.rollout.joining import joined
+from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 UPDATES, SECONDS = 7, 1.0
@@ -64,7 +64,9 @@ class Engines:
         return receipts[-1]
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        shares = split_groups(prompts, len(self.engines))
+        groups = group_rows(prompts)[1]
+        size = len(groups) // len(self.engines)
+        shares = [torch.cat(groups[i : i + size]) for i in range(0, len(groups), size)]
         with ThreadPoolExecutor(len(self.engines)) as pool:
             parts = pool.map(
                 lambda lane, rows: lane.generate(prompts.rows(rows), sampling=sampling, seed=seed),

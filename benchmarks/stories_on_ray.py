@@ -4,7 +4,8 @@
 
 stories-head32 against the sentiment reward model; 64 prompts a step, 53 tokens, learning rate 3e-4,
 4 epochs, KL coefficient 0.05.  Sides: synchronous with the embedded engine; two vLLM engines in Ray
-actors with max_lag=1, without and with a correction of stale samples.  Writes the scores of every
+actors with max_lag=1, without and with a correction of stale samples; and with weights in flight at
+max_lag 1 and 4.  Writes the scores of every
 update and the mean of the last five.  Needs Ray and vLLM.
 """
 
@@ -29,10 +30,17 @@ from kedge import PPOConfig, PPOTrainer
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
 RESULTS = Path(__file__).parent / "results"
 APART: dict[str, Any] = {"rollout_engine": "ray", "vllm_num_engines": 2, "max_lag": 1}
+IN_FLIGHT: dict[str, Any] = APART | {
+    "rollout_schedule": "as_completed",
+    "in_flight_weight_updates": True,
+    "sampler_correction": "truncate",
+}
 SIDES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "vLLM on Ray, max_lag=1": APART,
     "vLLM on Ray, max_lag=1, truncated": APART | {"sampler_correction": "truncate"},
+    "vLLM on Ray, max_lag=1, in flight": IN_FLIGHT,
+    "vLLM on Ray, max_lag=4, in flight": IN_FLIGHT | {"max_lag": 4},
 }
 
 
@@ -84,6 +92,8 @@ def run(side: str, seed: int, updates: int) -> dict[str, Any]:
         "kl": [row["objective/kl"] for row in rows],
         "logprob_gap": max(row.get("rollout/logprob_gap", 0.0) for row in rows),
         "stale_gap": max(row.get("rollout/stale_gap", 0.0) for row in rows),
+        "lag_max": max(row.get("rollout/lag_max", 0.0) for row in rows),
+        "too_old_tokens": [row.get("rollout/too_old_tokens", 0.0) for row in rows],
         "first": scores[0],
         "last_five": sum(scores[-5:]) / len(scores[-5:]),
         "seconds": seconds,
@@ -100,7 +110,9 @@ def main() -> None:
     for seed in flags.seeds:
         for side in SIDES:
             runs.append(run(side, seed, flags.updates))
-            told = {k: v for k, v in runs[-1].items() if k not in ("scores", "kl")}
+            told = {
+                k: v for k, v in runs[-1].items() if k not in ("scores", "kl", "too_old_tokens")
+            }
             print(json.dumps(told), flush=True)
             (RESULTS / "stories_on_ray.json").write_text(json.dumps(runs, indent=1))
 

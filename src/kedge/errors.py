@@ -6,6 +6,7 @@
     ├── DataError (ValueError)        an unusable dataset, prompt or tokenizer
     ├── RewardError (RuntimeError)    a reward failed, or returned an invalid value
     ├── RolloutError (RuntimeError)   a rollout engine failed, or broke its contract
+    │   └── LostRequestsError         it was restarted, without the requests that it held
     ├── SyncError (RuntimeError)      a rollout engine does not have the new weights
     ├── PreflightError (RuntimeError) the first batch shows that training would be wrong
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or from another run
@@ -49,6 +50,10 @@ class RolloutError(KedgeError, RuntimeError):
 
 class LostNodeError(RolloutError):
     """An actor cannot be restarted: its node is lost, and no other node has room."""
+
+
+class LostRequestsError(RolloutError):
+    """A rollout engine was restarted and has lost its requests, which can be sampled again."""
 
 
 class SyncError(KedgeError, RuntimeError):

@@ -78,6 +78,47 @@ class RolloutEngine(Protocol):
         ...
 
 
+class ContinuousEngine(RolloutEngine, Protocol):
+    """A rollout engine that holds many requests and samples them side by side."""
+
+    @property
+    def slots(self) -> int:
+        """How many responses it samples at once; 0: only ``generate`` can be used."""
+        ...
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether ``load_weights`` may be called while it holds requests.
+
+        They continue with the new weights; ``Rollout.token_version`` has the version of each token.
+        """
+        ...
+
+    @property
+    def unfinished(self) -> int:
+        """How many of the responses that it holds are not complete."""
+        ...
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        """Hold these rows as well: whole groups, whose ids differ from those that it holds.
+
+        All calls until the engine is empty must have the same ``sampling``.
+        """
+        ...
+
+    def advance(self) -> Rollout | None:
+        """Sample on for a short time; the groups that are complete, with the given prompts.
+
+        Raises:
+            LostRequestsError: the engine was restarted, and holds nothing.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Drop all requests."""
+        ...
+
+
 # Text (a user message), chat messages, or token ids; None: nothing to say.
 Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | None
 Info = Mapping[str, Any]

@@ -53,6 +53,12 @@ class PromptBatch(Record):
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
+def group_rows(prompts: PromptBatch) -> tuple[list[int], Sequence[Tensor]]:
+    """Group ids in ascending order, and the rows of each, int64 [n]."""
+    ids, group, counts = prompts.group.unique(return_inverse=True, return_counts=True)
+    return ids.tolist(), group.argsort(stable=True).split(counts.tolist())
+
+
 def separated(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """The batches with group ids renumbered so that no two batches share one."""
     renumbered, offset = [], 0
@@ -119,6 +125,17 @@ class Rollout(Record):
     # int64 [B, R, K]; tokens that could be sampled, -1: unused slot
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)
     episodes: Episodes | None = None  # of tasks of many turns
+    # int64 [B, R]; policy version that sampled the token, -1: that of the row; ``version`` is then
+    # the oldest of the row
+    token_version: Tensor | None = rows_field(fill=-1, absent="fill", default=None)
+
+    @property
+    def token_versions(self) -> Tensor:
+        """Policy version of each token, int64 [B, R]; -1: unknown."""
+        of_row = self.version[:, None].expand_as(self.ids)
+        if self.token_version is None:
+            return of_row
+        return self.token_version.where(self.token_version >= 0, of_row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

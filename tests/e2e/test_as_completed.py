@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainerCallback
 
 from kedge.errors import ConfigError
+from kedge.testing import ScriptedRollouts
 
 from .small import rows, small
 
@@ -56,9 +57,41 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
             {"rollout_schedule": "in_order", "num_partial_batches": 2},
             "leave num_partial_batches out",
         ),
+        (
+            {"rollout_schedule": "in_order", "in_flight_weight_updates": True},
+            "needs rollout_schedule=.as_completed., got .in_order.",
+        ),
         ({"rollout_schedule": "random"}, "rollout_schedule='random'"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         small(**(OPTIONS | changes))
+
+
+def test_weights_in_flight_bound_the_age_of_every_trained_token(tmp_path: Path) -> None:
+    trainer = small(
+        output_dir=str(tmp_path),
+        in_flight_weight_updates=True,
+        response_length=24,
+        stop_token=None,
+        **(OPTIONS | {"max_lag": 1}),
+    )
+    trainer.train()
+    logged = rows(trainer)
+    assert [row["episode"] for row in logged] == [4, 8, 12, 16, 20, 24]
+    assert all(row["rollout/lag_max"] <= 1 for row in logged)
+    assert all(0 <= row["rollout/too_old_tokens"] < 1 for row in logged)
+    shares = [
+        [x for name, x in row.items() if name.startswith("rollout/token_lag/")] for row in logged
+    ]
+    assert all(sum(share) == pytest.approx(1) for share in shares if share)
+
+
+def test_an_engine_without_slots_cannot_get_weights_in_flight() -> None:
+    with pytest.raises(ConfigError, match="in_flight_weight_updates=True needs a rollout engine"):
+        small(
+            rollout_engine=ScriptedRollouts([]),
+            in_flight_weight_updates=True,
+            **(OPTIONS | {"sampler_correction": "off"}),
+        )

@@ -36,18 +36,23 @@ ENDLESS = """
         **(pieces if os.environ["PIECES"] else {}),
     )
     engine, calls = made.engine.rollout_engine, []
-    generate = engine.generate
+    generate, advance = engine.generate, engine.advance
 
     def counted(*args, **kwargs):
         calls.append(1)
         return generate(*args, **kwargs)
+
+    def advanced():  # as completed; a call is one that completes responses
+        rollout = advance()
+        calls.extend([1] * (rollout is not None))
+        return rollout
 
     def slow(model, args, kwargs):
         if len(calls) > 6 and kwargs.get("past_key_values") is not None:
             Path(os.environ["RUN"], "slow").touch()
             time.sleep(0.5)
 
-    engine.generate = counted
+    engine.generate, engine.advance = counted, advanced
     engine.model.register_forward_pre_hook(slow, with_kwargs=True)
     try:
         learn(made, None)

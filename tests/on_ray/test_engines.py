@@ -96,6 +96,25 @@ def test_engines_on_ray_are_lanes_of_their_own(pair):
     assert len(pair.engines) == 2
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_engines_that_die_return_their_prompts(pair, in_flight):
+    actors = [engine.actor for engine in pair.engines]
+    before = sum(actor.restarts for actor in actors)
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step in (2, 4):
+                os.kill(actors[state.global_step // 2 - 1].pid, signal.SIGKILL)
+
+    run = {"max_lag": 2, "total_episodes": 40, "rollout_schedule": "as_completed"}
+    found = numbers(
+        small(rollout_engine=pair, callbacks=[Kill()], in_flight_weight_updates=in_flight, **run)
+    )
+    assert [row["episode"] for row in found] == [4 * n for n in range(1, 11)]
+    assert all(row.get("rollout/lag_max", 0) <= 2 for row in found)
+    assert sum(actor.restarts for actor in actors) == before + 2
+
+
 def test_twenty_deaths_at_random_moments_change_no_number(pair):
     """Of engines at work, and of engines that are about to come back."""
     run = {"max_lag": 1, "total_episodes": 4000}

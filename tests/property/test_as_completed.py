@@ -9,58 +9,77 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.engine.rollout.as_completed import PartialBatch, chosen
 from kedge.engine.rollout.collector import Sample
+from kedge.engine.rollout.dispatch import Dispatcher
 from kedge.engine.rollout.fifo import FifoScheduler
-from kedge.engine.rollout.joining import joined, split_groups
-from kedge.errors import CheckpointError, SyncError
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+from kedge.engine.rollout.joining import joined
+from kedge.errors import CheckpointError, LostRequestsError, SyncError
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
 from .test_staleness import Broken, Checkpoints, Run, Sampler, engine
 
 SCHEDULES = 10_000
 
 
+class Unbounded(Dispatcher):
+    def _bound(self, version: int) -> int:
+        return self.end
+
+
 def simulate(number: int, *, bounded: bool = True) -> tuple[int, list[int]]:
-    """A schedule on paper: durations are drawn, nothing waits.  Returns lag and ages seen."""
+    """A schedule on paper: durations are drawn, nothing waits.  Returns lag and ages seen.
+
+    Each engine keeps its weights until it holds nothing, as engines with slots do.
+    """
     rng = random.Random(number)
     lag, per_step, engines = rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 6)
-    tail = rng.choice([1.0, 10.0, 100.0])
-    updates, now, begun, busy = 12, 0.0, 0, engines
-    done: list[PartialBatch] = []
-    running: list[tuple[float, int, PartialBatch]] = []
+    slots, tail = rng.randint(1, 4), rng.choice([1.0, 10.0, 100.0])
+    updates, now = 12, 0.0
+    kind = Dispatcher if bounded else Unbounded
+    dispatcher = kind(per_step=per_step, max_lag=lag, end=updates * per_step)
+    held: list[set[int]] = [set() for _ in range(engines)]
+    version = [0] * engines
+    since: dict[int, int] = {}
+    running: list[tuple[float, int, int]] = []  # end, group, engine
     ages: list[int] = []
 
-    def begin(newest: int) -> None:
-        nonlocal begun, busy
-        bound = (newest + lag + 1) * per_step if bounded else 10**6
-        while len(running) < busy and begun < min(bound, updates * per_step):
-            takes = rng.random() * (tail if rng.random() < 0.2 else 1.0)
-            piece = PartialBatch(number=begun, since=newest)
-            heapq.heappush(running, (now + takes, begun, piece))
-            begun += 1
+    def start(newest: int) -> None:
+        for i in rng.sample(range(engines), engines):
+            version[i] = version[i] if held[i] else newest
+            if rng.random() < 0.1 and held[i]:  # the engine dies
+                dispatcher.give_back(held[i])
+                running[:] = [x for x in running if x[2] != i]
+                heapq.heapify(running)
+                held[i].clear()
+                version[i] = newest
+            for group in dispatcher.start(version[i], slots - len(held[i])):
+                takes = rng.random() * (tail if rng.random() < 0.2 else 1.0)
+                held[i].add(group)
+                since[group] = version[i]
+                heapq.heappush(running, (now + takes, group, i))
 
-    begin(0)
+    def finish(newest: int) -> None:
+        nonlocal now
+        at, group, i = heapq.heappop(running)
+        now = max(now, at)
+        held[i].remove(group)
+        dispatcher.complete([group], version[i])
+        start(newest)
+
+    start(0)
     for step in range(updates):
-        while (
-            picked := chosen(
-                done, [p for _, _, p in running], step=step, max_lag=lag, per_step=per_step
-            )
-        ) is None:
+        while (taken := dispatcher.take(step)) is None:
             assert running, f"schedule {number} waits at step {step} for nothing"
-            now, _, piece = heapq.heappop(running)
-            done.append(piece)
-            begin(step)
-        done = [p for p in done if p not in picked]
-        ages += [step - p.since for p in picked]
-        now += rng.random() * per_step / engines  # training; pieces go on meanwhile
+            finish(step)
+        assert len(taken) == per_step
+        ages += [step - since.pop(group) for group in taken]
+        now += rng.random() * per_step / engines  # training; sampling continues meanwhile
         while running and running[0][0] <= now:
-            done.append(heapq.heappop(running)[2])
-            begin(step)
-        begin(step + 1)
-    assert not done
+            finish(step)
+        start(step + 1)
+    assert not dispatcher.done
     assert not running
-    assert begun == updates * per_step
+    assert dispatcher.next == updates * per_step
     return lag, ages
 
 
@@ -70,14 +89,14 @@ def test_no_schedule_breaks_the_bound_or_waits_for_ever() -> None:
         lag, ages = simulate(number)
         assert set(ages) <= set(range(lag + 1)), f"schedule {number}"
         fresh += min(ages) < max(ages)
-    assert fresh > SCHEDULES // 2  # the order of completion really differs from that of beginning
+    assert fresh > SCHEDULES // 2  # the order of completion really differs from that of starting
 
 
-def test_without_the_rule_of_beginning_the_bound_breaks() -> None:
+def test_without_the_rule_of_starting_the_bound_breaks() -> None:
     def breaks(number: int) -> bool:
         try:
             lag, ages = simulate(number, bounded=False)
-        except AssertionError:
+        except (AssertionError, KeyError):
             return True
         return max(ages) > lag
 
@@ -115,6 +134,56 @@ class Wide(Sampler):
         )
 
 
+class Slots(Wide):
+    """Holds single prompts, each for a few tokens; sometimes it dies and loses them."""
+
+    slots, updates_in_flight = 5, True
+
+    def __init__(self, rng: random.Random, failures: float, *, deaths: float = 0.0) -> None:
+        super().__init__(rng, failures)
+        self.deaths = deaths
+        self.held: dict[int, PromptBatch] = {}
+        self.tokens: dict[int, list[int]] = {}  # versions of the tokens of each group
+
+    @property
+    def unfinished(self) -> int:
+        return 2 * len(self.held)
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        for number, rows in zip(*group_rows(prompts), strict=True):
+            assert number not in self.held
+            self.held[number], self.tokens[number] = prompts.rows(rows), []
+
+    def advance(self) -> Rollout | None:
+        self._dawdle()
+        if self.rng.random() < self.failures:
+            raise Broken
+        if self.rng.random() < self.deaths:
+            self.cancel()
+            raise LostRequestsError("the engine died")
+        for versions in self.tokens.values():
+            versions.append(self.version)
+        done = [n for n in self.held if self.rng.random() < 0.3]
+        return Rollout.cat([self._answer(n) for n in done]) if done else None
+
+    def _answer(self, number: int) -> Rollout:
+        prompts, versions = self.held.pop(number), self.tokens.pop(number)
+        mask = torch.ones(2, len(versions), dtype=torch.bool)
+        return Rollout(
+            prompts=prompts,
+            ids=prompts.ids.expand(-1, len(versions)),
+            loss_mask=mask,
+            response_mask=mask,
+            terminated=mask[:, 0],
+            version=torch.tensor([versions[0]] * 2),
+            token_version=torch.tensor([versions] * 2),
+        )
+
+    def cancel(self) -> None:
+        self.held.clear()
+        self.tokens.clear()
+
+
 class Judge:
     def score(self, rollout: Rollout) -> Any:
         from kedge.types import RewardOutput
@@ -126,6 +195,8 @@ class Judge:
 class Writing(Run):
     """Writes down every response that it was given."""
 
+    newest: list[int]  # age of the newest token of each response
+
     def train_on(
         self, rollout: Rollout, reward_output: Any, times: Any, *, begin: Any = None
     ) -> Any:
@@ -136,13 +207,15 @@ class Writing(Run):
         ):
             assert set(answer.tolist()) <= {prompt, 0}
             self.log.append((self.step, prompt, version))
+        newest = rollout.token_versions.where(rollout.loss_mask, -1).amax(1)
+        self.newest += (self.step - newest).tolist()
         self.learner.version += 1  # type: ignore[misc]
         self.step += 1
         self._moves += 1
         return {}
 
 
-def writing(lag: int, samplers: list[Any], pieces: int) -> Writing:
+def writing(lag: int, samplers: list[Any], pieces: int, *, in_flight: bool = False) -> Writing:
     plain = engine(lag, samplers[0])
     samplers[0].engines = samplers  # the first stands for all
     run = Writing(
@@ -156,21 +229,28 @@ def writing(lag: int, samplers: list[Any], pieces: int) -> Writing:
         sampling=plain.sampling,
         max_lag=lag,
         partial_batches=pieces,
+        in_flight_weight_updates=in_flight,
     )
-    run.log = []
+    run.log, run.newest = [], []
     return run
 
 
-def threads(number: int) -> None:
-    """A run with real threads, failures, stops and resumes."""
+def threads(number: int, *, slots: bool = False, in_flight: bool = False) -> None:
+    """A run with real threads, failures, stops, resumes and, with slots, engines that die."""
     rng = random.Random(number)
+    deaths = rng.choice([0.0, 0.1])
     lag, updates, pieces = rng.randint(1, 3), rng.randint(1, 6), rng.choice([1, 2, 3, 6])
     failures = rng.choice([0.0, 0.0, 0.02])
     log: list[tuple[int, int, int]] = []
     state, flight = None, []
     while True:
-        samplers = [Wide(random.Random(rng.random()), failures) for _ in range(rng.randint(1, 4))]
-        run = writing(lag, samplers, pieces)
+        samplers = [
+            Slots(random.Random(rng.random()), failures, deaths=deaths)
+            if slots
+            else Wide(random.Random(rng.random()), failures)
+            for _ in range(rng.randint(1, 4))
+        ]
+        run = writing(lag, samplers, pieces, in_flight=in_flight)
         if state is not None:
             run.load_state_dict(state)
             run.restore(flight)
@@ -189,7 +269,10 @@ def threads(number: int) -> None:
             log += run.log[:kept]
     prompts = sorted(prompt for _, prompt, _ in log)
     assert prompts == [step * 100 + row for step in range(updates) for row in range(12)]
-    assert all(0 <= step - version <= lag for step, _, version in log)
+    if in_flight:  # the loop bounds the age of single tokens: test_token_versions.py
+        assert set(run.newest) <= set(range(lag + 1))
+    else:
+        assert all(0 <= step - version <= lag for step, _, version in log)
 
 
 def test_threads_keep_the_bound_and_lose_nothing() -> None:
@@ -197,10 +280,23 @@ def test_threads_keep_the_bound_and_lose_nothing() -> None:
         threads(number)
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_engines_with_slots_keep_the_bound_and_lose_nothing(in_flight: bool) -> None:
+    for number in range(60):
+        threads(number, slots=True, in_flight=in_flight)
+
+
 @pytest.mark.slow
 def test_many_threads_keep_the_bound_and_lose_nothing() -> None:
     for number in range(60, 1500):
         threads(number)
+        threads(number, slots=True)
+        threads(number, slots=True, in_flight=True)
+
+
+def thirds(batch: PromptBatch) -> list[torch.Tensor]:
+    groups = group_rows(batch)[1]
+    return [torch.cat(groups[i : i + 2]) for i in range(0, 6, 2)]
 
 
 def test_joined_pieces_are_the_batch() -> None:
@@ -208,7 +304,7 @@ def test_joined_pieces_are_the_batch() -> None:
     collector = run.scheduler.collector  # type: ignore[attr-defined]
     batch = Batches().batch(4)
     sampler = Wide(random.Random(1), 0.0)
-    parts: list[Sample] = [collector.draw(4, sampler, rows) for rows in split_groups(batch, 3)]
+    parts: list[Sample] = [collector.draw(4, sampler, rows) for rows in thirds(batch)]
     rollout, reward_output, times = joined(parts, batch)
     assert rollout.prompts.ids.tolist() == batch.ids.tolist()
     assert rollout.loss_mask.sum(1).tolist() == [
@@ -216,8 +312,8 @@ def test_joined_pieces_are_the_batch() -> None:
     ]
     assert len(reward_output.scores) == 12
     assert times["time/rollout"] == pytest.approx(sum(p[2]["time/rollout"] for p in parts))
-    with pytest.raises(ValueError, match="6 prompts cannot be split into 4"):
-        split_groups(batch, 4)
+    with pytest.raises(ValueError, match="got 4 groups for an iteration of 6"):
+        joined(parts[:2], batch)
 
 
 def test_a_lane_that_keeps_old_weights_is_caught() -> None:
@@ -235,11 +331,15 @@ def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:
     run, batch = writing(2, [sampler], 3), Batches().batch(2)
     sampler.version = 2
     collector = run.scheduler.collector  # type: ignore[attr-defined]
-    flight = [collector.draw(2, sampler, rows) for rows in split_groups(batch, 3)]
+    flight = [collector.draw(2, sampler, rows) for rows in thirds(batch)]
+    single = [
+        (rollout.rows(torch.tensor([0, 1, 2])), rewards.rows(torch.tensor([0, 1, 2])), times)
+        for rollout, rewards, times in flight[:1]
+    ]
     other = writing(2, [Wide(random.Random(0), 0.0)], 6)
     other.step = 2
-    with pytest.raises(CheckpointError, match="must be partial batches of 2 responses, got 4"):
-        other.restore(flight)
+    with pytest.raises(CheckpointError, match="must have 2 responses per prompt, got 1"):
+        other.restore(single)
     nearer = writing(1, [Wide(random.Random(0), 0.0)], 3)
     nearer.step = 4
     with pytest.raises(CheckpointError, match="too old for max_lag=1"):

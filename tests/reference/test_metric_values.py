@@ -59,6 +59,7 @@ def of_batch(b: Batch) -> dict[str, float]:
         "val/num_eos_tokens": sum(ended),
         "rollout/dropped_rows": len(b.rollout) - len(b.rows),
         "rollout/lag": 0.0,
+        "rollout/lag_max": 0.0,
         "log/reward_errors/fails_on_some": len(b.rollout) - len(b.rows),
     }
     whole = [n for n, e in zip(lengths, ended, strict=True) if e]

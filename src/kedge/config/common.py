@@ -239,13 +239,19 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     )
     rollout_schedule: Literal["in_order", "as_completed"] = _engine(
         "in_order",
-        "With max_lag: train on whole batches in order, or on partial batches as they complete, "
+        "With max_lag: train on whole batches in order, or on responses as they complete, "
         "which is faster if lengths differ much, but depends on timing.",
     )
     num_partial_batches: int | None = _engine(
         None,
-        "Partial batches per iteration, for as_completed. Unset: up to 4 per engine.",
+        "Partial batches per iteration, for as_completed with engines that sample batches as a "
+        "whole: environments, dynamic sampling, custom engines. Unset: up to 4 per engine.",
         ge=1,
+    )
+    in_flight_weight_updates: bool = _engine(
+        False,
+        "With as_completed: engines get new weights while they sample, and responses continue with "
+        "them. Each token has its policy version; those older than max_lag are not trained on.",
     )
     sampler_correction: Literal["auto", "off", "truncate", "mask"] | None = _engine(
         "auto",

@@ -137,6 +137,12 @@ def _schedule(c: Any) -> None:
                 ' rollout_schedule="as_completed", got "in_order"; set it, or leave'
                 " num_partial_batches out"
             )
+        if c.in_flight_weight_updates:
+            raise ConfigError(
+                'in_flight_weight_updates=True needs rollout_schedule="as_completed", got'
+                ' "in_order", which trains on whole batches of one policy version; set it, or leave'
+                " in_flight_weight_updates out"
+            )
     elif c.max_lag == 0:
         raise ConfigError(
             'rollout_schedule="as_completed" trains on a partial batch while others are sampled,'

@@ -117,6 +117,24 @@ def _lengths(rollout: Rollout, valid: Tensor, total: Total) -> dict[str, float]:
     return metrics
 
 
+def token_ages(age: Tensor, keep: Tensor, total: Total) -> dict[str, float]:
+    """The largest age of a token in iterations, and the share of tokens of each age.
+
+    Args:
+        age: int64 [B, R].
+        keep: bool [B, R]; tokens that count.
+        total: sums over ranks.
+    """
+    ages = age[keep].cpu()
+    size = _max_bound(int(ages.max()) if len(ages) else 0, total) + 1
+    histogram = total(torch.bincount(ages, minlength=size).double())
+    present = histogram.nonzero().squeeze(1).tolist()
+    if not present:
+        return {}
+    shares = {f"rollout/token_lag/{n}": float(histogram[n] / histogram.sum()) for n in present}
+    return {"rollout/lag_max": float(present[-1])} | (shares if len(shares) > 1 else {})
+
+
 def _max_bound(x: int, total: Total) -> int:
     """An upper bound of ``x`` over ranks: the sum."""
     return int(total(torch.tensor(float(x), dtype=torch.float64)))

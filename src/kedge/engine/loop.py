@@ -56,9 +56,13 @@ class RolloutScheduler(Protocol):
         """Wait until the outstanding weight syncs are confirmed."""
         ...
 
+    def wait_until_idle(self) -> None:
+        """Wait until the rollout engine can be used for something else, until ``next_sample``."""
+        ...
+
     @property
     def in_flight(self) -> list[PendingSample]:
-        """Samples not trained on yet; waits for those still being sampled."""
+        """What to save of the samples not trained on yet."""
         ...
 
     def restore(self, samples: list[PendingSample], step: int) -> None:
@@ -77,6 +81,7 @@ class Engine(Updater):
     max_lag: int = 0
     # per iteration, trained on as completed; 0: whole batches in order
     partial_batches: int = 0
+    in_flight_weight_updates: bool = False  # as completed: engines get weights while they sample
     scheduler: RolloutScheduler = field(init=False)
     _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised on all ranks
 
@@ -87,7 +92,11 @@ class Engine(Updater):
                 f" be at least {self.algorithm.min_group}, got {self.batch_sizes.group}"
             )
         if self.partial_batches:
-            self.scheduler = AsCompletedScheduler(self.partial_batches, self.max_lag)
+            in_flight = self.in_flight_weight_updates
+            self.scheduler = AsCompletedScheduler(
+                self.partial_batches, self.max_lag, in_flight=in_flight
+            )
+            self.max_token_lag = self.max_lag if in_flight else None
         else:
             self.scheduler = FifoScheduler(self.max_lag)
         self.scheduler.configure(self._collector(), self.rollout_engine)
@@ -180,7 +189,7 @@ class Engine(Updater):
 
     @property
     def in_flight(self) -> list[PendingSample]:
-        """Samples not trained on yet; waits for those still being sampled."""
+        """What to save of the samples not trained on yet."""
         return self.scheduler.in_flight
 
     def restore(self, samples: list[PendingSample]) -> None:

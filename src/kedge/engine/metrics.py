@@ -67,7 +67,11 @@ NAMES: dict[str, str] = {
     "completions/max_terminated_length": "the same for terminated responses",
     "completions/truncated_ratio": "share of responses cut off by the length limit",
     "rollout/tokens": "prompt and response tokens of the batch, no padding",
-    "rollout/lag": "iterations between sampling and training, mean over responses",
+    "rollout/lag": "iterations between sampling and training, mean over responses (of the oldest "
+    "token of each)",
+    "rollout/lag_max": "the same of the oldest token that is trained on, over all ranks",
+    "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
+    "are older than max_lag; with in-flight weight updates",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
     "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
@@ -162,10 +166,14 @@ OF_ALGORITHM = {
     "remax": ("objective/greedy_scores",),
 }
 SEED_PREFIXES: dict[str, str] = {
+    "rollout/token_lag/": "share of the trained tokens that were sampled so many iterations ago; "
+    "where a batch has tokens of different ages",
     "objective/<verifier>_reward": "mean score of a verifier over the responses it scored",
     "objective/<verifier>_correct_rate": "share of those responses with a score above 0",
 }
 PREFIXES: dict[str, str] = {
+    "rollout/token_lag/": "share of the trained tokens that were sampled so many iterations ago; "
+    "where a batch has tokens of different ages",
     "rewards/": "mean of one reward source over the responses it applies to; .../std: standard "
     "deviation over them",
     "eval_pass@": "unbiased estimate of the share of evaluation prompts solved by at least one of "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.engine.batch_metrics import batch_metrics
+from kedge.engine.batch_metrics import batch_metrics, token_ages
 from kedge.engine.early_stopping import StepLimits
 from kedge.engine.metrics import Tally, reduce_metrics
 from kedge.errors import ConfigError, RewardError, RolloutError
@@ -105,13 +105,15 @@ def make_experience(
     algo: Algorithm,
     kl_coef: float,
     correction: Correction | None = None,
+    max_token_lag: int | None = None,
 ) -> tuple[Experience, dict[str, float]]:
     """Compute log-probabilities, values and advantages of a rollout.
 
-    The denominator of the ratio is the learner's policy or, for stale rows, the behavior policy.
-    With a ``correction`` it is the learner's for all rows, and advantages are multiplied by bounded
-    importance weights (learner / rollout engine): decoupled PPO
-    (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).
+    The denominator of the ratio is the learner's policy or, for stale tokens, the behavior policy.
+    With a ``correction`` it is the learner's for all tokens, and advantages are multiplied by
+    bounded importance weights (learner / rollout engine): decoupled PPO
+    (Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5).  Tokens sampled
+    more than ``max_token_lag`` iterations ago are left out of the losses.
     """
     _check_scores(reward_output)
     rollout = replace(rollout, loss_mask=rollout.loss_mask & reward_output.valid[:, None])
@@ -121,12 +123,12 @@ def make_experience(
         reference=algo.needs_reference,
         full_kl=algo.needs_full_kl,
     )
-    stale = (rollout.version >= 0) & (rollout.version < learner.version)
+    age = learner.version - rollout.token_versions
+    known = rollout.token_versions >= 0
+    stale = known & (age > 0)
     behavior, current = rollout.behavior_logprobs, model_outputs.logprobs
     if behavior is not None and correction is None:
-        model_outputs = replace(
-            model_outputs, logprobs=torch.where(stale[:, None], behavior, current)
-        )
+        model_outputs = replace(model_outputs, logprobs=torch.where(stale, behavior, current))
     inputs = AdvantageInputs(
         rollout=rollout,
         reward_output=reward_output,
@@ -138,13 +140,21 @@ def make_experience(
     tally = Tally()
     if behavior is not None and current is not behavior:
         gap = (behavior - current).abs()
-        tally.mean("rollout/logprob_gap", gap, rollout.loss_mask & ~stale[:, None])
-        tally.mean("rollout/stale_gap", gap, rollout.loss_mask & stale[:, None])
+        tally.mean("rollout/logprob_gap", gap, rollout.loss_mask & ~stale)
+        tally.mean("rollout/stale_gap", gap, rollout.loss_mask & stale)
     if correction is not None:
         advantage_output = _apply_correction(advantage_output, rollout, current, correction, tally)
     lag = (learner.version - rollout.version).clamp(min=0)
     tally.mean("rollout/lag", lag, rollout.version >= 0)
+    if max_token_lag is not None:
+        too_old = known & (age > max_token_lag)
+        tally.mean("rollout/too_old_tokens", too_old, rollout.loss_mask)
+        advantage_output = _without(too_old, advantage_output, rollout.loss_mask)
     metrics = batch_metrics(inputs, advantage_output, kl_coef, tally)
+    trained = (
+        rollout.loss_mask if advantage_output.loss_mask is None else advantage_output.loss_mask
+    )
+    metrics |= token_ages(age.clamp(min=0), known & trained, learner.total)
     metrics |= {
         f"log/{n}": mean for n, mean in reduce_metrics(reward_output.metrics, learner).items()
     }
@@ -204,6 +214,18 @@ def _apply_correction(
     bounded = weight != raw
     tally.mean("rollout/correction_bounded", bounded, rollout.loss_mask)
     return replace(advantage_output, advantages=advantage_output.advantages * weight)
+
+
+def _without(
+    tokens: Tensor, advantage_output: AdvantageOutput, loss_mask: Tensor
+) -> AdvantageOutput:
+    """Leave tokens out of the losses; advantages of the others do not change."""
+    masks = {
+        name: (loss_mask if mask is None else mask & loss_mask) & ~tokens
+        for name in ("loss_mask", "value_mask")
+        for mask in [getattr(advantage_output, name)]
+    }
+    return replace(advantage_output, **masks)
 
 
 def _build_experience(

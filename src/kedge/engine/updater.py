@@ -39,6 +39,7 @@ class Updater:
     seed: int = 0
     value_warmup_steps: int = 0  # first iterations, which train only the value model
     correction: Correction | None = None  # importance weights of tokens
+    max_token_lag: int | None = None  # tokens of older policy versions are left out of the loss
     step_limits: StepLimits = field(default_factory=StepLimits)
     clock: Callable[[], float] = time.perf_counter
     step: int = 0  # iterations finished
@@ -61,7 +62,13 @@ class Updater:
         if float(self.learner.total(reward_output.valid.sum())):
             self._unscored = 0
             experience, metrics = make_experience(
-                rollout, reward_output, self.learner, self.algorithm, self.kl.value, self.correction
+                rollout,
+                reward_output,
+                self.learner,
+                self.algorithm,
+                self.kl.value,
+                self.correction,
+                self.max_token_lag,
             )
             self.hooks.on_experience(self.step, experience)
             ready = self.clock()

@@ -53,6 +53,8 @@ def get_base_model(model: Any) -> Any:
 class CausalStepper:
     """Decoder-only models: left-padded prompts, one growing cache."""
 
+    captures = True  # whether the step may be replayed as a CUDA graph
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         config = get_base_model(model).config
@@ -120,7 +122,7 @@ class CausalStepper:
         layers: list[Any] = self._cache.layers
         if self._graph is None and self._eager >= _EAGER_STEPS:
             model = get_base_model(self._model)
-            if self._takes_positions and can_capture(model, layers):
+            if self.captures and self._takes_positions and can_capture(model, layers):
                 for layer in layers:
                     if layer.keys.shape[-2] == layer.capacity:
                         layer.grow()

@@ -97,17 +97,7 @@ class ChunkSampler:
     def _sample(self, logits: Tensor, t: int) -> tuple[Tensor, Tensor]:
         """The next token int64 [b], and what the host reads of it, int64 [b, 2 or 3 + K]."""
         logits = restrict(logits, self._sampling, t, self._stop_ids)
-        if self._sampling.temperature == 0:
-            token = logits.argmax(-1)
-            logprob = torch.zeros_like(token, dtype=torch.float32)
-        else:
-            token, logprob = sample_tokens(logits, self._u[t])
-        columns = [token[:, None], logprob.view(torch.int32).long()[:, None]]
-        if self._record:
-            most = min(self._sampling.top_k or MAX_ALLOWED, logits.shape[-1])
-            allowed, count = allowed_tokens(logits, None if self._on_cpu else most)
-            columns += [count[:, None], allowed]
-        return token, torch.cat(columns, 1)
+        return sample_step(logits, self._u[t], self._sampling, record=self._record)
 
     def _read(self, window: Tensor, end: int) -> Tensor | None:
         """Store the steps before ``end``, int64 [w, b, ...]; the rows to keep if rows have ended.
@@ -143,3 +133,31 @@ class ChunkSampler:
         keep = self._stepper.select(keep)
         self._u = self._u[:, keep]
         return token[keep]
+
+
+def sample_step(
+    logits: Tensor, u: Tensor, sampling: Sampling, *, record: bool
+) -> tuple[Tensor, Tensor]:
+    """Sample one token per row, on the device.
+
+    Args:
+        logits: float32 [b, V]; restricted to what can be sampled.
+        u: float64 [b]; random numbers.
+        sampling: the distribution.
+        record: record the allowed tokens.
+
+    Returns:
+        The token int64 [b], and what the host reads, int64 [b, 2 or 3 + K]: token, bits of its
+        log-probability, number of allowed tokens and these.
+    """
+    if sampling.temperature == 0:
+        token = logits.argmax(-1)
+        logprob = torch.zeros_like(token, dtype=torch.float32)
+    else:
+        token, logprob = sample_tokens(logits, u)
+    columns = [token[:, None], logprob.view(torch.int32).long()[:, None]]
+    if record:
+        most = min(sampling.top_k or MAX_ALLOWED, logits.shape[-1])
+        allowed, count = allowed_tokens(logits, None if logits.device.type == "cpu" else most)
+        columns += [count[:, None], allowed]
+    return token, torch.cat(columns, 1)

@@ -19,8 +19,10 @@ from kedge.backends.hf.model import eval_mode
 from kedge.backends.hf.peft import drop_adapters
 from kedge.backends.hf.prefix_cache import Prefix, PrefixStepper
 from kedge.backends.hf.sampling import check_sampling, uniforms
+from kedge.backends.hf.slots import SlotSampler
 from kedge.backends.hf.stopping import Stopper
 from kedge.backends.rollout import EngineInputs
+from kedge.backends.rollout.requests import token_versions
 from kedge.errors import RolloutError
 from kedge.ops.cpu.patch import Kernels
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -74,6 +76,7 @@ class EmbeddedEngine:
         self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
         self._prefixes: dict[int, Prefix] | None = None  # by row, within keep_prefixes()
+        self._continuous: SlotSampler | None = None
 
     @contextlib.contextmanager
     def keep_prefixes(self) -> Iterator[None]:
@@ -115,15 +118,11 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract, or the model returns NaN.
         """
-        config: Any = get_base_model(self.model).config
-        check_sampling(sampling, config.get_text_config().vocab_size)
-        host = prompts.to("cpu")
-        check_prompts(host, sampling, config)
+        host = self._checked(prompts, sampling)
         device = next(self.model.parameters()).device
         order, copies = _order(host)
         chunks = []
-        kernels, autocast = Kernels([self.model]).active(), self._autocast_context(device)
-        with torch.no_grad(), eval_mode(self.model), kernels, autocast, _one_thread(self.model):
+        with self._sampling_context(device):
             rows = self._rows_at_once(host, sampling, device)
             for start in range(0, len(order), rows):
                 cut = slice(start, start + rows)
@@ -131,10 +130,69 @@ class EmbeddedEngine:
         rollout = self._assemble(host, order, chunks, sampling.max_new_tokens)
         return replace(rollout.to(prompts.ids.device), prompts=prompts)
 
-    def _autocast_context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=self._autocast)
+    @property
+    def slots(self) -> int:
+        """Responses sampled at once by ``advance``; 0 if the model does not keep all keys."""
+        stepper = build_stepper(self.model)
+        keeps_all = isinstance(stepper, CausalStepper) and stepper.keeps_all
+        return self._chunk_rows if keeps_all else 0
+
+    updates_in_flight: Literal[True] = True
+
+    @property
+    def unfinished(self) -> int:
+        """Responses that are being sampled."""
+        return 0 if self._continuous is None else self._continuous.requests.unfinished
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        """Hold these rows as well; each is sampled as by ``generate``, up to rounding.
+
+        Raises:
+            ConfigError: the sampling cannot work for this model.
+            RolloutError: the prompts break the contract.
+        """
+        if self._continuous is None or self._continuous.sampling != sampling:
+            record = self._record_allowed_tokens and sampling.truncates
+            self._continuous = SlotSampler(
+                self.model, sampling, self._tokenizer, slots=self._chunk_rows, record=record
+            )
+        self._continuous.submit(self._checked(prompts, sampling), seed)
+
+    def advance(self) -> Rollout | None:
+        """Sample on; the groups that are complete."""
+        if self._continuous is None:
+            return None
+        with self._sampling_context(next(self.model.parameters()).device):
+            self._continuous.advance(self._version)
+        complete = self._continuous.responses()
+        if complete is None:
+            return None
+        prompts, responses, spans = complete
+        limit = self._continuous.sampling.max_new_tokens
+        rollout = self._assemble(prompts, torch.arange(len(prompts)), [responses], limit)
+        oldest = torch.tensor([row[0][0] for row in spans])
+        versions = token_versions(spans, rollout.ids.shape[1])
+        return replace(rollout, version=oldest, token_version=versions)
+
+    def cancel(self) -> None:
+        """Drop all requests."""
+        self._continuous = None
+
+    def _checked(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
+        """The prompts on the host, after checks."""
+        config: Any = get_base_model(self.model).config
+        check_sampling(sampling, config.get_text_config().vocab_size)
+        host = prompts.to("cpu")
+        check_prompts(host, sampling, config)
+        return host
+
+    @contextlib.contextmanager
+    def _sampling_context(self, device: torch.device) -> Iterator[None]:
+        kernels, autocast = Kernels([self.model]).active(), contextlib.nullcontext()
+        if self._autocast is not None:
+            autocast = torch.autocast(device.type, dtype=self._autocast)  # type: ignore[assignment]
+        with torch.no_grad(), eval_mode(self.model), kernels, autocast, _one_thread(self.model):
+            yield
 
     def _rows_at_once(self, prompts: PromptBatch, sampling: Sampling, device: torch.device) -> int:
         """Rows of a chunk: on a GPU, where more rows cost little time, as many as fit."""

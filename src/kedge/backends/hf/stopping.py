@@ -80,6 +80,10 @@ class Stopper:
             ended[t] |= torch.tensor(self._strings.completed(self._responses))  # type: ignore[union-attr]
         return ended
 
+    def add(self, rows: int) -> None:
+        """Add new rows at the end."""
+        self._responses += [[] for _ in range(rows)]
+
     def select(self, rows: Tensor) -> None:
         """Keep only the rows int64 [n], in that order."""
         if self._strings is not None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.backends.ray.actor import Actor, ActorLimits
+from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.rollout.rows import with_prompts, without_columns
 from kedge.backends.vllm.weight_payload import WeightPayload
-from kedge.errors import SyncError
-from kedge.types import PromptBatch, Receipt, Rollout, Sampling
+from kedge.errors import LostRequestsError, SyncError
+from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
+
+_SECONDS = 0.05  # of sampling in one call of an actor
 
 
 class RayEngine:
@@ -32,6 +35,7 @@ class RayEngine:
 
     shares_weights: Literal[False] = False
     logprobs: Literal["sampled"] = "sampled"
+    updates_in_flight: Literal[True] = True
 
     def __init__(
         self,
@@ -47,6 +51,10 @@ class RayEngine:
         self._shared_weights = shared_weights
         self._stored = shared_weights.store(payload)
         self._loaded: tuple[int, Receipt] | None = None
+        self._slots: int | None = None
+        self._unfinished = self._restarts = 0
+        self._held: dict[int, PromptBatch] = {}  # by group
+        self._new: list[tuple[PromptBatch, Sampling, int]] = []  # not sent yet
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(HostedEngine, skeleton, self._stored, settings),
@@ -79,6 +87,52 @@ class RayEngine:
         self._stored, self._loaded = stored, (version, receipt)
         return receipt
 
+    @property
+    def slots(self) -> int:
+        """Responses that the actor samples at once; 0: only whole batches."""
+        if self._slots is None:
+            self._slots = int(self.actor.call("__getattribute__", "slots"))
+        return self._slots
+
+    @property
+    def unfinished(self) -> int:
+        """Responses that are being sampled."""
+        return self._unfinished
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        """Hold these rows as well; they are sent with the next ``advance``."""
+        for number, rows in zip(*group_rows(prompts), strict=True):
+            self._held[number] = prompts.rows(rows)
+        self._new.append((without_columns(prompts), sampling, seed))
+        self._unfinished += len(prompts)
+
+    def advance(self) -> Rollout | None:
+        """Sample on; the groups that are complete.
+
+        Raises:
+            LostRequestsError: the actor was lost and restarted.
+        """
+        new, self._new = self._new, []
+        try:
+            if self.actor.restarts != self._restarts:
+                raise LostActorError(f"{self.actor.name} was restarted")
+            rollout, self._unfinished = self.actor.once("serve", new)
+        except LostActorError as error:
+            self.cancel()  # restarts it, with its weights
+            raise LostRequestsError(str(error)) from error
+        if rollout is None:
+            return None
+        groups = rollout.prompts.group.unique_consecutive().tolist()
+        return with_prompts(rollout, PromptBatch.cat([self._held.pop(n) for n in groups]))
+
+    def cancel(self) -> None:
+        """Drop all requests."""
+        self._held.clear()
+        self._new.clear()
+        self._unfinished = 0
+        self.actor.call("cancel")
+        self._restarts = self.actor.restarts
+
     def close(self) -> None:
         """Kill the actor."""
         self.actor.close()
@@ -109,6 +163,18 @@ class HostedEngine(EmbeddedEngine):
     def load_stored(self, stored: StoredWeights, version: int) -> Receipt:
         """Load weights from the object store."""
         return self.load_weights(dict(stored.tensors()), version)
+
+    def serve(self, new: Sequence[tuple[PromptBatch, Sampling, int]]) -> tuple[Rollout | None, int]:
+        """Hold new rows and sample for a short time; complete groups, and ``unfinished``."""
+        for prompts, sampling, seed in new:
+            self.submit(prompts, sampling=sampling, seed=seed)
+        parts, end = [], time.monotonic() + _SECONDS
+        while self.unfinished:
+            part = self.advance()
+            parts += [] if part is None else [part]
+            if time.monotonic() >= end:
+                break
+        return (Rollout.cat(parts) if parts else None), self.unfinished
 
 
 def _allocate(model: nn.Module) -> None:

@@ -13,7 +13,9 @@ from kedge.backends.vllm import GenerationRequest, GenerationResult, InProcess
 from kedge.backends.vllm.nccl_transfer import EngineGroup
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.weight_payload import WeightPayload
-from kedge.errors import LostNodeError, RolloutError
+from kedge.errors import LostNodeError, LostRequestsError, RolloutError
+
+_SECONDS = 0.05  # of sampling in one call of an actor
 
 
 class RayService:
@@ -48,6 +50,7 @@ class RayService:
         self._shared_weights, self._limits, self._group = shared_weights, limits, group
         self._version: int | None = None
         self._weights: StoredWeights | WeightPayload = shared_weights.store(payload)
+        self._restarts = 0
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
@@ -71,6 +74,32 @@ class RayService:
             if self._group is not None:
                 self._group.fail(error)  # the others could not form it without this engine
             raise
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        abilities: tuple[int, bool] = self.actor.call("__getattribute__", "abilities")
+        return abilities
+
+    def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
+        """Hold new requests, by key, and sample for a short time; results by key.
+
+        Raises:
+            LostRequestsError: the actor was lost and restarted.
+        """
+        try:
+            if self.actor.restarts != self._restarts:
+                raise LostActorError(f"{self.actor.name} was restarted")
+            results: dict[int, GenerationResult] = self.actor.once("serve", dict(new), _SECONDS)
+        except LostActorError as error:
+            self.cancel()  # restarts it, with its weights
+            raise LostRequestsError(str(error)) from error
+        return results
+
+    def cancel(self) -> None:
+        """Drop all requests that it holds."""
+        self.actor.call("cancel")
+        self._restarts = self.actor.restarts
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""

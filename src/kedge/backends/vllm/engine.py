@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.hf.sampling import check_sampling
+from kedge.backends.rollout.requests import GroupRequests
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.requests import build_requests, build_rollout
-from kedge.backends.vllm.service import Service
-from kedge.errors import RolloutError, SyncError
+from kedge.backends.vllm.service import GenerationRequest, GenerationResult, Service
+from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 FULL_PRECISION, LOW_PRECISION = 1e-3, 5e-2  # accepted mean gaps, nats per token
@@ -52,7 +54,7 @@ class VLLMEngine:
         extra_slot: bool = False,
         sleeps: bool = False,
     ) -> None:
-        self.service = service
+        self.service: Any = service  # a ContinuousService, if it has abilities
         self.spec = spec
         self.sync_gap = 0.0  # mean difference at the last weight sync, nats per token
         self._pad_id = pad_id
@@ -65,6 +67,9 @@ class VLLMEngine:
         self.max_length = service.max_length()  # tokens of prompt and response together
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
+        self._requests = GroupRequests[GenerationResult]()
+        self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
+        self._sampling: Sampling | None = None  # of these
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -74,12 +79,7 @@ class VLLMEngine:
             RolloutError: the prompts break the contract, or vLLM failed.
             SyncError: vLLM sampled with other weights than were loaded.
         """
-        config: Any = self.spec.skeleton.config
-        check_sampling(sampling, config.get_text_config().vocab_size)
-        check_prompts(prompts, sampling, config)
-        self._check_length(prompts, sampling)
-        vocabulary = config.get_text_config().vocab_size
-        requests = build_requests(prompts, sampling, seed, vocabulary=vocabulary)
+        requests = self._checked_requests(prompts, sampling, seed)
         self._wake("weights", "kv_cache")
         results = self.service.generate(requests)
         if self._sleeps:
@@ -90,6 +90,11 @@ class VLLMEngine:
         self._check_versions({result.version for result in results})
         if self._sent is not None:  # vLLM reports none, or this one
             results = [replace(result, version=self._sent) for result in results]
+        return self._build_rollout(results, prompts, sampling)
+
+    def _build_rollout(
+        self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
+    ) -> Rollout:
         return build_rollout(
             results,
             prompts,
@@ -98,6 +103,75 @@ class VLLMEngine:
             tokenizer=self.spec.tokenizer,
             extra_slot=self._extra_slot,
         )
+
+    def _checked_requests(
+        self, prompts: PromptBatch, sampling: Sampling, seed: int
+    ) -> list[GenerationRequest]:
+        config: Any = self.spec.skeleton.config
+        vocabulary = config.get_text_config().vocab_size
+        check_sampling(sampling, vocabulary)
+        check_prompts(prompts, sampling, config)
+        self._check_length(prompts, sampling)
+        return build_requests(prompts, sampling, seed, vocabulary=vocabulary)
+
+    @property
+    def slots(self) -> int:
+        """Requests that vLLM runs at once; 0 if its service samples whole batches only."""
+        return 0 if self._sleeps else self._abilities[0]
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether ``load_weights`` may be called while it holds requests."""
+        return self._abilities[1]
+
+    @functools.cached_property
+    def _abilities(self) -> tuple[int, bool]:
+        abilities: tuple[int, bool] = getattr(self.service, "abilities", (0, False))
+        return abilities
+
+    @property
+    def unfinished(self) -> int:
+        """Responses that are being sampled."""
+        return self._requests.unfinished
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        """Hold these rows as well; each is sampled as by ``generate``.
+
+        Raises:
+            ConfigError: the sampling does not fit this model.
+            RolloutError: the prompts break the contract, or vLLM failed.
+        """
+        requests = self._checked_requests(prompts, sampling, seed)
+        self._sampling = sampling
+        keys = self._requests.add(prompts)
+        self._new |= dict(zip(keys, requests, strict=True))
+
+    def advance(self) -> Rollout | None:
+        """Sample on; the groups that are complete.
+
+        Raises:
+            LostRequestsError: vLLM was restarted, without its requests.
+        """
+        new, self._new = self._new, {}
+        try:
+            sampled = self.service.serve(new)
+        except LostRequestsError:
+            self._requests.clear()
+            raise
+        for key, result in sampled.items():
+            self._requests.put(key, result)
+        complete = self._requests.complete()
+        if complete is None:
+            return None
+        prompts, results = complete
+        assert self._sampling is not None  # since the first submit
+        return self._build_rollout(results, prompts, self._sampling)
+
+    def cancel(self) -> None:
+        """Drop all requests."""
+        self._requests.clear()
+        self._new = {}
+        self.service.cancel()
 
     def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         for part in parts:

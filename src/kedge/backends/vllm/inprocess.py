@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.request_loop import RequestLoop
 from kedge.backends.vllm.service import (
     GenerationRequest,
     GenerationResult,
@@ -23,7 +25,7 @@ from kedge.backends.vllm.service import (
     parse_version,
 )
 from kedge.backends.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
-from kedge.errors import ConfigError, RolloutError, SyncError
+from kedge.errors import ConfigError, SyncError
 
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it too; vLLM takes nearly all
 _CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default is most of the memory
@@ -81,6 +83,7 @@ class InProcess:
         self._adapter: Any = None  # vllm.lora.request.LoRARequest
         self._adapters = tempfile.TemporaryDirectory(prefix="kedge-lora-", dir=shared_memory())
         self._loads = 0
+        self._loop = RequestLoop(self._llm.llm_engine)
         self.load(spec.payload(weights), 0)
 
     @contextlib.contextmanager
@@ -110,18 +113,31 @@ class InProcess:
         ]
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[Any]:
-        from vllm import SamplingParams
+        with self._quiet():
+            return self._loop.run(requests, self._adapter)
 
-        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
-        params = [SamplingParams(**request.params, flat_logprobs=True) for request in requests]
-        try:
-            with self._quiet():
-                outputs: list[Any] = self._llm.generate(
-                    prompts, params, use_tqdm=False, lora_request=self._adapter
-                )
-        except ValueError as error:
-            raise RolloutError(f"vLLM rejected a batch of {len(requests)} rows: {error}") from error
-        return outputs
+    def serve(
+        self, new: Mapping[int, GenerationRequest], seconds: float = 0.0
+    ) -> dict[int, GenerationResult]:
+        """Hold new requests, and sample until one is complete or for a time; results by key.
+
+        Raises:
+            RolloutError: vLLM rejected a request.
+        """
+        results: dict[int, GenerationResult] = {}
+        end = time.monotonic() + seconds
+        with self._quiet():
+            self._loop.add(new, self._adapter)
+            while self._loop.holds:
+                outputs = self._loop.advance()
+                results |= {key: _result(out.outputs[0]) for key, out in outputs.items()}
+                if time.monotonic() >= end:
+                    break
+        return results
+
+    def cancel(self) -> None:
+        """Drop all requests that were submitted."""
+        self._loop.cancel()
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache.
@@ -161,10 +177,12 @@ class InProcess:
     def finish_load(self, version: int) -> None:
         """Reset the prefix cache and set the version of the weights.
 
+        Requests that are held keep the keys and values of the old weights.
+
         Raises:
-            SyncError: requests are still running.
+            SyncError: others use this vLLM.
         """
-        if not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache() and not self._loop.holds:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
         self._llm.llm_engine.set_weight_version(str(version))
 
@@ -185,6 +203,12 @@ class InProcess:
     def version(self) -> int:
         """Version of the weights that vLLM reports."""
         return parse_version(self._llm.llm_engine.get_weight_version())
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+        return slots, self._adapter is None
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -310,7 +334,10 @@ def _restore_call(skeleton: torch.nn.Module) -> None:
 
 
 def _result(output: Any) -> GenerationResult:
-    versions = [parse_version(span.version) for span in output.weight_versions or ()]
+    spans = [
+        (parse_version(span.version), span.end - span.start)
+        for span in output.weight_versions or ()
+    ]
     flat = output.logprobs  # of each position: the sampled token, then the most likely ones
     pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
     tops = [pairs[a:b] for a, b in zip(flat.start_indices, flat.end_indices, strict=True)]
@@ -319,5 +346,6 @@ def _result(output: Any) -> GenerationResult:
         logprobs=[top[0][1] for top in tops],
         allowed=[allowed_tokens(top) for top in tops] if len(pairs) > len(tops) else None,
         stopped=output.finish_reason == "stop",
-        version=min(versions, default=-1),
+        version=min((version for version, _ in spans), default=-1),
+        spans=tuple(spans),
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.backends.hf.stopping import StopStrings
+from kedge.backends.rollout.requests import token_versions
 from kedge.backends.vllm.service import GenerationRequest, GenerationResult
 from kedge.errors import ConfigError, RolloutError
 from kedge.types import PromptBatch, Rollout, Sampling
@@ -121,6 +122,7 @@ def build_rollout(
         version=torch.tensor([result.version for result in results], device=device),
         behavior_logprobs=_at_most_0(logprobs).to(device),
         allowed_tokens=None if allowed is None else allowed.to(device),
+        token_version=token_versions([list(result.spans) for result in results], size),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import Any, Literal, Protocol
@@ -30,6 +30,8 @@ class GenerationResult:
     logprobs: list[float]  # of each token, nats, under the sampling distribution
     stopped: bool  # by a stop token or stop string, not by the length limit
     version: int  # of the weights, as vLLM reports; -1: unknown
+    # versions in order and the number of tokens that each sampled; empty: unknown
+    spans: tuple[tuple[int, int], ...] = ()
     # for each token, the tokens that could have been sampled; None: all
     allowed: list[list[int]] | None = None
 
@@ -67,6 +69,27 @@ class Service(Protocol):
 
     def close(self) -> None:
         """Release all resources; may be called again."""
+        ...
+
+
+class ContinuousService(Service, Protocol):
+    """A vLLM that holds requests between calls."""
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        ...
+
+    def serve(self, new: Mapping[int, GenerationRequest]) -> Mapping[int, GenerationResult]:
+        """Hold new requests, by key, and sample for a short time; results by key.
+
+        Raises:
+            LostRequestsError: the vLLM was restarted, and holds nothing.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Drop all requests that it holds."""
         ...
 
 

@@ -16,7 +16,8 @@ from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sampling
 
 Sample = tuple[Rollout, RewardOutput, dict[str, float]]  # and seconds by name
-PendingSample = Sample | Rollout  # a Rollout is still to be scored
+# A Rollout is still to be scored, a PromptBatch to be sampled.
+PendingSample = Sample | Rollout | PromptBatch
 
 
 class LockedRewardSource:

@@ -20,7 +20,7 @@ from kedge.engine.rollout.threads import Inline, Worker, working
 from kedge.engine.rollout.weight_sync import WeightUpdate, verify_sync
 from kedge.errors import CheckpointError
 from kedge.protocols import RolloutEngine
-from kedge.types import Receipt, Rollout
+from kedge.types import PromptBatch, Receipt, Rollout
 
 
 class _Sync(NamedTuple):
@@ -128,6 +128,10 @@ class FifoScheduler:
                 receipt.result(), sent, confirmed=self._fingerprint, moved=moved
             )
 
+    def wait_until_idle(self) -> None:
+        """Wait until no batch is being sampled."""
+        _ = self.in_flight
+
     @property
     def in_flight(self) -> list[PendingSample]:
         """Samples not trained on yet; waits for those still being sampled."""
@@ -141,7 +145,13 @@ class FifoScheduler:
         Raises:
             CheckpointError: their batch size is not that of this run.
         """
-        rollouts = [x if isinstance(x, Rollout) else x[0] for x in samples]
+        batches = [x for x in samples if not isinstance(x, PromptBatch)]
+        if len(batches) < len(samples):
+            raise CheckpointError(
+                "the checkpoint has single prompts that were being sampled: resume with"
+                ' rollout_schedule="as_completed"'
+            )
+        rollouts = [x if isinstance(x, Rollout) else x[0] for x in batches]
         for n, rollout in enumerate(rollouts):
             size = len(self._collector.source.batch(step + n))
             if len(rollout) != size:
@@ -157,11 +167,11 @@ class FifoScheduler:
                 " dropped and sampled again",
                 stacklevel=2,
             )
-            samples = []
-        self._waiting = deque(map(_finished_batch, samples))
+            batches = []
+        self._waiting = deque(map(_finished_batch, batches))
 
 
-def _finished_batch(pending: PendingSample) -> _Batch:
+def _finished_batch(pending: Sample | Rollout) -> _Batch:
     if isinstance(pending, Rollout):
         return _Batch(pending)
     sample: Future[Sample] = Future()

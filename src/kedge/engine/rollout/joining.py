@@ -1,34 +1,164 @@
-"""Joins partial batches into the sample of one iteration."""
+"""Takes samples apart into groups, and joins groups to the sample of one iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from kedge.engine.rollout.collector import Sample
-from kedge.types import PromptBatch, RewardOutput, Rollout, separated
+from kedge.engine.rollout.collector import PendingSample, Sample
+from kedge.errors import CheckpointError
+from kedge.protocols import PromptSource
+from kedge.types import PromptBatch, RewardOutput, Rollout, group_rows, separated
 
 
-def split_groups(batch: PromptBatch, count: int) -> list[Tensor]:
-    """Split the rows of a batch into ``count`` partial batches of whole groups; each int64 [n].
+class GroupPrompts:
+    """The prompts of groups that are numbered over the run.
+
+    Args:
+        source: of the prompts.
+        step: any iteration; all have as many groups.
+    """
+
+    def __init__(self, source: PromptSource, step: int) -> None:
+        self._source, self._batches = source, {step: _with_rows(source, step)}
+        groups = self._batches[step][1]
+        self.per_step, self.rows_per_group = len(groups), len(groups[0])
+
+    def batch(self, step: int) -> PromptBatch:
+        """All prompts of an iteration."""
+        return self._batch(step)[0]
+
+    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[int], Tensor]]:
+        """Of each iteration among the groups: its number, its groups, and their rows int64 [n]."""
+        for step, of_step in itertools.groupby(sorted(numbers), lambda n: n // self.per_step):
+            groups = list(of_step)
+            rows = self._batch(step)[1]
+            yield step, groups, torch.cat([rows[number % self.per_step] for number in groups])
+
+    def prompts(self, numbers: Iterable[int]) -> Iterator[tuple[int, PromptBatch]]:
+        """Of each iteration among the groups: its number, and their prompts."""
+        for step, groups, rows in self.rows(numbers):
+            yield step, with_groups(self.batch(step).rows(rows), groups)
+
+    def forget_before(self, step: int) -> None:
+        """Drop the prompts of earlier iterations from memory."""
+        self._batches = {n: batch for n, batch in self._batches.items() if n >= step}
+
+    def _batch(self, step: int) -> tuple[PromptBatch, Sequence[Tensor]]:
+        if step not in self._batches:
+            self._batches[step] = _with_rows(self._source, step)
+        return self._batches[step]
+
+
+def _with_rows(source: PromptSource, step: int) -> tuple[PromptBatch, Sequence[Tensor]]:
+    batch = source.batch(step)
+    return batch, group_rows(batch)[1]
+
+
+def with_groups(prompts: PromptBatch, ids: Sequence[int]) -> PromptBatch:
+    """The prompts with other group ids, in the order of the present ones."""
+    _, group = prompts.group.unique(return_inverse=True)
+    return replace(prompts, group=torch.tensor(ids, device=group.device)[group])
+
+
+class SampleStore:
+    """Scored groups by group id; each is taken once."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[_Stored, Tensor]] = {}
+
+    def add(self, sample: Sample) -> None:
+        """Add the groups of a sample."""
+        stored = _Stored(sample)
+        for number, rows in zip(*group_rows(sample[0].prompts), strict=True):
+            self._places[number] = stored, rows
+
+    def take(self, numbers: Iterable[int]) -> list[Sample]:
+        """Remove these groups; groups that were added together stay together."""
+        chosen: dict[int, tuple[_Stored, list[Tensor]]] = {}
+        for number in sorted(numbers):
+            stored, rows = self._places.pop(number)
+            chosen.setdefault(id(stored), (stored, []))[1].append(rows)
+        return [stored.take(torch.cat(rows)) for stored, rows in chosen.values()]
+
+    def read(self) -> list[Sample]:
+        """All groups; they stay."""
+        samples = self.take(list(self._places))
+        for sample in samples:
+            self.add(sample)
+        return samples
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._places.clear()
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A sample from which groups are taken; seconds and metrics leave with the first of them."""
+
+    sample: Sample
+
+    def take(self, rows: Tensor) -> Sample:
+        rollout, reward_output, times = self.sample
+        taken = rollout.rows(rows), reward_output.rows(rows), times
+        if rollout.episodes is not None:
+            rollout = replace(rollout, episodes=replace(rollout.episodes, metrics={}))
+        self.sample = rollout, replace(reward_output, metrics={}), {}
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredGroups:
+    """Groups from a checkpoint."""
+
+    samples: list[Sample]  # their group ids are negative: they need no prompts any more
+    versions: dict[int, int]  # of these groups
+    lost: list[int]  # groups that were being sampled
+
+
+def restored_groups(pending: Sequence[PendingSample], *, size: int, step: int) -> RestoredGroups:
+    """The groups of a checkpoint that was written before ``step``.
 
     Raises:
-        ValueError: ``count`` does not divide the number of groups.
+        CheckpointError: they do not have ``size`` rows, or are of another schedule.
     """
-    ids, group = batch.group.unique(return_inverse=True)
-    if len(ids) % count:
-        raise ValueError(f"{len(ids)} prompts cannot be split into {count} equal partial batches")
-    part = group // (len(ids) // count)
-    return [(part == k).nonzero().squeeze(1) for k in range(count)]
+    restored = RestoredGroups([], {}, [])
+    for x in pending:
+        if isinstance(x, PromptBatch):
+            restored.lost.extend(group_rows(x)[0])
+            continue
+        if isinstance(x, Rollout):
+            raise CheckpointError(
+                f"the checkpoint has {len(pending)} unscored batches of another"
+                " rollout_schedule: resume with the same rollout_schedule"
+            )
+        rollout, reward_output, times = x
+        ids = []
+        for rows in group_rows(rollout.prompts)[1]:
+            if len(rows) != size:
+                raise CheckpointError(
+                    f"samples in the checkpoint must have {size} responses per prompt, got"
+                    f" {len(rows)}: resume with the same rollout_schedule and num_generations"
+                )
+            ids.append(-1 - len(restored.versions))
+            known = rollout.version[rows]
+            known = known[known >= 0]
+            restored.versions[ids[-1]] = int(known.min()) if len(known) else step
+        rollout = replace(rollout, prompts=with_groups(rollout.prompts, ids))
+        restored.samples.append((rollout, reward_output, times))
+    return restored
 
 
 def joined(samples: Sequence[Sample], like: PromptBatch) -> Sample:
     """Join samples into one, padded to the widest of them.
 
-    Rows and groups are renumbered like those of ``like``, since partial batches of different
-    steps may share group ids.  Seconds and counts add.
+    Rows and groups are renumbered like those of ``like``, since samples of different steps may
+    share group ids.  Seconds and counts add.
 
     Args:
         samples: each with whole groups.

@@ -122,6 +122,7 @@ class EngineStage:
             seed=args.seed,
             max_lag=args.max_lag,
             partial_batches=rollout.num_partial_batches(rollout_engine),
+            in_flight_weight_updates=args.in_flight_weight_updates,
             correction=rollout.correction,
             value_warmup_steps=self._value_warmup_steps(),
         )

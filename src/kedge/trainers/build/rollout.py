@@ -9,7 +9,7 @@ from kedge.backends.hf.learner import HFLearner
 from kedge.backends.rollout import EngineInputs, build_shared_engine
 from kedge.config.rollout_engines import RolloutEngineSpec, load_function
 from kedge.engine.checkpoint.replay import Replay, Replayed
-from kedge.engine.rollout.as_completed import num_workers
+from kedge.engine.rollout.worker import num_workers
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 from kedge.trainers.build.correction import build_correction

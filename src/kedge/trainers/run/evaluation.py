@@ -140,7 +140,7 @@ class Evaluator:
     def _idle_engine(self) -> RolloutEngine:
         """The rollout engine, idle and with the newest weights, so that timing has no effect."""
         engine = self.engine
-        _ = engine.in_flight  # waits for pending samples
+        engine.scheduler.wait_until_idle()
         engine.scheduler.wait_for_syncs()
         if engine.partial_batches:
             engine.rollout_engine.load_weights(engine.learner.weights(), engine.learner.version)

@@ -1,0 +1,195 @@
+"""Which groups of prompts are sampled when, and which are trained on: no threads, no tensors.
+
+Groups are numbered over the run: ``number // K`` is the iteration whose prompts they have, with
+``K`` groups per iteration.  Weights of version v have been trained for v iterations.  A group that
+was started with version v must be trained on by step ``v + max_lag``.  Two rules guarantee it:
+
+    start   number n starts with version v only if n < (v + max_lag + 1) K
+    take    of those due by step t, at most (t - s) K are left after step s, for every t
+
+A step waits for groups that the second rule requires; none is dropped.  Compare the admission rule
+of AReaL (arXiv:2505.24298, section 5.1).
+
+With in-flight weight updates (PipelineRL, arXiv:2509.19128) tokens have versions, not groups.  What
+counts is the version with which a group was completed: those of the oldest version are trained on
+first, and sampling pauses while as many are done as the next steps can take in time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class Dispatcher:
+    """The groups of a run: waiting, being sampled, or done.
+
+    Every call costs O(log n) per group that it moves, plus O(max_lag).
+
+    Args:
+        per_step: groups per iteration (K).
+        max_lag: iterations that sampling may be ahead of training.
+        in_flight: groups that are being sampled get new weights.
+    """
+
+    per_step: int
+    max_lag: int
+    in_flight: bool = False
+    next: int = 0  # the next number that was never started
+    end: int = 0  # numbers from here on are not sampled
+    step: int = 0  # the next to take groups
+    running: dict[int, int] = field(default_factory=dict)  # number -> since
+    done: dict[int, int] = field(default_factory=dict)  # the same, in the order of completion
+    returned: list[int] = field(default_factory=list)  # a heap: started, and lost by an engine
+    _running_since: Counter[int] = field(default_factory=Counter)
+    _done_since: Counter[int] = field(default_factory=Counter)
+
+    def room(self, version: int, unfinished: float = 0.0) -> float:
+        """How many more groups can complete with in-flight weights of ``version`` and be in time.
+
+        Args:
+            version: of the newest weights.
+            unfinished: responses being sampled, in groups: one of a group of 8 is 1 / 8.
+        """
+        steps = version + self.max_lag + 1 - self.step
+        return steps * self.per_step - len(self.done) - unfinished
+
+    def may_start(self, version: int, newest: int) -> bool:
+        """Whether an engine takes more groups before it loads newer weights.
+
+        Without in-flight updates it must complete what it holds first, which leaves slots empty;
+        it does so every ``max_lag / 2`` iterations.
+        """
+        return newest - version <= self.max_lag // 2
+
+    def startable(self, version: int) -> int:
+        """How many groups may start with weights of ``version``."""
+        bound = self._bound(version)
+        return max(0, bound - self.next) + sum(number < bound for number in self.returned)
+
+    def start(self, version: int, limit: int) -> list[int]:
+        """Start up to ``limit`` groups; returns their numbers, those that an engine lost first."""
+        bound = self._bound(version)
+        started: list[int] = []
+        while self.returned and self.returned[0] < bound and len(started) < limit:
+            started.append(heapq.heappop(self.returned))
+        new = range(self.next, max(self.next, min(bound, self.next + limit - len(started))))
+        self.next = new.stop
+        started += new
+        self.running.update(dict.fromkeys(started, version))
+        _count(self._running_since, version, len(started))
+        return started
+
+    def complete(self, numbers: Iterable[int], version: int) -> None:
+        """These groups are done; the engine has weights of ``version``."""
+        for number in numbers:
+            since = self.running.pop(number)
+            _count(self._running_since, since, -1)
+            self._add_done(number, version)
+
+    def reload(self, numbers: Iterable[int], version: int) -> None:
+        """The engine of these groups, which are being sampled, has new weights."""
+        for number in numbers:
+            _count(self._running_since, self.running[number], -1)
+            _count(self._running_since, version, 1)
+            self.running[number] = version
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """An engine lost these groups: they are started again, before others."""
+        for number in numbers:
+            _count(self._running_since, self.running.pop(number), -1)
+            heapq.heappush(self.returned, number)
+
+    def take(self, step: int) -> list[int] | None:
+        """The groups to train on in ``step``, or None to wait."""
+        if len(self.done) < self.per_step or not self._ready(step):
+            return None
+        taken: dict[int, None] = {}
+        if self.in_flight:  # those of the oldest version first
+            taken = dict.fromkeys(sorted(self.done, key=self.done.__getitem__)[: self.per_step])
+        else:
+            for later in range(self.max_lag + 1):
+                limit = step + later - self.max_lag
+                required = self._due(limit) - later * self.per_step
+                if required > len(taken):
+                    self._take_first(taken, required, since=limit)
+            self._take_first(taken, self.per_step, since=step)
+        for number in taken:
+            _count(self._done_since, self.done.pop(number), -1)
+        self.step = step + 1
+        return list(taken)
+
+    def restore(self, step: int, done: Mapping[int, int], lost: Iterable[int]) -> bool:
+        """State before ``step``, as after a resume; False if groups are too old for ``max_lag``.
+
+        Args:
+            step: the next to take groups.
+            done: number and version of groups that are done.
+            lost: numbers of groups that are to be started again.
+        """
+        self.clear(step)
+        for number, version in done.items():
+            self._add_done(number, version)
+        self.returned = sorted(lost)
+        self.next += len(self.done) + len(self.returned)
+        return self.in_flight or all(
+            self._due(step + later - self.max_lag) <= (later + 1) * self.per_step
+            and all(version + self.max_lag >= step for version in done.values())
+            for later in range(self.max_lag + 1)
+        )
+
+    def clear(self, step: int) -> None:
+        """Forget all groups; ``step`` starts with its first prompts."""
+        self.step = step
+        self.next = step * self.per_step
+        for state in (self.running, self.done, self.returned):
+            state.clear()
+        self._running_since.clear()
+        self._done_since.clear()
+
+    def _bound(self, version: int) -> int:
+        if self.in_flight:
+            return self.end
+        return min(self.end, (version + self.max_lag + 1) * self.per_step)
+
+    def _add_done(self, number: int, since: int) -> None:
+        self.done[number] = since
+        _count(self._done_since, since, 1)
+
+    def _ready(self, step: int) -> bool:
+        """Whether the groups that ``step`` must take are done.
+
+        With in-flight updates, engines whose weights are too old are waited for until they load
+        those of ``step``.
+        """
+        oldest = step - self.max_lag
+        return all(
+            _up_to(self._running_since, oldest + later) <= later * self.per_step
+            for later in range(self.max_lag + (not self.in_flight))
+        )
+
+    def _due(self, since: int) -> int:
+        """Groups started no later than ``since``."""
+        return _up_to(self._done_since, since) + _up_to(self._running_since, since)
+
+    def _take_first(self, taken: dict[int, None], size: int, *, since: int) -> None:
+        """Fill ``taken`` to ``size`` with the first to complete of those due no later."""
+        for number, version in self.done.items():
+            if len(taken) >= size:
+                break
+            if version <= since:
+                taken[number] = None
+
+
+def _count(counter: Counter[int], version: int, by: int) -> None:
+    """Add to a count, without keeping zeros: there are at most ``max_lag + 2`` counts."""
+    counter[version] += by
+    if not counter[version]:
+        del counter[version]
+
+
+def _up_to(counter: Counter[int], version: int) -> int:
+    return sum(count for v, count in counter.items() if v <= version)

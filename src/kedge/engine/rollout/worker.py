@@ -1,0 +1,93 @@
+"""One rollout engine of several: its weights, and the groups that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kedge.engine.rollout.collector import RolloutCollector, Sample
+from kedge.engine.rollout.joining import GroupPrompts, with_groups
+from kedge.engine.rollout.weight_sync import WeightUpdate, verify_sync
+from kedge.engine.seeds import seed_for
+from kedge.errors import SyncError
+from kedge.protocols import RolloutEngine
+from kedge.types import Rollout
+
+
+def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
+    """The engines that can sample concurrently: the parts of a composite engine, or the engine."""
+    return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineWorker:
+    """An engine that samples groups.  Its methods are called from one thread at a time."""
+
+    engine: Any  # RolloutEngine, or ContinuousEngine if it has slots
+    slots: int  # responses that it samples at once; 0: it samples partial batches
+    update: WeightUpdate | None = None  # the weights that it has
+    held: dict[int, int] = field(default_factory=dict)  # group -> version that it was started with
+    unfinished: int = 0  # responses that are being sampled
+    busy: bool = False
+    _fingerprint: str = ""
+    _seconds: float = 0.0  # of sampling since groups were done
+
+    def reset(self) -> None:
+        """Hold nothing, and load weights before sampling again."""
+        self.update, self._fingerprint, self.busy, self._seconds = None, "", False, 0.0
+        self.unfinished = 0
+        self.held.clear()
+        if self.slots:
+            self.engine.cancel()
+
+    def load(self, new: WeightUpdate) -> None:
+        """Load weights and verify them.
+
+        Raises:
+            SyncError: the engine has other weights.
+        """
+        receipt = self.engine.load_weights(new.weights, new.version)
+        moved = self.update is not None and new.moves > self.update.moves
+        confirmed = self._fingerprint
+        self._fingerprint = verify_sync(
+            receipt, new, confirmed=confirmed, moved=moved and confirmed != ""
+        )
+        self.update = new
+
+    def advance(
+        self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
+    ) -> tuple[Rollout, float] | None:
+        """Start these groups and sample on; groups that are done, and the seconds they took."""
+        begin = collector.clock()
+        for step, batch in prompts.prompts(numbers):
+            seed = seed_for(collector.seed, "rollout", step)
+            self.engine.submit(batch, sampling=collector.sampling, seed=seed)
+        rollout: Rollout | None = self.engine.advance()
+        self._seconds += collector.clock() - begin
+        if rollout is None:
+            return None
+        self._check(rollout)
+        seconds, self._seconds = self._seconds, 0.0
+        return rollout, seconds
+
+    def draw(
+        self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
+    ) -> list[Sample]:
+        """Sample and score these groups, whole."""
+        samples = []
+        for step, groups, rows in prompts.rows(numbers):
+            rollout, reward_output, times = collector.draw(step, self.engine, rows)
+            rollout = replace(rollout, prompts=with_groups(rollout.prompts, groups))
+            self._check(rollout)
+            samples.append((rollout, reward_output, times))
+        return samples
+
+    def _check(self, rollout: Rollout) -> None:
+        """Compare the version of every row with that of the weights when it was started."""
+        versions = zip(rollout.prompts.group.tolist(), rollout.version.tolist(), strict=True)
+        for number, version in versions:
+            if 0 <= version < self.held[number]:
+                raise SyncError(
+                    f"{type(self.engine).__name__} must sample with version {self.held[number]},"
+                    f" which it confirmed, but used version {version}"
+                )

@@ -1,0 +1,86 @@
+"""Continuous sampling with vLLM in this process: requests one by one, weights in flight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.types import PromptBatch, Rollout, Sampling
+
+from .embedded import prompts
+from .engines import needs_vllm, policy, trained, vllm_of
+
+pytestmark = needs_vllm
+SAMPLING = Sampling(max_new_tokens=24, stop_ids=(5, 6, 7, 9))
+
+
+@pytest.fixture
+def engine() -> Any:
+    engine = vllm_of()
+    engine.cancel()
+    engine.load_weights(trained(policy()), 0)
+    return engine
+
+
+def numbered(batch: PromptBatch, first: int) -> PromptBatch:
+    return replace(batch, group=batch.group + first)
+
+
+def drained(engine: Any) -> Rollout:
+    parts = []
+    while engine.unfinished:
+        part = engine.advance()
+        if part is not None:
+            parts.append(part)
+    whole = Rollout.cat(parts)
+    return whole.rows(whole.prompts.group.argsort(stable=True))
+
+
+def test_requests_one_by_one_give_the_responses_of_whole_batches(engine: Any) -> None:
+    batch = prompts(copies=3)
+    want = engine.generate(batch, sampling=SAMPLING, seed=3)
+    assert engine.slots >= 18
+    engine.submit(batch, sampling=SAMPLING, seed=3)
+    early = [engine.advance() for _ in range(2)]
+    engine.submit(numbered(batch, 100), sampling=SAMPLING, seed=4)
+    while_held = engine.generate(batch, sampling=SAMPLING, seed=3)  # as in an evaluation
+    whole = Rollout.cat([*(x for x in early if x is not None), drained(engine)])
+    whole = whole.rows(whole.prompts.group.argsort(stable=True))
+    got = whole.rows(slice(0, 18))
+    size = want.ids.shape[1]
+    for rollout in (got, while_held):
+        assert rollout.response_mask.sum(1).tolist() == want.response_mask.sum(1).tolist()
+        assert torch.equal(rollout.ids[:, :size][want.loss_mask], want.ids[want.loss_mask])
+    assert got.prompts.group.tolist() == batch.group.tolist()
+    assert got.version.tolist() == [0] * 18
+
+
+def test_responses_continue_with_new_weights_and_every_token_has_its_version(engine: Any) -> None:
+    weights = trained(policy())
+    moved = {
+        name: w + 0.05 * torch.randn(w.shape, generator=torch.Generator().manual_seed(1))
+        for name, w in weights.items()
+    }
+    assert engine.updates_in_flight
+    engine.load_weights(weights, 3)
+    engine.submit(prompts(), sampling=Sampling(max_new_tokens=40), seed=0)
+    assert engine.advance() is None  # 16 steps
+    receipt = engine.load_weights(moved, 4)  # verified on the probe while requests are held
+    assert receipt.version == 4
+    rollout = drained(engine)
+    assert rollout.version.tolist() == [3] * 6
+    versions = rollout.token_versions
+    assert set(versions.flatten().tolist()) == {3, 4}
+    assert bool((versions.diff(dim=1) >= 0).all())  # old tokens first
+    count = (versions == 3).sum(1)
+    assert bool((count >= 12).all())
+    assert bool((count <= 20).all())
+    # A new request with the same prompt does not read prefixes of the old weights.
+    engine.submit(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
+    fresh = drained(engine)
+    engine.load_weights(moved, 5)  # nothing is held: caches are reset
+    again = engine.generate(prompts(), sampling=Sampling(max_new_tokens=8), seed=0)
+    assert torch.equal(fresh.ids, again.ids)

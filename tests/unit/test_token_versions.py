@@ -1,0 +1,113 @@
+"""Tokens of several policy versions in one response: anchors, weights, bound and metrics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kedge.algorithms import ppo
+from kedge.engine.stages import make_experience
+from kedge.math.importance import Correction
+from kedge.types import PromptBatch, RewardOutput, Rollout
+
+from .toys import VOCAB, ToyLearner, prefix
+
+VERSIONS = [[2, 3, 4], [4, 4, -1], [-1, -1, -1]]  # the last row: unknown, so that of the row
+CURRENT = -math.log(VOCAB)  # of every token, by a learner whose logits are 0
+
+
+def sample() -> tuple[Rollout, RewardOutput, ToyLearner]:
+    mask = prefix([3, 2, 3], 3)
+    rollout = Rollout(
+        prompts=PromptBatch(
+            ids=torch.ones(3, 2, dtype=torch.int64),
+            mask=torch.ones(3, 2, dtype=torch.bool),
+            group=torch.arange(3),
+            row=torch.arange(3),
+        ),
+        ids=torch.ones(3, 3, dtype=torch.int64),
+        loss_mask=mask,
+        response_mask=mask,
+        terminated=torch.ones(3, dtype=torch.bool),
+        version=torch.tensor([2, 4, 3]),
+        behavior_logprobs=torch.full((3, 3), CURRENT - 0.1) * mask,
+        token_version=torch.tensor(VERSIONS),
+    )
+    valid = torch.ones(3, dtype=torch.bool)
+    learner = ToyLearner()
+    learner.version = 4
+    return rollout, RewardOutput(scores=torch.tensor([1.0, 2.0, 4.0]), valid=valid), learner
+
+
+def close(x: Tensor, want: list[list[float]]) -> None:
+    torch.testing.assert_close(x, torch.tensor(want), rtol=0, atol=1e-6)
+
+
+def test_the_version_of_a_row_stands_for_tokens_without_one() -> None:
+    rollout, *_ = sample()
+    assert rollout.token_versions.tolist() == [[2, 3, 4], [4, 4, 4], [3, 3, 3]]
+    assert replace(rollout, token_version=None).token_versions.tolist() == [
+        [2, 2, 2],
+        [4, 4, 4],
+        [3, 3, 3],
+    ]
+    both = Rollout.cat([rollout, replace(rollout, token_version=None)])
+    assert both.token_versions[3:].tolist() == [[2, 2, 2], [4, 4, 4], [3, 3, 3]]
+
+
+def test_the_anchor_of_a_stale_token_is_the_policy_that_sampled_it() -> None:
+    rollout, reward_output, learner = sample()
+    experience, _ = make_experience(rollout, reward_output, learner, ppo(), 0.0)
+    stale, fresh = CURRENT - 0.1, CURRENT
+    anchors = experience.old_logprobs
+    close(anchors, [[stale, stale, fresh], [fresh, fresh, anchors[1, 2].item()], [stale] * 3])
+
+
+def test_weights_are_per_token() -> None:
+    rollout, reward_output, learner = sample()
+    plain, _ = make_experience(rollout, reward_output, learner, ppo(), 0.0, Correction(high=1.0))
+    weighted, metrics = make_experience(
+        rollout, reward_output, learner, ppo(), 0.0, Correction(high=2.0)
+    )
+    mask = rollout.loss_mask
+    ratio = (weighted.advantages / plain.advantages)[mask]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, math.exp(0.1)), rtol=1e-5, atol=0)
+    assert metrics["rollout/correction_weight"] == pytest.approx(math.exp(0.1), rel=1e-5)
+
+
+def test_tokens_above_the_bound_are_left_out_and_the_others_do_not_change() -> None:
+    rollout, reward_output, learner = sample()
+    whole, free = make_experience(rollout, reward_output, learner, ppo(), 0.0)
+    bound, metrics = make_experience(rollout, reward_output, learner, ppo(), 0.0, None, 1)
+    assert bound.loss_mask.tolist() == [
+        [False, True, True],  # the first token is 2 iterations old
+        [True, True, False],
+        [True, True, True],
+    ]
+    assert bound.value_mask.tolist() == bound.loss_mask.tolist()
+    assert torch.equal(bound.advantages, whole.advantages)
+    assert metrics["rollout/too_old_tokens"] == pytest.approx(1 / 8)
+    assert "rollout/too_old_tokens" not in free
+    assert whole.loss_mask.sum() == 8
+
+
+def test_metrics_have_the_largest_age_and_the_share_of_each() -> None:
+    rollout, reward_output, learner = sample()
+    _, metrics = make_experience(rollout, reward_output, learner, ppo(), 0.0)
+    # Ages of the eight tokens: 2, 1, 0; 0, 0; 1, 1, 1.
+    assert metrics["rollout/lag_max"] == 2
+    assert metrics["rollout/token_lag/0"] == pytest.approx(3 / 8)
+    assert metrics["rollout/token_lag/1"] == pytest.approx(4 / 8)
+    assert metrics["rollout/token_lag/2"] == pytest.approx(1 / 8)
+    assert metrics["rollout/lag"] == pytest.approx((2 + 0 + 1) / 3)
+    _, metrics = make_experience(rollout, reward_output, learner, ppo(), 0.0, None, 1)
+    assert metrics["rollout/lag_max"] == 1  # of the tokens that are trained on
+    assert metrics["rollout/token_lag/1"] == pytest.approx(4 / 7)
+    of_one_age = replace(rollout, version=torch.full((3,), 4), token_version=None)
+    _, metrics = make_experience(of_one_age, reward_output, learner, ppo(), 0.0)
+    assert metrics["rollout/lag_max"] == 0
+    assert not any(name.startswith("rollout/token_lag/") for name in metrics)
