@@ -9,7 +9,8 @@ import pytest
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
 from kedge.cli.planning import memory
-from kedge.cli.planning.plan import CONFIGS, human, plan, short, sync_row
+from kedge.cli.planning.plan import CONFIGS, plan
+from kedge.cli.planning.sizes import human, short, sync_row
 from kedge.config.options import elsewhere
 from kedge.testing import tiny_reward_model
 

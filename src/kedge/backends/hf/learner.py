@@ -39,6 +39,7 @@ from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
     GatheredEngine,
+    check_shardable,
     receive,
     reshard,
     return_freed_memory,
@@ -139,16 +140,7 @@ class HFLearner:
             broadcast_parameters([self.module, *self._all_models()])
 
     def _shard(self, optimizer: Optimizer | None) -> None:
-        if optimizer is not None or self.accelerator.mixed_precision == "fp16":
-            raise ConfigError(
-                "sharded models need an optimizer built from options (optim=..., not optimizers=) "
-                "and bf16 or float32 (fp16=False)"
-            )
-        if torch.__version__ < "2.9":
-            raise ConfigError(
-                f"checkpoints of sharded models need torch>=2.9, got {torch.__version__}; upgrade"
-                " torch, or launch without FSDP and DeepSpeed"
-            )
+        check_shardable(optimizer, self.accelerator.mixed_precision)
         return_freed_memory(self.device)
         resharding = self.shards == "weights"
         for model in self._all_models():

@@ -94,6 +94,28 @@ def shard(
     register_fsdp_forward_method(model, _CALL)
 
 
+def check_shardable(optimizer: Optimizer | None, mixed_precision: str) -> None:
+    """Check that sharded models can be trained and stored.
+
+    Args:
+        optimizer: given by the user; None: built from options.
+        mixed_precision: "no", "bf16" or "fp16".
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    if optimizer is not None or mixed_precision == "fp16":
+        raise ConfigError(
+            "sharded models need an optimizer built from options (optim=..., not optimizers=) "
+            "and bf16 or float32 (fp16=False)"
+        )
+    if torch.__version__ < "2.9":
+        raise ConfigError(
+            f"checkpoints of sharded models need torch>=2.9, got {torch.__version__}; upgrade"
+            " torch, or launch without FSDP and DeepSpeed"
+        )
+
+
 def return_freed_memory(device: torch.device) -> None:
     """On a CPU: let freed tensors leave the process; glibc would keep the holes they leave."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
