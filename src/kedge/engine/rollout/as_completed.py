@@ -251,8 +251,6 @@ class AsCompletedScheduler:
                 " resume with the same max_lag"
             )
 
-    # -- in threads -------------------------------------------------------------------------------
-
     def _run(self, target: Callable[[], None]) -> None:
         try:
             with suppress(KeyboardInterrupt):  # the driver was interrupted first
@@ -371,12 +369,15 @@ class AsCompletedScheduler:
 
     def _score_groups(self) -> None:
         """Score what was sampled, all that is waiting at once."""
-        while sampled := self._next_sampled():
-            rollout = Rollout.cat([x.rollout for x in sampled])
-            rollout, reward_output, times = self.collector.score(rollout)
-            times["time/rollout"] = sum(x.seconds for x in sampled)
-            steps = {n: x.step for x in sampled for n in group_rows(x.rollout.prompts)[0]}
-            self._add_done((rollout, reward_output, times), steps)
+        try:
+            while sampled := self._next_sampled():
+                whole = Rollout.cat([x.rollout for x in sampled])
+                rollout, reward_output, times = self.collector.score(whole)
+                times["time/rollout"] = sum(x.seconds for x in sampled)
+                steps = {n: x.step for x in sampled for n in group_rows(x.rollout.prompts)[0]}
+                self._add_done((rollout, reward_output, times), steps)
+        finally:
+            self._scoring = False  # the failure that ends this notifies who waits
 
     def _next_sampled(self) -> list[_Sampled]:
         """Groups to score; none at the end."""
