@@ -57,7 +57,13 @@ def test_a_run_logs_every_metric_of_the_page(name: str) -> None:
 
 def logged(trainer: Any) -> set[str]:
     """Names that say something of learning, of the last update."""
-    shared = {"rollout/lag", "rollout/dropped_rows", "rollout/logprob_gap", "rollout/stale_gap"}
+    shared = {
+        "rollout/lag",
+        "rollout/lag_max",
+        "rollout/dropped_rows",
+        "rollout/logprob_gap",
+        "rollout/stale_gap",
+    }
     shared |= {"rollout/tokens", "clip_ratio/region_mean"}  # the last is TRL's name of another
     kinds = ("objective/", "clip_ratio/", "policy/", "loss/", "val/", "rollout/")
     return {name for name in rows(trainer)[-1] if name.startswith(kinds)} - shared

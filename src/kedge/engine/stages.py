@@ -271,8 +271,7 @@ def cut(
         algo: the algorithm, which weights tokens.
         micro_rows: maximum rows of a micro-batch.
         total: sum over ranks.
-        max_tokens: maximum tokens of a micro-batch, padding included, instead of ``micro_rows``; a
-            longer row is a micro-batch by itself.
+        max_tokens: maximum tokens of a micro-batch, padding included, instead of ``micro_rows``.
     """
     lengths = (experience.prompt_mask.sum(1) + experience.response_mask.sum(1))[index]
     order = lengths.argsort(descending=True, stable=True)
@@ -298,8 +297,7 @@ def cut(
 def rows_within(lengths: Sequence[int], max_tokens: int, total: Total) -> list[int]:
     """Rows of consecutive micro-batches of at most ``max_tokens`` tokens, padding included.
 
-    Every rank gets equally many micro-batches, as models with sharded weights need: a rank with
-    fewer halves its largest ones.
+    Every rank gets equally many, as sharded weights need: one with fewer halves its largest ones.
 
     Args:
         lengths: tokens of each row, longest first; equally many rows on every rank.

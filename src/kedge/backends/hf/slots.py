@@ -25,7 +25,7 @@ _REFILL = 8  # refill when this fraction of the slots, 1 / 8, is free: a refill 
 class SlotStepper(CausalStepper):
     """A causal stepper whose rows can be joined with those of another one.
 
-    It lives across weight updates, so no step is captured: a CUDA graph would go on reading
+    It lives across weight updates, so no step is captured: a CUDA graph would keep reading
     autocast's casts of the weights that it was captured with.
     """
 
