@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ def counting() -> Any:
         {"max_lag": 0},
         {"max_lag": 1},
         {"max_lag": 3},
-        {"max_lag": 1, "rollout_schedule": "as_completed", "num_partial_batches": 1},
     ],
 )
 def test_a_row_of_metrics_has_the_records_of_its_own_batch(
@@ -42,6 +42,17 @@ def test_a_row_of_metrics_has_the_records_of_its_own_batch(
     )
     trainer.train()
     assert [row[CALLS] for row in rows(trainer)] == [1, 2, 3, 4, 5]
+
+
+def test_records_of_groups_that_were_scored_together_are_logged_once(tmp_path: Path) -> None:
+    trainer = small(
+        reward_model=None, reward_funcs=[counting()], total_episodes=20, preflight=False,
+        max_lag=1, rollout_schedule="as_completed",
+    )  # fmt: skip
+    trainer.train()
+    calls = [row[CALLS] for row in rows(trainer) if CALLS in row]  # with the first group taken
+    assert calls
+    assert all(a < b for a, b in itertools.pairwise(calls))
 
 
 def test_extra_columns_reach_the_table_and_checkpoints(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (x.narrow(-2, 0, used) for x in self._slots)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, slots: int) -> None:
-        slots = -(-slots // _FREE_SLOTS) * _FREE_SLOTS  # kernels want multiples of 8
+        slots = -(-slots // 8) * 8  # attention kernels want multiples of 8
         keys, values = (
             x.new_empty(*x.shape[:-2], slots, x.shape[-1]) for x in (key_states, value_states)
         )

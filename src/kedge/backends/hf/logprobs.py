@@ -18,7 +18,7 @@ from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import call_within, reshard
-from kedge.ops.linear_logprob import linear_kl, linear_logprob
+from kedge.ops.linear_logprob import Head, linear_kl, linear_logprob
 from kedge.types import Rollout
 
 Models = tuple[ActorCritic, Reference | None, torch.device]
@@ -155,12 +155,17 @@ def _reference_outputs(
     names: set[str],
 ) -> dict[str, Tensor]:
     model = next(iter(reference.separate_models), module.policy)
-    with reference.active() as parts:
-        return call_within(model, lambda: _within_reference(module, parts, request, output, names))
+
+    def outputs() -> dict[str, Tensor]:
+        head = module.parts.head() if "full_kl" in names else None  # with the policy's adapter
+        with reference.active() as parts:
+            return _within_reference(head, parts, request, output, names)
+
+    return call_within(model, outputs)
 
 
 def _within_reference(
-    module: ActorCritic,
+    policy_head: Head | None,
     parts: LanguageModelParts,
     request: ForwardRequest,
     output: ForwardOutput,
@@ -172,8 +177,7 @@ def _within_reference(
         outputs["ref_logprobs"], _ = linear_logprob(
             hidden, parts.head(), request.targets, constraints=request.constraints
         )
-    if "full_kl" in names and output.hidden is not None:
-        policy_head = module.parts.head()
+    if policy_head is not None and output.hidden is not None:
         outputs["full_kl"] = linear_kl(
             output.hidden, policy_head, hidden, parts.head(), constraints=request.constraints
         )
