@@ -50,6 +50,7 @@ from kedge.backends.hf.sharding import (
 from kedge.backends.hf.shared_base import checkpointing_options
 from kedge.backends.hf.value_head import ScalarModel
 from kedge.errors import ConfigError, KedgeError
+from kedge.ops.cpu.heap import release_free_memory
 from kedge.ops.cpu.patch import Kernels
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
@@ -323,6 +324,8 @@ class HFLearner:
                 f"the gradient was not finite in {self._skips_in_row} optimizer steps in a row "
                 f"(norms: {sizes}); check for infinite rewards or a learning rate that is too high"
             )
+        if self.device.type == "cpu":
+            release_free_memory()  # of the backward pass
         metrics = {names[n]: x for n, x in sizes.items()} if finite else {}
         return metrics | self._step_metrics()
 
