@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,13 @@ def main(argv: Sequence[str]) -> None:
         workers=options.workers,
         max_mb=options.max_mb,
     )
-    signal.signal(signal.SIGTERM, _interrupt)
+    terminated = threading.Event()
+
+    def terminate(*_: object) -> None:  # an exception raised here could be lost in a finalizer
+        terminated.set()
+        threading.Thread(target=server.shutdown, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, terminate)
     names = [server.url] if len(functions) == 1 else [f"{server.url}/{name}" for name in functions]
     guarded = "with a token" if token else "without a token, localhost only"
     print(f"kedge: serving {', '.join(names)} ({guarded})", flush=True)
@@ -69,7 +76,5 @@ def main(argv: Sequence[str]) -> None:
         server.serve_forever()
     finally:
         server.server_close()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    if terminated.is_set():
+        raise KeyboardInterrupt
