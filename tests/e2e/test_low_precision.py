@@ -18,18 +18,24 @@ def words(completions: list[str], **_: Any) -> list[float]:
     return [len(c.split()) + 0.1 * (c.split()[:1] == ["w5"]) for c in completions]
 
 
-def history(kind: Any, config: Any, folder: Path, **options: Any) -> list[dict[str, float]]:
+def history(
+    kind: Any, config: Any, folder: Path, model: Any = None, **changes: Any
+) -> list[dict[str, float]]:
     """Metrics of two iterations; the training pass has other shapes than the first pass."""
+    options: dict[str, Any] = {
+        "use_cpu": True, "per_device_train_batch_size": 1, "num_generations": 2,
+        "max_completion_length": 9, "preflight": False, "learning_rate": 1e-2,
+        "local_rollout_forward_batch_size": 8,
+    }  # fmt: skip
     args = config(
-        output_dir=str(folder), bf16=True, use_cpu=True, report_to="none", seed=3, max_steps=2,
-        per_device_train_batch_size=1, gradient_accumulation_steps=8, num_generations=2,
-        max_completion_length=9, logging_steps=1, save_strategy="no", disable_tqdm=True,
-        preflight=False, learning_rate=1e-2, local_rollout_forward_batch_size=8, **options,
+        output_dir=str(folder), bf16=True, report_to="none", seed=3, max_steps=2,
+        gradient_accumulation_steps=8, logging_steps=1, save_strategy="no", disable_tqdm=True,
+        **options | changes,
     )  # fmt: skip
     trainer = kind(
         args=args,
         processing_class=word_tokenizer(),
-        model=tiny_policy("llama", vocab_size=32, initializer_range=0.3),
+        model=model or tiny_policy("llama", vocab_size=32, initializer_range=0.3),
         reward_funcs=words,
         train_dataset=PROMPTS,
     )
@@ -37,15 +43,18 @@ def history(kind: Any, config: Any, folder: Path, **options: Any) -> list[dict[s
     return [row for row in trainer.state.log_history if "val/ratio" in row]
 
 
-@pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
-def test_one_step_has_a_ratio_of_exactly_one(kind: Any, config: Any, tmp_path: Path) -> None:
-    rows = history(kind, config, tmp_path)
+def check_ratios_are_one(rows: list[dict[str, float]]) -> None:
     assert len(rows) == 2
     for row in rows:
         assert row["val/ratio"] == pytest.approx(1.0, abs=1e-6)  # a weighted mean of ones
         assert row["policy/approxkl_avg"] == 0  # of exact ratios only
         assert row["policy/clipfrac_avg"] == 0
         assert row["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_one_step_has_a_ratio_of_exactly_one(kind: Any, config: Any, tmp_path: Path) -> None:
+    check_ratios_are_one(history(kind, config, tmp_path))
 
 
 def test_the_second_step_has_a_ratio_to_the_first_policy(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.ops.linear_logprob import Head, linear_logprob
 from kedge.testing import tiny_policy
-from tests.e2e.test_low_precision import PROMPTS, words
-from tests.unit.text_toys import word_tokenizer
+from tests.e2e import test_low_precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,36 +20,22 @@ pytestmark = [
 ]
 
 
-def history(kind: Any, config: Any, folder: Path, **options: Any) -> list[dict[str, float]]:
-    """Metrics of two iterations of a four-layer model in bf16."""
-    args = config(
-        output_dir=str(folder), bf16=True, report_to="none", seed=3, max_steps=2,
-        per_device_train_batch_size=2, gradient_accumulation_steps=8, num_generations=4,
-        max_completion_length=33, logging_steps=1, save_strategy="no", disable_tqdm=True,
-        learning_rate=1e-3, local_rollout_forward_batch_size=16, **options,
-    )  # fmt: skip
-    trainer = kind(
-        args=args,
-        processing_class=word_tokenizer(),
-        model=tiny_policy(
-            "qwen2", vocab_size=32, hidden_size=256, layers=4, heads=4, initializer_range=0.1
-        ),
-        reward_funcs=words,
-        train_dataset=PROMPTS,
+def history(kind: Any, config: Any, folder: Path, **changes: Any) -> list[dict[str, float]]:
+    """Metrics of two iterations of a four-layer model in bf16, after preflight."""
+    options: dict[str, Any] = {
+        "use_cpu": False, "per_device_train_batch_size": 2, "num_generations": 4,
+        "max_completion_length": 33, "preflight": True, "learning_rate": 1e-3,
+        "local_rollout_forward_batch_size": 16,
+    }  # fmt: skip
+    model = tiny_policy(
+        "qwen2", vocab_size=32, hidden_size=256, layers=4, heads=4, initializer_range=0.1
     )
-    trainer.train()
-    return [row for row in trainer.state.log_history if "val/ratio" in row]
+    return test_low_precision.history(kind, config, folder, model, **options | changes)
 
 
 @pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
 def test_one_step_has_a_ratio_of_exactly_one(kind: Any, config: Any, tmp_path: Path) -> None:
-    rows = history(kind, config, tmp_path)
-    assert len(rows) == 2
-    for row in rows:
-        assert row["val/ratio"] == pytest.approx(1.0, abs=1e-6)  # a weighted mean of ones
-        assert row["policy/approxkl_avg"] == 0
-        assert row["policy/clipfrac_avg"] == 0
-        assert row["grad_norm"] > 0
+    test_low_precision.check_ratios_are_one(history(kind, config, tmp_path))
 
 
 def test_the_embedded_engine_agrees_with_the_learner(tmp_path: Path) -> None:
