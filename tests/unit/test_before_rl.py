@@ -106,6 +106,42 @@ def test_references_score_nothing_on_average_wherever_the_model_is_loaded(place:
 
 
 @pytest.mark.slow
+def test_an_adapter_keeps_the_shift_of_its_scores(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kedge.backends.hf.peft import with_adapter
+    from kedge.backends.hf.shared_base import AdapterRewardModel, value_adapter
+    from kedge.backends.hf.value_head import load_value
+    from kedge.backends.rewards.load import load_model
+    from kedge.cli.tools.judge import load_scores
+
+    assert main(["reward", *flags(place, "pairs", "reward", "--use_peft", "--lora_r", "4")]) == 0
+    reward = str(place / "reward")
+    chosen = load_scores(reward)([f"w{i} w4" for i in range(9, 29)], [" w5 w6 w7"] * 20)
+    assert abs(sum(chosen) / 20) < 1e-5
+
+    want = RewardModel(load_model(reward)).score(batch()).scores
+    assert float(want.abs().min()) > 1e-3
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+    base = AutoModelForCausalLM.from_pretrained(place / "model", dtype="float32")
+    policy = with_adapter(base, lora)
+    shared = AdapterRewardModel(policy, reward)
+    assert torch.allclose(RewardModel(shared).score(batch()).scores, want, atol=1e-6)
+    value = value_adapter(policy, reward)
+    ids, states = torch.tensor([[3, 4, 5]]), torch.tensor([2])
+    assert torch.allclose(value(ids, states), load_value(reward)(ids, states), atol=1e-6)
+    value.save(place / "value")
+    saved = load_value(str(place / "value"))
+    assert torch.allclose(saved(ids, states), value(ids, states), atol=1e-6)
+
+    capsys.readouterr()
+    plan = ["plan", "ppo", "--model_name_or_path", str(place / "model"), "--use_cpu"]
+    data = ["--dataset_name", str(place / "sft.jsonl"), "--output_dir", str(place / "out")]
+    assert main([*plan, *data, "--reward_model_path", reward]) == 0
+
+
+@pytest.mark.slow
 def test_a_judge_reads_what_the_reward_model_was_trained_to_read(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

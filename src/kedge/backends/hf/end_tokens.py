@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from kedge.backends.hf.load import configuration_source
+
 
 def eos_token_ids(
     model: str | nn.Module,
@@ -48,13 +50,9 @@ def listed(eos_token_id: int | list[int] | None) -> list[int]:
 def _configs(source: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
     """Configuration and generation_config, as ``from_pretrained`` would give them to the model."""
     from transformers import AutoConfig, GenerationConfig
-    from transformers.utils.peft_utils import find_adapter_config_file
 
     try:
-        if find_adapter_config_file(source, revision=revision) is not None:
-            from peft import PeftConfig
-
-            source, revision = PeftConfig.from_pretrained(source).base_model_name_or_path, None
+        source, revision = configuration_source(source, revision)
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         try:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from kedge.backends.hf.peft import without_notices
+from kedge.backends.rewards.heads import SHIFT, adapter_shift
 from kedge.errors import ConfigError
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
@@ -103,6 +104,15 @@ def _named_errors(what: str) -> Iterator[None]:
         raise ConfigError(f"{what} cannot be loaded: {error}") from error
 
 
+def configuration_source(source: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Where the ``config.json`` of a model is, and its revision: for an adapter, the base's."""
+    if find_adapter_config_file(source, revision=revision) is None:
+        return source, revision
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(source, revision=revision).base_model_name_or_path, None
+
+
 def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **options: Any) -> Any:
     """``kind.from_pretrained``, rejecting files that lack weights, which would be random.
 
@@ -123,6 +133,8 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     architectures = getattr(model.config, "architectures", None) or []
     scores = any("SequenceClassification" in name for name in architectures)
     heads = set() if scores or not new_head else _HEADS
+    if getattr(model, "_hf_peft_config_loaded", False):
+        setattr(model.config, SHIFT, adapter_shift(source))
     missing = sorted(
         name for name in loading_info["missing_keys"] if not heads & set(name.split("."))
     )

@@ -26,6 +26,7 @@ from kedge.backends.hf.peft import (
     without_notices,
 )
 from kedge.backends.hf.value_head import ScalarHead
+from kedge.backends.rewards.heads import SHIFT, adapter_shift, save_adapter_shift
 from kedge.errors import ConfigError
 from kedge.ops.cpu.patch import Kernels
 
@@ -41,11 +42,12 @@ class AdapterValue(nn.Module):
     Args:
         policy: a PEFT model that holds the adapter ``VALUE_ADAPTER``.
         head: float [..., H] -> [..., 1].
+        shift: added to every value, as to the scores of the reward adapter it started from.
     """
 
-    def __init__(self, policy: Any, head: ScalarHead) -> None:
+    def __init__(self, policy: Any, head: ScalarHead, shift: float = 0.0) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.shift = head, shift
         self.switch = AdapterSwitch(policy)
         self._policy = (policy,)  # in a tuple: it is registered as the policy
         self._backbone = (causal_parts(policy, verify=False).backbone,)
@@ -64,7 +66,7 @@ class AdapterValue(nn.Module):
         """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
         with self.switch.active(VALUE_ADAPTER):
             hidden = trunk(self._backbone[0], ids).flatten(0, 1)[states]
-        return self.head(hidden).sum(1)  # one column
+        return self.head(hidden).sum(1) + self.shift  # one column
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapter with its head, as PEFT saves one of a sequence classifier.
@@ -85,6 +87,7 @@ class AdapterValue(nn.Module):
         config.save_pretrained(folder)
         tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_adapter_shift(folder, self.shift)
 
 
 def checkpointing_options(
@@ -119,7 +122,9 @@ def value_adapter(policy: Any, source: str | None = None) -> AdapterValue:
         ConfigError: the policy has no adapter, or ``source`` does not fit it.
     """
     check_adapted(policy, "value_adapter=True")
+    shift = 0.0
     if source is not None:
+        shift = adapter_shift(source)
         head = _score_head(load_adapter(policy, source, VALUE_ADAPTER), source)
     else:
         config = copy.deepcopy(policy.peft_config[policy.active_adapter])
@@ -131,7 +136,7 @@ def value_adapter(policy: Any, source: str | None = None) -> AdapterValue:
     for p in adapter_parameters(policy, VALUE_ADAPTER).values():
         p.data = p.data.to(torch.float32)
         p.requires_grad_(True)
-    return AdapterValue(policy, head)
+    return AdapterValue(policy, head, shift)
 
 
 def _score_head(weight: Tensor, source: str) -> ScalarHead:
@@ -170,6 +175,7 @@ class AdapterRewardModel(nn.Module):
         self.requires_grad_(False)
         self.config = copy.deepcopy(policy.get_base_model().config)
         self.config.num_labels = weight.shape[0]
+        setattr(self.config, SHIFT, adapter_shift(source))
         self.name_or_path = source
 
     def get_input_embeddings(self) -> nn.Module:

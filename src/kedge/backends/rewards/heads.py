@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from kedge.errors import RewardError
 
 SHIFT = "kedge_score_shift"  # in a configuration: added to every score (backends/trl/reward.py)
+SHIFT_FILE = f"{SHIFT}.json"  # in the folder of an adapter, which has no configuration of a model
 Head = Callable[[Tensor, Tensor], Tensor]  # ids [b, L], lengths [b] -> logits [b, labels]
 
 
@@ -27,6 +30,27 @@ def find_head(model: nn.Module) -> Head:
     if isinstance(backbone, nn.Module) and isinstance(score, nn.Module):
         return _LastToken(backbone, score)
     return _Whole(model)
+
+
+def save_adapter_shift(folder: str | Path, shift: float) -> None:
+    """Write the shift of scores next to an adapter, for ``adapter_shift``; 0 writes nothing."""
+    file = Path(folder) / SHIFT_FILE
+    if shift:
+        file.write_text(json.dumps({SHIFT: shift}) + "\n")
+    else:
+        file.unlink(missing_ok=True)
+
+
+def adapter_shift(source: str) -> float:
+    """The shift that belongs to the scores of an adapter, 0 if it has none.
+
+    Args:
+        source: folder or hub name of the adapter.
+    """
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(source, SHIFT_FILE, _raise_exceptions_for_missing_entries=False)
+    return 0.0 if file is None else float(json.loads(Path(file).read_text())[SHIFT])
 
 
 def in_full(head: nn.Module, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kedge.backends.hf.load import check_folder, load_whole
+from kedge.backends.hf.load import check_folder, configuration_source, load_whole
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -86,17 +86,21 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
 
     check_folder(name, "reward model")
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        base, _ = configuration_source(name)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
         architectures = getattr(config, "architectures", None) or []
         options: dict[str, Any] = {}
         if not any("SequenceClassification" in kind for kind in architectures):
             options = {"num_labels": 1}
-            logger.warning(
-                "reward model %s has no sequence-classification head (it is %s): adding a randomly"
-                " initialized one",
-                name,
-                ", ".join(architectures) or "of unknown type",
-            )
+            if base != name:
+                _check_scores(name)
+            else:
+                logger.warning(
+                    "reward model %s has no sequence-classification head (it is %s): adding a"
+                    " randomly initialized one",
+                    name,
+                    ", ".join(architectures) or "of unknown type",
+                )
         return load_whole(
             AutoModelForSequenceClassification,
             f"reward model {name!r}",
@@ -114,6 +118,16 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
             f"reward model {name!r} cannot be loaded: {error}; pass the folder or hub name of a"
             " sequence-classification model, or module:function for a Python function"
         ) from error
+
+
+def _check_scores(adapter: str) -> None:
+    from peft import PeftConfig
+
+    if PeftConfig.from_pretrained(adapter).task_type != "SEQ_CLS":
+        raise ConfigError(
+            f"reward model {adapter!r} is an adapter without a score head; train it with task_type"
+            " SEQ_CLS, as kedge reward --use_peft does"
+        )
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:

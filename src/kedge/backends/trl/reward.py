@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kedge.backends.rewards.heads import SHIFT
+from kedge.backends.rewards.heads import SHIFT, save_adapter_shift
 from kedge.backends.rewards.model import RewardModel
 from kedge.backends.trl.progress import train_with_progress
 from kedge.errors import ConfigError, DataError
@@ -102,6 +102,9 @@ def train_reward(
     if references is not None:
         shift_scores(trainer.model, tokenizer, references)
     trainer.save_model(config.output_dir)
+    trained: Any = trainer.model
+    if hasattr(trained, "peft_config"):
+        save_adapter_shift(config.output_dir, getattr(trained.config, SHIFT, 0.0))
     tokenizer.save_pretrained(config.output_dir)
     return trainer
 

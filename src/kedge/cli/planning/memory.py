@@ -72,8 +72,11 @@ def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """A model's configuration, without its weights."""
     from transformers import AutoConfig
 
+    from kedge.backends.hf.load import configuration_source
+
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        base, _ = configuration_source(name)
+        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the model {name!r} has no configuration to plan with: {error}"

@@ -37,6 +37,9 @@ def main(argv: Sequence[str]) -> None:
     from kedge.trainers.run.output_lock import claimed
 
     script, config, model = read_step("reward", RewardArguments, argv)
+    peft = get_peft_config(model)
+    if peft is not None:
+        peft.task_type = "SEQ_CLS"  # the score head is trained and saved, too
     with claimed(config):
         train, test = load_rows(script, config)
         train_reward(
@@ -47,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
             test,
             references=load_references(train, script),
             fresh_head=script.fresh_head,
-            peft=get_peft_config(model),
+            peft=peft,
         )
     print(f"kedge: the reward model is in {config.output_dir}")
 
