@@ -220,6 +220,7 @@ def test_another_reference_and_other_prompts_are_noticed_on_resume(tmp_path: Pat
         fewer.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.usefixtures("curves")
 def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path / "run", save_total_limit=1)
     capsys.readouterr()
