@@ -47,11 +47,12 @@ class Process:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        end = time.monotonic() + (600 if timeout is None else timeout)
+        end = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 600)
-            self._server.receive(max(0.0, end - time.monotonic()))
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self._server.receive(left)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -98,7 +99,7 @@ class Server:
             self.receive(300)
         return Process(self, self._pids.pop(), (out, err))
 
-    def receive(self, seconds: float) -> None:
+    def receive(self, seconds: float | None) -> None:
         """Read what the server reports: ``[pid]`` has started, ``[pid, code]`` has ended."""
         if not select.select([self._replies], [], [], seconds)[0]:
             return
@@ -119,7 +120,7 @@ class Server:
         self._folder.cleanup()
 
 
-PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
 
 
 @functools.cache
@@ -226,6 +227,7 @@ def main() -> None:
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *others]
+        sys.path[0] = str(Path(first).resolve().parent)
         runpy.run_path(first, run_name="__main__")
 
 
