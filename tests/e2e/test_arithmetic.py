@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 
@@ -33,10 +33,8 @@ def test_the_careless_never_carry() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra")
 def test_from_at_most_two_in_five_to_nine_in_ten(tmp_path: Path) -> None:
-    run = [sys.executable, "-W", "ignore", str(EXAMPLE / "run.py"), "--output_dir", str(tmp_path)]
-    done = subprocess.run(
-        run, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    run = ["-W", "ignore", str(EXAMPLE / "run.py"), "--output_dir", str(tmp_path)]
+    done = processes.run(*run)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["accuracy_start"] <= 0.4

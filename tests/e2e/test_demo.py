@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kedge.cli.main import main
 from kedge.demo import task
+from tests import processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -52,14 +50,8 @@ def test_the_demo_says_what_it_needs(
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the pipeline extra")
 def test_quick_demo(tmp_path: Path) -> None:
-    run = [sys.executable, "-W", "ignore", "-m", "kedge.cli.main", "demo", "--quick"]
-    done = subprocess.run(
-        [*run, "--output_dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run = ["-W", "ignore", "-m", "kedge.cli.main", "demo", "--quick"]
+    done = processes.run(*run, "--output_dir", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) >= {
@@ -71,24 +63,12 @@ def test_quick_demo(tmp_path: Path) -> None:
     assert (tmp_path / "ppo" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 32
     assert "gold win rate" in done.stdout
-    again = subprocess.run(
-        [*run, "--output_dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    again = processes.run(*run, "--output_dir", str(tmp_path))
     assert "stage ppo is done" in again.stdout
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    loop = [sys.executable, "-W", "ignore", str(EXAMPLES / "minimal_ppo.py")]
+    loop = ["-W", "ignore", str(EXAMPLES / "minimal_ppo.py")]
     options = ["--demo", str(tmp_path), "--output_dir", str(tmp_path / "minimal")]
-    shown = subprocess.run(
-        [*loop, *options, "--iterations", "2"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ).stdout
+    shown = processes.run(*loop, *options, "--iterations", "2").stdout
     first, second, _ = shown.splitlines()
     assert "kl  0.000" in first  # the policy starts as the reference
     assert "kl  0.000" not in second

@@ -79,6 +79,7 @@ def test_a_table_is_whole_or_as_before(tmp_path: Path) -> None:
     assert [p.name for p in file.parent.iterdir()] == [file.name]
 
 
+@pytest.mark.usefixtures("curves")
 def test_files_beside_a_run_are_missed_with_one_warning_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

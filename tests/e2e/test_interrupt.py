@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -18,6 +16,7 @@ import pytest
 
 from kedge.engine.checkpoint import checkpoint
 from kedge.engine.rollout.threads import Worker, interrupt, working
+from tests import processes
 
 from .small import rows, small
 from .test_resume import assert_same, trainer, whole_run
@@ -69,10 +68,10 @@ def _keyboard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def until(ready: Any, process: subprocess.Popen[str]) -> None:
+def until(ready: Any, process: processes.Process) -> None:
     end = time.monotonic() + 100
     while not ready():
-        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -81,12 +80,8 @@ def until(ready: Any, process: subprocess.Popen[str]) -> None:
     ("lag", "pieces"), [(0, ""), (1, ""), (1, "2")], ids=["in turn", "ahead", "as completed"]
 )
 def test_a_second_interrupt_waits_for_no_response(tmp_path: Path, lag: int, pieces: str) -> None:
-    env = os.environ | {
-        **{"RUN": str(tmp_path), "LAG": str(lag), "PIECES": pieces},
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(ENDLESS)]
-    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    env = os.environ | {"RUN": str(tmp_path), "LAG": str(lag), "PIECES": pieces}
+    process = processes.start("-c", textwrap.dedent(ENDLESS), env=env)
     try:
         until((tmp_path / "slow").exists, process)
         process.send_signal(signal.SIGINT)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import leave
+from tests.ranks import leave, run_ranks
 
-ROOT = Path(__file__).parents[2]
 ROWS = 4
 
 
@@ -42,27 +39,10 @@ def work(folder: str, out: str) -> None:
 
 def launch(folder: Path, world: int, *, file: str = __file__, **env: str) -> list[dict[str, Any]]:
     """Run a file like this one in ``world`` processes; the rows that the first logged."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     out = folder / "rows.json"
     folder.mkdir(exist_ok=True, parents=True)
-    running = []
-    for rank in range(world):
-        full = os.environ | env
-        full |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        full |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        full |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-        command = [sys.executable, "-W", "error::UserWarning:torch", file]
-        command += [str(folder / "run"), str(out)]
-        running.append(subprocess.Popen(command, env=full, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=600)
-            assert process.returncode == 0, errors
-    finally:
-        for process in running:
-            process.kill()
+    strict = ("-W", "error::UserWarning:torch")
+    run_ranks(world, *strict, file, folder / "run", out, timeout=600, **env)
     return json.loads(out.read_text())
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kedge.cli.main import main
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,13 +21,7 @@ pytestmark = [
 
 def python(*words: str) -> str:
     """Run Python in this folder; what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-    )
+    done = processes.run("-W", "ignore", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -24,6 +22,7 @@ from kedge.engine.checkpoint import checkpoint
 from kedge.engine.checkpoint.folders import write_manifest
 from kedge.errors import CheckpointError
 from kedge.testing import tiny_policy
+from tests import processes
 from tests.unit.text_toys import neox_reward, word_tokenizer
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}" + " w3" * (i % 3)} for i in range(3, 16)]
@@ -221,6 +220,7 @@ def test_another_reference_and_other_prompts_are_noticed_on_resume(tmp_path: Pat
         fewer.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.usefixtures("curves")
 def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path / "run", save_total_limit=1)
     capsys.readouterr()
@@ -276,9 +276,7 @@ KILLED = """
 @pytest.mark.slow
 def test_a_run_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
     run = tmp_path / "cut"
-    env = os.environ | {"RUN": str(run), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", textwrap.dedent(KILLED)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = processes.run("-c", textwrap.dedent(KILLED), env=os.environ | {"RUN": str(run)})
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [checkpoint.parse_step(p) for p in checkpoint.checkpoints(run)] == [2]
     assert (run / ".saving-checkpoint-4").is_dir()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from tests.ranks import leave
-
-ROOT = Path(__file__).parents[2]
+from tests.ranks import leave, run_ranks
 
 
 class StopOnOneRank(TrainerCallback):
@@ -57,26 +53,8 @@ def work(mode: str, folder: str, out: str) -> None:
 
 def launch(mode: str, folder: Path) -> list[dict[str, Any]]:
     """Run this file in two processes; what each wrote."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     out = folder.parent / f"{folder.name}-{mode}"
-    running = []
-    for rank in range(2):
-        env = os.environ | {
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        }
-        command = [sys.executable, __file__, mode, str(folder), str(out)]
-        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors
-    finally:
-        for process in running:
-            process.kill()
+    run_ranks(2, __file__, mode, folder, out)
     return [json.loads(Path(f"{out}-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.utils.backend_registration as backends
 
+from tests import processes
 from tests.e2e.strict_runs import CASES
 
 pytestmark = pytest.mark.skipif(
@@ -23,9 +21,7 @@ TOKENS_OF_A_WAIT = 16
 
 @pytest.fixture(scope="module")
 def report() -> Any:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.e2e.strict_runs", "strict"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = processes.run("-m", "tests.e2e.strict_runs", "strict")
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(done.stdout)
 

@@ -30,7 +30,7 @@ pytestmark = needs_ray
 ON_RAY = {"rollout_engine": "ray", "ray_engine": "embedded"}
 QUICK = {"worker_heartbeat": 0.5, "worker_timeout": 5.0}
 LONG = Sampling(max_new_tokens=100)
-DEATHS = 20
+DEATHS = 8
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_engines_that_die_return_their_prompts(pair, in_flight):
     assert sum(actor.restarts for actor in actors) == before + 2
 
 
-def test_twenty_deaths_at_random_moments_change_no_number(pair):
+def test_deaths_at_random_moments_change_no_number(pair):
     """Of engines at work, and of engines that are about to come back."""
     run = {"max_lag": 1, "total_episodes": 4000}
     actors = [each.actor for each in pair.engines]

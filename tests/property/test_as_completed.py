@@ -288,7 +288,7 @@ def test_engines_with_slots_keep_the_bound_and_lose_nothing(in_flight: bool) -> 
 
 @pytest.mark.slow
 def test_many_threads_keep_the_bound_and_lose_nothing() -> None:
-    for number in range(60, 560):
+    for number in range(60, 160):
         threads(number)
         threads(number, slots=True)
         threads(number, slots=True, in_flight=True)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -13,6 +12,7 @@ import torch
 
 from kedge.engine.checkpoint import checkpoint
 from kedge.errors import CheckpointError
+from tests import processes
 from tests.unit.checkpoint_state import steps
 
 
@@ -183,8 +183,9 @@ KILLS = """
 
 
 def run(code: str, *args: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=True)
+    done = processes.run("-c", textwrap.dedent(code), *map(str, args))
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_a_kill_at_any_call_leaves_a_whole_checkpoint(tmp_path):
@@ -211,7 +212,6 @@ ENDLESS = """
     import torch
     from kedge.engine.checkpoint import checkpoint
     root = Path(sys.argv[1])
-    print("go", flush=True)
     for step in range(1, 10**6):
         checkpoint.save(root, step, {"w": torch.full((20000,), float(step)), "n": step})
         checkpoint.rotate(root, 2)
@@ -222,13 +222,13 @@ ENDLESS = """
 def test_a_kill_at_a_random_time_leaves_a_whole_checkpoint(tmp_path):
     for i, delay in enumerate((0.05, 0.11, 0.17, 0.4)):
         root = tmp_path / str(i)
-        command = [sys.executable, "-c", textwrap.dedent(ENDLESS), str(root)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout.readline() == "go\n"
-            while not checkpoint.checkpoints(root):
-                time.sleep(0.01)
-            time.sleep(delay)
-            process.kill()
+        process = processes.start("-c", textwrap.dedent(ENDLESS), str(root))
+        while not checkpoint.checkpoints(root):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
         checkpoint.tidy(root)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing damaged, nothing passed over

@@ -3,14 +3,13 @@
 import json
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from kedge.cli.main import main
+from tests import processes
 
 from .cli_flags import flags, logged
 
@@ -78,12 +77,11 @@ def test_a_signal_writes_a_checkpoint_that_the_run_goes_on_from(
         "1",
     ]
     given = flags(folders, tmp_path, *more)
-    command = [sys.executable, "-m", "kedge.cli.main", "ppo", *given, "--max_steps", "1000"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = processes.start("-m", "kedge.cli.main", "ppo", *given, "--max_steps", "1000")
     rows = tmp_path / "metrics.jsonl"
     until = time.monotonic() + 120
     while not (rows.is_file() and len(rows.read_text().splitlines()) > 2):
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
         time.sleep(0.05)
     process.send_signal(number)

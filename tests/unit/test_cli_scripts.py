@@ -11,6 +11,7 @@ import pytest
 
 from kedge.cli.main import main
 from kedge.testing import tiny_reward_model
+from tests import processes
 
 from .cli_flags import SMALL, flags, logged
 from .text_toys import word_tokenizer
@@ -21,10 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, env=env, check=False
-    )
+    done = processes.run(*map(str, command))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

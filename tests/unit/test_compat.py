@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import DistributionFinder
@@ -16,6 +15,7 @@ from kedge.compat import APIS, install
 from kedge.compat.__main__ import detect_api
 from kedge.compat.finder import NameFinder
 from kedge.errors import ConfigError
+from tests import processes
 
 OURS = "kedge.math.kl:k1"
 TABLE = {
@@ -140,13 +140,8 @@ print("ran", __name__)
 def test_a_script_runs(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", "-m", "kedge.compat", "run"]
-    done = subprocess.run(
-        [*command, "--report-version", "0.9.6", str(file), "--flag", "x"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-W", "ignore", "-m", "kedge.compat", "run"]
+    done = processes.run(*command, "--report-version", "0.9.6", str(file), "--flag", "x")
     assert done.stdout == "ran __main__\n", done.stderr
 
 

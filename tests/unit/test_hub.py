@@ -216,6 +216,7 @@ def test_a_repository_is_private_unless_it_is_said_not_to_be(given, private):
     assert build_hub(args).private is private
 
 
+@pytest.mark.usefixtures("curves")
 def test_a_run_links_hub_trackers_and_card(tmp_path, monkeypatch):
     from kedge.trainers.reporting import hub as publishing
     from tests.e2e.small import small

@@ -7,9 +7,11 @@ import torch
 
 from kedge.algorithms import ppo
 from kedge.backends.hf.optim import TFAdamW, build_optimizer, parameter_groups
+from kedge.backends.hf.value_head import load_value
 from kedge.engine.stages import cut
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from tests.learners import arguments, experience, learner, one_rank, rollout
+from kedge.testing import tiny_policy, tiny_reward_model
+from tests.learners import VOCAB, arguments, experience, learner, one_rank, rollout
 
 
 def step(found, size=1.0):
@@ -112,9 +114,15 @@ def test_an_optimizer_and_schedule_of_your_own():
 
 @pytest.mark.slow
 def test_compiled_trunks_give_the_same_numbers():
-    plain = learner()
     args = arguments(torch_compile=True, torch_compile_backend="aot_eager")
-    compiled = learner(args=args)
+    plain, compiled = (
+        learner(
+            policy=tiny_policy(vocab_size=VOCAB, layers=1),
+            value=load_value(tiny_reward_model(vocab_size=VOCAB, layers=1)),
+            args=each,
+        )
+        for each in (None, args)
+    )
     inner = plain.policy.model
     assert type(compiled.module.parts.backbone) is not type(inner)
     assert type(compiled.policy.model) is type(inner)  # sampling is not compiled

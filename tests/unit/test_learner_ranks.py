@@ -1,9 +1,6 @@
 """Two processes give the numbers of one."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,16 +20,7 @@ from kedge.engine.stages import cut
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 from tests.learners import VOCAB, arguments, experience, learner, rollout
-from tests.ranks import leave
-
-ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
+from tests.ranks import leave, run_ranks
 
 SHARDED = {
     "sharded": {"ACCELERATE_USE_FSDP": "true"},
@@ -44,24 +32,7 @@ SHARDED = {
 def launch(world: int, mode: str, folder: Path) -> dict:
     """Run this file in ``world`` processes; what rank 0 wrote."""
     out = folder / f"{mode}-{world}.json"
-    port = str(free_port())
-    running = []
-    for rank in range(world):
-        env = os.environ | SHARDED.get(mode, {})
-        env |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        }
-        command = [sys.executable, __file__, mode, str(out)]
-        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    for process in running:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+    run_ranks(world, __file__, mode, out, **SHARDED.get(mode, {}))
     return json.loads(out.read_text())
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from kedge.backends.trackers import Jsonl, Many, Memory, Screen, Tables, draw_curves
 from kedge.backends.trackers.links import run_links
 from kedge.trainers.run.evaluation import InitialPolicyScores
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -383,9 +384,7 @@ def test_a_run_reports_to_the_real_package(name, tmp_path):
     env |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     env |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     env |= {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    command = [sys.executable, "-c", _RUN, str(tmp_path / "run"), name]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    ran = processes.run("-c", _RUN, str(tmp_path / "run"), name, env=env, timeout=300)
     assert ran.returncode == 0, ran.stderr
     files = {"wandb": "run-*.wandb", "trackio": "*.db", "mlflow": "*.db", "tensorboard": "events*"}
     found = [p for p in tmp_path.rglob(files[name]) if p.stat().st_size > 0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from kedge.backends.vllm.weight_payload import max_lora_rank
 from kedge.errors import RolloutError, SyncError
 from kedge.testing import tiny_policy
 from kedge.types import Sampling
+from tests import processes
 from tests.contract.engines import policy, trained
 from tests.contract.test_rollout_engine import prompts
 
@@ -186,12 +185,7 @@ def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_p
     code = "import sys; from kedge.backends.vllm import Remote; "
     code += "r = Remote('http://x', folder=sys.argv[1])"
     code += "; (r._folder / 'w').mkdir(); print(r._folder)"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = processes.run("-W", "ignore", "-c", code, str(tmp_path))
     assert done.stdout.startswith(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
