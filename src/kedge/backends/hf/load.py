@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from kedge.backends.hf.peft import without_notices
-from kedge.backends.rewards.heads import SHIFT, adapter_shift
 from kedge.errors import ConfigError
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
@@ -134,6 +133,8 @@ def load_whole(kind: Any, what: str, source: str, *, new_head: bool = False, **o
     scores = any("SequenceClassification" in name for name in architectures)
     heads = set() if scores or not new_head else _HEADS
     if getattr(model, "_hf_peft_config_loaded", False):
+        from kedge.backends.rewards.heads import SHIFT, adapter_shift
+
         setattr(model.config, SHIFT, adapter_shift(source))
     missing = sorted(
         name for name in loading_info["missing_keys"] if not heads & set(name.split("."))
