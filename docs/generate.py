@@ -1,7 +1,7 @@
 """Writes the generated pages and tables of the documentation.
 
-python docs/generate.py        rewrites docs/reference, the tables in docs/algorithms and the help of
-                               the commands that train (src/kedge/cli/help)
+python docs/generate.py        rewrites docs/reference, the tables in docs/algorithms and the help
+                               of the commands that train (src/kedge/cli/help)
 """
 
 from __future__ import annotations
