@@ -1,21 +1,28 @@
 """Writes the generated pages and tables of the documentation.
 
-python docs/generate.py        rewrites docs/reference and the tables in docs/algorithms
+python docs/generate.py        rewrites docs/reference, the tables in docs/algorithms and the help
+                               of the commands that train (src/kedge/cli/help)
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import os
 import re
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import transformers
 from transformers import TrainingArguments
 
 from kedge.algorithms import BUILTIN
+from kedge.cli.flags import FOLDER
+from kedge.cli.main import load_command
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat.transformers4 import TRANSFORMERS4
@@ -176,6 +183,10 @@ CONFIGS: dict[str, type[OnPolicyConfig]] = {
 }
 
 
+# Commands whose flags take seconds to import.
+HELP = ("async-ppo", "grpo", "ppo", "reward", "rloo", "sft")
+
+
 def options_page(config: type[OnPolicyConfig]) -> str:
     """The whole page of one config, in Markdown."""
     name = config.__name__.removesuffix("Config")
@@ -230,6 +241,14 @@ def _table_reference(title: str, head: str, rows: list[str]) -> list[str]:
     return [f"## {title}", "", head, "|---" * (head.count("|") - 1) + "|", *rows, ""]
 
 
+def help_text(command: str) -> str:
+    """What ``kedge COMMAND --help`` prints, on lines of at most 80 characters."""
+    text = io.StringIO()
+    with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(text):
+        load_command(command)(["--help"])
+    return text.getvalue()
+
+
 def main() -> None:
     """Rewrite everything that is generated, in place."""
     docs = Path(__file__).parent
@@ -237,6 +256,9 @@ def main() -> None:
     for file, config in CONFIGS.items():
         (docs / "reference" / file).write_text(options_page(config), encoding="utf-8")
     write_algorithm_pages(str(docs / "algorithms"))
+    FOLDER.mkdir(exist_ok=True)
+    for command in HELP:
+        (FOLDER / f"{command}.txt").write_text(help_text(command), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def every_product_by_onednn(monkeypatch):
     monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: True)
-    monkeypatch.setattr(matmul, "_SMALLEST", 0)
+    monkeypatch.setattr(matmul, "SMALLEST", 0)
 
 
 def counted(monkeypatch, *functions):
@@ -125,9 +125,10 @@ def test_a_forward_that_was_set_after_the_kernels_were_made_stays():
 def test_layers_may_be_called_by_keyword():
     model = nn.Sequential(nn.Linear(4, 3), nn.Embedding(5, 3))
     want = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
-    with Kernels([model]).active():
-        found = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
-    torch.testing.assert_close(found, want)
+    for context in (Kernels([model]).active(), Kernels([model]).packed(rows=2)):
+        with context, torch.no_grad():
+            found = model[0](input=torch.ones(2, 4)), model[1](input=torch.tensor([1, 2]))
+        torch.testing.assert_close(found, want)
 
 
 def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
@@ -176,3 +177,30 @@ def test_generation_by_a_small_model_leaves_torchs_threads_as_they_were(monkeypa
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_packed_weights_give_the_same_numbers_to_the_bit(family):
+    model, ids = tiny_policy(family).eval(), torch.arange(32).view(16, 2)
+    kernels = Kernels([model])
+    with torch.no_grad():
+        with kernels.active():
+            want = model(input_ids=ids).logits
+        with kernels.packed(rows=16):
+            found = model(input_ids=ids).logits
+    assert torch.equal(found, want)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_packed_weights_are_not_used_where_a_gradient_is_needed():
+    layer, x = nn.Linear(4, 3), torch.ones(16, 4)
+    with Kernels([layer]).packed(rows=16):
+        layer(x).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((3, 4), 16.0))
+
+
+def test_large_models_are_not_packed(monkeypatch):
+    monkeypatch.setattr(patch, "PACKED_BYTES", 4 * 12 - 1)
+    monkeypatch.setattr(patch, "_packed_forward", None)
+    with Kernels([nn.Linear(4, 3)]).packed(rows=16):
+        pass

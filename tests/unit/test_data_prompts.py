@@ -318,3 +318,14 @@ def test_a_text_that_begins_with_bos_keeps_one(caplog):
         3,
     ]
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_token_ids_are_those_of_the_tokenizer(special):
+    from kedge.backends.data.encode import _token_ids
+
+    tokenizer, texts = eos_adding_tokenizer(), ["once upon", "once", "once upon a time"]
+    tokenizer(texts, truncation=True, max_length=2, padding=True)  # leaves its state behind
+    want = tokenizer(texts, add_special_tokens=special)["input_ids"]
+    tokenizer(texts, truncation=True, max_length=2, padding=True)
+    assert _token_ids(tokenizer, texts, add_special_tokens=special) == want

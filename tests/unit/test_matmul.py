@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(params=["onednn", "mkl"])
 def library(request, monkeypatch):
     monkeypatch.setattr(module, "_unused_by_mkl", lambda: request.param == "onednn")
-    monkeypatch.setattr(module, "_SMALLEST", 0)
+    monkeypatch.setattr(module, "SMALLEST", 0)
     return request.param
 
 
@@ -65,7 +65,7 @@ def test_rows_may_overlap(library):
 
 def test_a_second_derivative_is_refused_rather_than_zero(monkeypatch):
     monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
-    monkeypatch.setattr(module, "_SMALLEST", 0)
+    monkeypatch.setattr(module, "SMALLEST", 0)
     x, w = drawn(8, 6).requires_grad_(), drawn(4, 6).requires_grad_()
     (grad,) = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
@@ -108,7 +108,7 @@ def test_only_what_needs_a_gradient_gets_one(library):
 
 def test_the_input_of_a_frozen_layer_is_not_kept(monkeypatch):
     monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
-    monkeypatch.setattr(module, "_SMALLEST", 0)
+    monkeypatch.setattr(module, "SMALLEST", 0)
     x, w = drawn(8, 6).requires_grad_(), drawn(4, 6)
 
     def kept():
@@ -126,7 +126,7 @@ def test_the_input_of_a_frozen_layer_is_not_kept(monkeypatch):
 
 def test_half_precision_and_autocast_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(module, "_unused_by_mkl", lambda: True)
-    monkeypatch.setattr(module, "_SMALLEST", 0)
+    monkeypatch.setattr(module, "SMALLEST", 0)
     monkeypatch.setattr(module, "_Linear", None)  # would fail if it were used
     x, w = drawn(8, 6), drawn(4, 6)
     assert linear(x.bfloat16(), w.bfloat16()).dtype == torch.bfloat16

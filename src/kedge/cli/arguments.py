@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
 
 from transformers.hf_argparser import string_to_bool
 
+from kedge.cli.flags import Help
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat.parser import ConfigParser
 from kedge.config.declare import Alias, Foreign, Unsupported, check_fields, option, status
@@ -130,31 +131,13 @@ FIRST = (
     *("response_length", "max_length", "missing_eos_penalty", "kl_coef", "beta", "loss_type"),
     *("use_peft", "rollout_engine", "max_lag", "report_to", "resume_from_checkpoint"),
 )
-SHORT = 60  # characters: longer lists of choices are not shown in help
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows each flag once, with underscores, and with its default."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = [n for n in action.option_strings if "-" not in n.strip("-")]
-        if not names or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        value = self._format_args(action, "X")
-        return f"{names[0]} {value if len(value) < SHORT else 'X'}"
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", getattr(action.default, "value", action.default)
-        if default in (None, argparse.SUPPRESS, "", False) or not action.option_strings:
-            return text
-        return f"{text} (default: {str(default).replace('%', '%%')})"
 
 
 class Parser(ConfigParser):
     """ConfigParser without abbreviations, whose errors are ConfigErrors."""
 
     def __init__(self, kinds: Any, **options: Any) -> None:
-        super().__init__(kinds, allow_abbrev=False, formatter_class=_Help, **options)
+        super().__init__(kinds, allow_abbrev=False, formatter_class=Help, **options)
         self.nullable = nullable(kinds)
         idle = {
             f.name
@@ -379,16 +362,3 @@ def _check(model: ModelArguments) -> None:
     unused = sorted(n for n in adapter if getattr(model, n) != getattr(ModelArguments, n))
     if unused and not model.use_peft:
         raise ConfigError(f"{', '.join(unused)} needs --use_peft; add it")
-
-
-class Flags(argparse.ArgumentParser):
-    """``ArgumentParser`` of a small command: raises a ConfigError instead of exiting."""
-
-    def __init__(self, prog: str, description: str = "", epilog: str = "", **options: Any) -> None:
-        super().__init__(
-            prog=prog, description=description, epilog=epilog, formatter_class=_Help, **options
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError."""
-        raise ConfigError(message)

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from kedge.cli.flags import stored_help
+
 _PACKAGES = {
     "kedge.demo": {
         "demo": "train a small model with RLHF from nothing, in about five minutes on a CPU",
@@ -88,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    text = stored_help(name, rest)
+    if text is not None:
+        print(text, end="")
+        return 0
     return guarded(load_command(name), rest, name=f"kedge {name}")
 
 

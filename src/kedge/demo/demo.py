@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from rich.console import Console
 from rich.table import Table
 
-from kedge.cli.arguments import Flags
+from kedge.cli.flags import Flags
 from kedge.cli.pipeline import pipeline
 from kedge.demo.task import gold
 from kedge.errors import ConfigError

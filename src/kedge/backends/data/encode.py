@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from kedge.backends.data.table import ArrowTable, Table
 from kedge.errors import DataError
 
 logger = logging.getLogger(__name__)
-CHUNK = 1000  # rows tokenized at a time
+CHUNK = 10_000  # rows tokenized at a time
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+Encode = Callable[[dict[str, list[Any]], Sequence[int]], dict[str, Any]]
 SOURCES = ("input_ids", "prompt", "query")  # the first one present is used
 
 
@@ -84,7 +86,7 @@ def encode_prompts(
         raise DataError("the dataset is empty; it needs at least one prompt")
     column = prompt_column(table)
     if column == "input_ids":
-        encode: Callable[[dict[str, list[Any]], list[int]], dict[str, Any]] = _read_ids
+        encode: Encode = _read_ids
     else:
         _check_chat_template(table, column, tokenizer)
         encode = partial(
@@ -139,7 +141,7 @@ def _with_one_bos(chunks: Iterable[list[list[int]]], bos: int) -> Iterable[list[
 def _chunks(
     table: Table,
     names: list[str],
-    encode: Callable[[dict[str, list[Any]], list[int]], dict[str, Any]],
+    encode: Encode,
     num_proc: int | None,
 ) -> Iterable[list[list[int]]]:
     if isinstance(table, ArrowTable) and num_proc is not None and num_proc > 1:
@@ -154,7 +156,7 @@ def _chunks(
             yield done[start : start + CHUNK]["input_ids"]
         return
     for start in range(0, len(table), CHUNK):
-        rows = list(range(start, min(start + CHUNK, len(table))))
+        rows = range(start, min(start + CHUNK, len(table)))
         yield encode(table.take(rows, names), rows)["input_ids"]
 
 
@@ -233,7 +235,7 @@ def is_chat(prompt: object) -> bool:
 
 def _tokenize(
     columns: dict[str, list[Any]],
-    rows: list[int],
+    rows: Sequence[int],
     *,
     column: str,
     tokenizer: Any,
@@ -253,10 +255,28 @@ def _tokenize(
     if chat:
         texts = [_apply_template(tokenizer, messages, template) for messages in prompts]
         _check_texts(texts, column, rows)
-        return {"input_ids": tokenizer(texts, add_special_tokens=False)["input_ids"]}
+        return {"input_ids": _token_ids(tokenizer, texts, add_special_tokens=False)}
     _check_texts(prompts, column, rows)
-    ids = tokenizer(prompts)["input_ids"]
+    ids = _token_ids(tokenizer, prompts)
     return {"input_ids": [one[:-1] for one in ids] if drop_eos else ids}
+
+
+def _token_ids(
+    tokenizer: Any, texts: list[str], *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """``tokenizer(texts)["input_ids"]``, in half the time where no class overrides it."""
+    usual = all(
+        getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None)
+        for name in ("__call__", "_encode_plus", "_batch_encode_plus")
+    )
+    if not usual:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+    tokenizer(texts[0])  # sets truncation, padding and special tokens of the backend
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast(
+        texts, add_special_tokens=add_special_tokens
+    )
+    return [one.ids for one in encoded]
 
 
 def _check_texts(texts: Sequence[str], column: str, rows: Sequence[int]) -> None:
@@ -279,7 +299,7 @@ def _apply_template(
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **(options | template))
 
 
-def _read_ids(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, Any]:
+def _read_ids(columns: dict[str, list[Any]], rows: Sequence[int]) -> dict[str, Any]:
     ids = columns["input_ids"]
     for row, prompt_ids in zip(rows, ids, strict=True):
         if not _is_id_list(prompt_ids):

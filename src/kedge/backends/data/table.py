@@ -65,7 +65,8 @@ class ArrowTable:
         if not names:
             return {}
         try:
-            return dict(self.dataset.select_columns(list(names))[list(rows)])
+            index = rows if isinstance(rows, range) else list(rows)  # a range is read as a slice
+            return dict(self.dataset.select_columns(list(names))[index])
         except Exception as error:  # a damaged file, a lost disk
             raise DataError(
                 f"rows of the dataset cannot be read: {type(error).__name__}: {error}"

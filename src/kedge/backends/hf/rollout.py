@@ -29,6 +29,7 @@ from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 _SMALL = 1_000_000  # weights
 _MOST_ROWS = 512  # on a GPU
+_PACK = 16  # tokens from which it pays to pack weights
 
 
 class EmbeddedEngine:
@@ -122,8 +123,8 @@ class EmbeddedEngine:
         device = next(self.model.parameters()).device
         order, copies = _order(host)
         chunks = []
-        with self._sampling_context(device):
-            rows = self._rows_at_once(host, sampling, device)
+        rows = self._rows_at_once(host, sampling, device)
+        with self._sampling_context(device, packs=sampling.max_new_tokens >= _PACK):
             for start in range(0, len(order), rows):
                 cut = slice(start, start + rows)
                 chunks.append(self._chunk(host, order[cut], copies[cut], sampling, seed, device))
@@ -187,11 +188,12 @@ class EmbeddedEngine:
         return host
 
     @contextlib.contextmanager
-    def _sampling_context(self, device: torch.device) -> Iterator[None]:
-        kernels, autocast = Kernels([self.model]).active(), contextlib.nullcontext()
+    def _sampling_context(self, device: torch.device, *, packs: bool = False) -> Iterator[None]:
+        kernels, autocast = Kernels([self.model]), contextlib.nullcontext()
         if self._autocast is not None:
             autocast = torch.autocast(device.type, dtype=self._autocast)  # type: ignore[assignment]
-        with torch.no_grad(), eval_mode(self.model), kernels, autocast, _one_thread(self.model):
+        faster = kernels.packed(self._chunk_rows) if packs else kernels.active()
+        with torch.no_grad(), eval_mode(self.model), autocast, faster, _one_thread(self.model):
             yield
 
     def _rows_at_once(self, prompts: PromptBatch, sampling: Sampling, device: torch.device) -> int:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.arguments import Flags
+from kedge.cli.flags import Flags
 from kedge.cli.pipeline.stages import RL, SCRIPT, Pipeline, Stage, read
 from kedge.errors import ConfigError, KedgeError
 

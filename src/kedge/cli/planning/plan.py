@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kedge.algorithms import Algorithm
-from kedge.cli.arguments import Flags, Options, parse, parser
+from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import load_prompts
+from kedge.cli.flags import Flags
 from kedge.cli.planning import memory
 from kedge.cli.planning.sizes import human, longest, short, size_rows, sync_row
 from kedge.cli.train.async_data import load_mixed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.arguments import Flags
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
 from kedge.insight.compare import AXES, Band, band, ends
 from kedge.insight.log import RunLog, read_log

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.arguments import Flags
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
 from kedge.output import check_file, write_csv, write_jsonl
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.arguments import Flags
+from kedge.cli.flags import Flags
 from kedge.cli.tools.recipes import RECIPES, SIZES, SOURCES, Recipe
 from kedge.errors import ConfigError
 

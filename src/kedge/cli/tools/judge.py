@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.arguments import Flags
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError, DataError
 from kedge.insight.log import read_objects
 from kedge.judges import Endpoint, FunctionJudge, Match, ScoreJudge, match

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kedge.cli.arguments import Flags
-from kedge.engine.metrics import NAMES, PREFIXES
+from kedge.cli.flags import Flags
 from kedge.errors import ConfigError
 from kedge.insight.log import log_file
 from kedge.insight.page import page
@@ -30,6 +29,8 @@ def main(argv: Sequence[str]) -> None:
     chosen = flags.parse_args(list(argv))
     if chosen.responses < 1:
         raise ConfigError(f"--responses {chosen.responses} must be 1 or more")
+    from kedge.engine.metrics import NAMES, PREFIXES  # imports torch
+
     place = log_file(chosen.run).parent
     data = gather(chosen.run, meanings=NAMES, prefixes=PREFIXES, most=chosen.responses)
     file = Path(chosen.output) if chosen.output else place / "report.html"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-_SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
+SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -54,7 +54,7 @@ def product(
         bias: float [n].
         room: float [m, n]; buffer that the result may use.
     """
-    if 2 * x.numel() * len(w) >= _SMALLEST and by_onednn(x):
+    if 2 * x.numel() * len(w) >= SMALLEST and by_onednn(x):
         if not _dense(w):
             w = w.contiguous()  # oneDNN does not support overlapping rows
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
@@ -150,7 +150,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         w: float [n, k].
         bias: float [n].
     """
-    large = 2 * x.numel() * len(w) >= _SMALLEST and x.dtype == w.dtype
+    large = 2 * x.numel() * len(w) >= SMALLEST and x.dtype == w.dtype
     if not (large and by_onednn(x)) or torch.is_autocast_enabled("cpu"):
         return functional.linear(x, w, bias)
     result: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), w, bias)
