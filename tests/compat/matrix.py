@@ -64,10 +64,10 @@ class Environment:
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "lowest-direct"),
     "newest": Environment("3.13", "highest", (*EXTRAS, "pipeline")),
-    "oldest with Ray": Environment(
+    "oldest-ray": Environment(
         "3.10", "lowest-direct", (*EXTRAS, "ray"), "ray and not vllm", "tests of Ray without vLLM"
     ),
-    "vLLM": Environment(
+    "vllm": Environment(
         "3.11", None, (), "vllm and not slow", "fast tests of vLLM", folder=".venv-vllm"
     ),
 }
