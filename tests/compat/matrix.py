@@ -126,7 +126,7 @@ def read(environment: Environment, python: Path, record: Path) -> dict[str, Any]
     )
     return {
         "date": date.today().isoformat(),
-        "tests": f"{'all ' if total == len(outcomes) else ''}{number} {environment.what}",
+        "tests": f"{'all' if total == len(outcomes) else 'some:'} {number} {environment.what}",
         "versions": json.loads(versions.stdout),
         **{kind: sum(o == kind for o in outcomes.values()) for kind in DONE},
         "failures": sorted(test for test, o in outcomes.items() if o not in DONE),
