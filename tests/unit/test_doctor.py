@@ -161,7 +161,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["doctor", str(tmp_path), str(GOOD[0])]) == 1
     out = capsys.readouterr().out
     assert "dead reward: all scores of a batch are equal" in out
-    assert "good.jsonl: 24 rows of metrics up to update 24, nothing found" in out
+    assert "good.jsonl: 24 rows of metrics up to iteration 24, nothing found" in out
     assert main(["doctor", str(GOOD[0])]) == 0
     assert main(["doctor"]) == 2
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kedge.algorithms import ppo
+from kedge.backends.hf.model import checkpoint_activations
 from kedge.backends.hf.peft import (
     REWARD_ADAPTER,
     VALUE_ADAPTER,
@@ -173,8 +174,7 @@ def test_recomputing_with_another_adapter_is_found():
     right, _ = gradients(learner(policy=policy, value=value, gradient_checkpointing=True))
     policy, value = shared_base()
     found = learner(policy=policy, value=value, gradient_checkpointing=True)
-    options = {"use_reentrant": False}
-    policy.get_base_model().activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    checkpoint_activations(policy.get_base_model())
     wrong, _ = gradients(found)
     assert any(
         (a is None) != (b is None) or (a is not None and not torch.allclose(a, b))

@@ -109,11 +109,6 @@ def check_shardable(optimizer: Optimizer | None, mixed_precision: str) -> None:
             "sharded models need an optimizer built from options (optim=..., not optimizers=) "
             "and bf16 or float32 (fp16=False)"
         )
-    if torch.__version__ < "2.9":
-        raise ConfigError(
-            f"checkpoints of sharded models need torch>=2.9, got {torch.__version__}; upgrade"
-            " torch, or launch without FSDP and DeepSpeed"
-        )
 
 
 def return_freed_memory(device: torch.device) -> None:

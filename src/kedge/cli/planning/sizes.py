@@ -20,13 +20,13 @@ def size_rows(
 ) -> list[tuple[str, str, str]]:
     """Every size with its name and where it comes from."""
     response = options.config.response_length
-    per_update = batches.batch_size * (longest(facts) + response)
+    per_iteration = batches.batch_size * (longest(facts) + response)
     warmup = warmup_iterations(options.config, batches.iterations)
     return [
         ("processes", f"{batches.world_size:,}", ""),
         *((name, f"{value:,}", "") for name, value in facts.items()),
         ("batch", f"{batches.batch_size:,}", f"samples; {batches.local_rows} per process"),
-        ("prompts per update", f"{batches.prompts:,}", f"{batches.group} responses each"),
+        ("prompts per iteration", f"{batches.prompts:,}", f"{batches.group} responses each"),
         (
             "mini-batch",
             f"{batches.mini_batch_size:,}",
@@ -41,21 +41,21 @@ def size_rows(
             else f"not used: passes of at most {batches.max_tokens_per_micro_batch:,} tokens",
         ),
         (
-            "optimizer steps per update",
+            "optimizer steps per iteration",
             f"{batches.optimizer_steps_per_iteration:,}",
             f"{batches.epochs} passes x {batches.minibatches} mini-batches",
         ),
         *_episode_rows(options.config, batches),
-        ("updates", f"{batches.iterations:,}", f"{warmup} of them warm-up"),
+        ("iterations", f"{batches.iterations:,}", f"{warmup} of them warm-up"),
         ("optimizer steps", f"{batches.optimizer_steps:,}", ""),
         ("episodes", f"{batches.episodes:,}", "responses generated"),
-        ("tokens per update", f"{per_update:,}", "at most, prompt and response"),
+        ("tokens per iteration", f"{per_iteration:,}", "at most, prompt and response"),
         ("response tokens", f"{batches.episodes * response:,}", "at most, in the run"),
     ]
 
 
 def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str] | None:
-    """What each update sends to rollout engines; None if they sample from the learner's weights."""
+    """What an iteration sends to rollout engines; None if they use the learner's weights."""
     engine = find_engine(config)
     if not engine.copies_weights:
         return None
@@ -64,7 +64,7 @@ def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str
     engines = config.vllm_num_engines if engine.several else 1
     how = "stored or broadcast once" if engine.actors else "written for each"
     what = "16 bits" if half else "float32"
-    note = f"per update: {'all weights' if whole else 'the adapter'} in {what}, {how}"
+    note = f"per iteration: {'all weights' if whole else 'the adapter'} in {what}, {how}"
     size = human(policy.trained * (2.0 if half else 4.0))
     return "weight sync", size, f"{note}; rollout engines: {engines}"
 
@@ -80,7 +80,7 @@ def _episode_rows(config: OnPolicyConfig, batches: BatchSizes) -> list[tuple[str
         ("tokens per episode", f"{config.response_length:,}", "at most, all turns and answers"),
         ("turns per episode", f"{most:,}", f"at most, of {each} tokens"),
         (
-            "environment calls per update",
+            "environment calls per iteration",
             f"{batches.batch_size * (most + 1):,}",
             f"at most, resets included; {config.environment_concurrency} at a time",
         ),

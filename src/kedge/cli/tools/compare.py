@@ -70,7 +70,7 @@ def draw(kinds: dict[str, list[RunLog]], metrics: Sequence[str], axis: str, file
             (line,) = axes.plot(curve.x, curve.mean, label=name)
             axes.fill_between(curve.x, curve.low, curve.high, color=line.get_color(), alpha=0.15)
         axes.set_title(metric, fontsize=10)
-        axes.set_xlabel({"episode": "responses trained on", "step": "updates"}[axis], fontsize=8)
+        axes.set_xlabel({"episode": "responses trained on", "step": "iterations"}[axis], fontsize=8)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="upper left")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ def main(argv: Sequence[str]) -> int:
         log = read_log(place)
         findings = examine(log)
         count += len(findings)
-        updates = log.rows[-1].get("step", len(log.rows))
-        read = f"{len(log.rows)} rows of metrics up to update {updates:.0f}"
+        iteration = log.rows[-1].get("step", len(log.rows))
+        read = f"{len(log.rows)} rows of metrics up to iteration {iteration:.0f}"
         print(f"{place}: {read}{'' if findings else ', nothing found'}")
         for finding in findings:
             print(f"  {finding.rule}: {finding.seen}\n      try: {finding.advice}")

@@ -222,7 +222,7 @@ ENVIRONMENT = Recipe(
                 ("learning_rate", 1.0e-6, "verl"),
                 ("value_learning_rate", 1.0e-5, "verl"),
                 ("value_source", "policy", "there is no reward model to start from"),
-                ("cliprange", 0.2, "RAGEN"),
+                ("cliprange", 0.2, "RAGEN, which clips ratios above 1 at 1.28"),
                 ("gamma", 1.0, "RAGEN"),
                 ("lam", 1.0, "RAGEN"),
                 ("kl_coef", 0.0, "RAGEN"),
