@@ -190,7 +190,7 @@ class _LinearLogprob(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
-            torch.zeros_like(weight) if need_weight else None,
+            _uninitialized(weight, rows=len(hidden)) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
         with torch.autocast(hidden.device.type, enabled=False):
@@ -211,11 +211,18 @@ class _LinearLogprob(torch.autograd.Function):
 
 class _Grads(NamedTuple):
     hidden: Tensor | None
-    weight: Tensor | None
+    weight: Tensor | None  # uninitialized before the first rows
     bias: Tensor | None
+    first: bool = True
 
     def rows(self, part: slice) -> _Grads:
-        return self._replace(hidden=None if self.hidden is None else self.hidden[part])
+        hidden = None if self.hidden is None else self.hidden[part]
+        return self._replace(hidden=hidden, first=part.start == 0)
+
+
+def _uninitialized(weight: Tensor, *, rows: int) -> Tensor:
+    """Memory for a gradient that the first of ``rows`` overwrite; zeros if there are none."""
+    return torch.empty_like(weight) if rows else torch.zeros_like(weight)
 
 
 def _accumulate_grads(
@@ -251,7 +258,7 @@ def _accumulate_grads(
         if grads.hidden is not None:
             add_product(grads.hidden, small, tiles.weight(low, high))
         if grads.weight is not None:
-            add_outer(grads.weight[low:high], small, tiles.hidden)
+            add_outer(grads.weight[low:high], small, tiles.hidden, overwrite=grads.first)
         if grads.bias is not None:
             grads.bias[low:high] += d.sum(0)
 

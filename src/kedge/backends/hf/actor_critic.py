@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.model import LanguageModelParts
+from kedge.backends.hf.joined_rows import joins_rows
+from kedge.backends.hf.model import CausalParts, LanguageModelParts
 from kedge.backends.hf.packing import Packed, place
+from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.sharding import call_within
 from kedge.backends.hf.shared_base import AdapterValue
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
@@ -121,10 +123,18 @@ class ForwardOutput(NamedTuple):
 class ActorCritic(nn.Module):
     """A policy, with a separate value model, a value adapter, or a head on the policy's trunk."""
 
-    def __init__(self, policy: nn.Module, parts: LanguageModelParts, value: Value | None) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        parts: LanguageModelParts,
+        value: Value | None,
+        *,
+        recomputes: bool = False,
+    ) -> None:
         super().__init__()
         self.policy = policy
         self.value = value
+        self.recomputes = recomputes  # activations are checkpointed
         self._parts = (parts,)  # in a tuple: its modules are the policy's, not registered twice
 
     @property
@@ -136,6 +146,20 @@ class ActorCritic(nn.Module):
     def shared(self) -> bool:
         """Whether the value head reads the policy's trunk."""
         return isinstance(self.value, ScalarHead)
+
+    def join_rows(self, reference: Reference | None) -> bool:
+        """Feed rows joined without padding from now on, if every trunk can read them."""
+        models: list[Any] = [self.parts]
+        if isinstance(self.value, ScalarModel):
+            models.append(self.value)
+        if reference is not None and reference.separate_models:
+            with reference.active() as parts:
+                models.append(parts)
+        if not all(hasattr(m, "backbone") and joins_rows(m.backbone) for m in models):
+            return False
+        assert isinstance(self.parts, CausalParts)  # it has a backbone
+        self._parts = (replace(self.parts, joins_rows=True),)
+        return True
 
     def compile_trunks(self, backend: str | None, mode: str | None) -> None:
         """Run the trunks through torch.compile; the models themselves are unchanged.
@@ -161,12 +185,13 @@ class ActorCritic(nn.Module):
         value, states, output = self.value, request.value_states, ForwardOutput()
         if request.policy or (self.shared and states is not None):
             output = call_within(self.policy, lambda: self._forward_policy(request))
-            _release(request)
+            self._release(request)
         if isinstance(value, ScalarModel | AdapterValue) and states is not None:
             model = value.model if isinstance(value, ScalarModel) else self.policy
-            values = call_within(model, lambda: value(request.packed.ids, states))
+            packed = request.packed
+            values = call_within(model, lambda: value(packed.ids, states, packed.row_lengths))
             output = output._replace(values=values)
-            _release(request)
+            self._release(request)
         return output
 
     def _forward_policy(self, request: ForwardRequest) -> ForwardOutput:
@@ -182,8 +207,8 @@ class ActorCritic(nn.Module):
             values = self.value(states[request.value_states]).sum(1)  # one column
         return ForwardOutput(logprobs, entropy, values, hidden)
 
-
-def _release(request: ForwardRequest) -> None:
-    """Return to the system what a training pass on the CPU has freed."""
-    if request.packed.ids.device.type == "cpu" and torch.is_grad_enabled():
-        release_free_memory()
+    def _release(self, request: ForwardRequest) -> None:
+        """Return to the system what a pass on the CPU has freed for its recomputation."""
+        on_cpu = request.packed.ids.device.type == "cpu"
+        if self.recomputes and on_cpu and torch.is_grad_enabled():
+            release_free_memory()

@@ -94,7 +94,8 @@ class HFLearner:
         self.accelerator = accelerator or accelerator_for(args)
         self.shards = sharding_strategy(self.accelerator)
         self.device = self.accelerator.device
-        self.module = ActorCritic(policy, parts or causal_parts(policy), value)
+        parts = parts or causal_parts(policy)
+        self.module = ActorCritic(policy, parts, value, recomputes=settings.gradient_checkpointing)
         self.reference, self.remote = reference, remote
         self._prepare()
         if self.sharded:
@@ -113,10 +114,9 @@ class HFLearner:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
         swaps_kernels = not (args.torch_compile or self.sharded)
         self._kernels = Kernels(self._all_models() if swaps_kernels else [])
-        padding = settings.padding_budget
-        if padding is None:
-            padding = padding_budget(policy, self.module.parts.output)
-        self._padding_budget = padding
+        joined = swaps_kernels and self.module.join_rows(self.reference)
+        budget = padding_budget(policy, self.module.parts.output, joined=joined)
+        self._padding_budget = budget if (n := settings.padding_budget) is None else n
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
         self.only_first_sends = False  # one rollout engine, on rank 0, gets all weights
@@ -303,6 +303,8 @@ class HFLearner:
     def _take_step(self) -> dict[str, float]:
         """Sum gradients over ranks, clip them, and take the optimizer step."""
         reshard(self._all_models())
+        if self.device.type == "cpu" and (self.module.recomputes or not self.optimizer.state):
+            release_free_memory()  # of the backward pass; later passes will use it again
         trained = [p for p in self.module.parameters() if p.requires_grad]
         optim.sum_gradients(trained, self.world_size, self._bucket_mb)
         self.scaler.unscale_(self.optimizer)
@@ -324,8 +326,6 @@ class HFLearner:
                 f"the gradient was not finite in {self._skips_in_row} optimizer steps in a row "
                 f"(norms: {sizes}); check for infinite rewards or a learning rate that is too high"
             )
-        if self.device.type == "cpu":
-            release_free_memory()  # of the backward pass
         metrics = {names[n]: x for n, x in sizes.items()} if finite else {}
         return metrics | self._step_metrics()
 
@@ -342,6 +342,8 @@ class HFLearner:
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         self._stepped = False
+        if self.device.type == "cpu":
+            release_free_memory()  # of the backward passes
 
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the policy's trainable weights; empty on ranks that do not send them."""

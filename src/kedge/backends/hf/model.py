@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kedge.backends.hf.joined_rows import run_joined
 from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.packing import Packed, pack
 from kedge.errors import ConfigError
@@ -19,8 +20,13 @@ from kedge.ops.linear_logprob import Head
 _RATES = ("dropout", "layerdrop", "drop_path")
 
 
-def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:
-    """Last hidden states float [b, L, H] of right-padded rows, without an attention mask."""
+def trunk(backbone: nn.Module, ids: Tensor, row_lengths: Sequence[int] | None = None) -> Tensor:
+    """Last hidden states float [b, L, H] of right-padded rows, without an attention mask.
+
+    With ``row_lengths`` the rows are joined: ids [1, T], states [1, T, H].
+    """
+    if row_lengths is not None:
+        return run_joined(backbone, ids, row_lengths)
     with known_masks():
         return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
@@ -60,6 +66,7 @@ class CausalParts:
     output: nn.Module
     scale: float = 1.0
     softcap: float | None = None
+    joins_rows: bool = False
 
     def head(self) -> Head:
         """The output head with the weights it has now."""
@@ -70,11 +77,11 @@ class CausalParts:
         self, prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor
     ) -> Packed:
         """Prompt and response joined."""
-        return pack(prompt_ids, prompt_mask, ids, response_mask)
+        return pack(prompt_ids, prompt_mask, ids, response_mask, joined=self.joins_rows)
 
     def read(self, packed: Packed) -> Tensor:
         """Last hidden states of the trunk."""
-        return trunk(self.backbone, packed.ids)
+        return trunk(self.backbone, packed.ids, packed.row_lengths)
 
     def compiled(self, how: Mapping[str, Any]) -> CausalParts:
         """The same with the trunk run through torch.compile."""

@@ -2,7 +2,8 @@
 
 A row of the batch is a left-padded prompt and a right-padded response.  A causal model is fed
 prompt and response joined, padding last: every real token then attends to real tokens only, and
-stands at its true position, without any attention mask.
+stands at its true position, without any attention mask.  On a CPU the rows themselves are joined
+(``joined_rows.py``), which leaves no padding at all.
 """
 
 from __future__ import annotations
@@ -20,25 +21,37 @@ from kedge.types import MicroBatch
 class Packed:
     """Joined rows, and how many tokens of each are real."""
 
-    ids: Tensor  # int64 [b, L]; right-padded with 0
+    ids: Tensor  # int64 [b, L], right-padded with 0; or joined, [1, T]
     lengths: Tensor  # int64 [b]; real tokens
     prompt_lengths: Tensor  # int64 [b]
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
+    joined: bool = False  # the rows follow one another without padding
+
+    @property
+    def starts(self) -> Tensor:
+        """Flat indices int64 [b] of the first token of each row."""
+        if self.joined:
+            return self.lengths.cumsum(0) - self.lengths
+        return torch.arange(len(self.ids), device=self.lengths.device) * self.ids.shape[1]
+
+    @property
+    def row_lengths(self) -> list[int] | None:
+        """The tokens of each row if the rows are joined."""
+        return self.lengths.tolist() if self.joined else None
 
     def states(self, slots: Tensor) -> Tensor:
-        """Flat indices int64 [n] into [b * L] of the states before the marked response slots.
+        """Flat indices int64 [n] into ``ids`` of the states before the marked response slots.
 
         Args:
             slots: bool [b, R]; the state before slot t has read the prompt and t response tokens.
         """
         row, t = slots.nonzero(as_tuple=True)
-        return row * self.ids.shape[1] + self.prompt_lengths[row] + t - 1
+        return (self.starts + self.prompt_lengths)[row] + t - 1
 
     @property
     def ends(self) -> Tensor:
         """Flat indices int64 [b] of the states after the last real token."""
-        rows = torch.arange(len(self.ids), device=self.ids.device)
-        return rows * self.ids.shape[1] + self.lengths - 1
+        return self.starts + self.lengths - 1
 
     def to(self, device: torch.device) -> Packed:
         """The inputs of the model on a device; the lengths stay where they are."""
@@ -46,7 +59,14 @@ class Packed:
         return replace(self, ids=self.ids.to(device), source=source)
 
 
-def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor) -> Packed:
+def pack(
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    ids: Tensor,
+    response_mask: Tensor,
+    *,
+    joined: bool = False,
+) -> Packed:
     """Join prompts and responses.
 
     Args:
@@ -54,14 +74,19 @@ def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Te
         prompt_mask: bool [b, P].
         ids: int64 [b, R], right-padded.
         response_mask: bool [b, R], a prefix of each row.
+        joined: join the rows, too, without padding.
     """
     prompt_lengths = prompt_mask.sum(1)
     mask = torch.cat([prompt_mask, response_mask], dim=1)
     lengths = mask.sum(1)
-    joined = torch.cat([prompt_ids, ids], dim=1)
+    both = torch.cat([prompt_ids, ids], dim=1)
+    if joined:
+        return Packed(
+            ids=both[mask][None], lengths=lengths, prompt_lengths=prompt_lengths, joined=True
+        )
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     longest = int(lengths.max()) if len(lengths) else 0
-    packed = joined.masked_fill(~mask, 0).gather(1, order)[:, :longest]
+    packed = both.masked_fill(~mask, 0).gather(1, order)[:, :longest]
     return Packed(ids=packed, lengths=lengths, prompt_lengths=prompt_lengths)
 
 
@@ -119,14 +144,18 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     )
 
 
-def padding_budget(model: nn.Module, head: nn.Module) -> int:
+def padding_budget(model: nn.Module, head: nn.Module, *, joined: bool = False) -> int:
     """Tokens of padding that cost as much as one more forward and backward pass of a model.
+
+    No limit for joined rows, which have no padding.  Otherwise:
 
         seconds of a pass = launch + 12 bytes * weights that train / bandwidth
         seconds of a token = 6 * weights between embedding and head / arithmetic
 
     with rough figures for one CPU core or one GPU.
     """
+    if joined:
+        return 2**62
     ends = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     outside = {id(p) for m in [*ends, head] for p in m.parameters()}
     trunk = sum(p.numel() for p in model.parameters() if id(p) not in outside)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,12 @@ class AdapterValue(nn.Module):
         yield from super().named_parameters(*args, **kwargs)
         yield from adapter_parameters(self.policy, VALUE_ADAPTER).items()
 
-    def forward(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
+    def forward(
+        self, ids: Tensor, states: Tensor, row_lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states``; ids as for ``trunk``."""
         with self.switch.active(VALUE_ADAPTER):
-            hidden = trunk(self._backbone[0], ids).flatten(0, 1)[states]
+            hidden = trunk(self._backbone[0], ids, row_lengths).flatten(0, 1)[states]
         return self.head(hidden).sum(1) + self.shift  # one column
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:

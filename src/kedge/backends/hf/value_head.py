@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,9 +82,11 @@ class ScalarModel(nn.Module):
         compiled: Any = torch.compile(self.backbone, **how)
         self._backbone = [compiled]
 
-    def forward(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
-        hidden = trunk(self.backbone, ids).flatten(0, 1)[states]
+    def forward(
+        self, ids: Tensor, states: Tensor, row_lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states``; ids as for ``trunk``."""
+        hidden = trunk(self.backbone, ids, row_lengths).flatten(0, 1)[states]
         return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kedge.backends.hf.joined_rows import join_rows, joins_rows, run_joined
 from kedge.errors import RewardError
 
 SHIFT = "kedge_score_shift"  # in a configuration: added to every score (backends/trl/reward.py)
@@ -75,8 +76,14 @@ class _LastToken:
         if not hasattr(backbone, "config"):
             wanted |= _accepted(backbone, {"output_hidden_states": True})
         self._options = wanted
+        self._joins: bool | None = None  # known from the first call on, on the device of the model
 
     def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        if self._joins is None:
+            self._joins = joins_rows(self._backbone)
+        if self._joins:
+            joined = run_joined(self._backbone, join_rows(ids, lengths), lengths.tolist())
+            return in_full(self._score, joined[0, lengths.cumsum(0) - 1])
         out = self._backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **self._options)
         hidden = _hidden(out)
         last = hidden[torch.arange(len(ids), device=ids.device), lengths - 1]

@@ -114,10 +114,15 @@ def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
         total.add_(product(x, w.T))
 
 
-def add_outer(total: Tensor, g: Tensor, x: Tensor) -> None:
-    """Add g^T x float [n, k] of g [m, n] and x [m, k] to ``total``, in its precision."""
+def add_outer(total: Tensor, g: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+    """Add g^T x float [n, k] of g [m, n] and x [m, k] to ``total``, in its precision.
+
+    With ``overwrite`` the product replaces what ``total`` holds, which may be uninitialized.
+    """
     if total.dtype == g.dtype and not by_onednn(g):
-        total.addmm_(g.T, x)
+        total.addmm_(g.T, x, beta=0 if overwrite else 1)
+    elif overwrite:
+        total.copy_(outer(g, x))
     else:
         total.add_(outer(g, x))
 
