@@ -31,10 +31,11 @@ from kedge.engine.rollout.joining import (
     SampleStore,
     joined,
     restored_groups,
+    total_times,
 )
 from kedge.engine.rollout.threads import working
 from kedge.engine.rollout.weight_sync import WeightUpdate
-from kedge.engine.rollout.worker import EngineWorker, num_workers
+from kedge.engine.rollout.worker import EngineWorker, SampledGroups, num_workers
 from kedge.errors import CheckpointError, ConfigError, LostRequestsError
 from kedge.protocols import RolloutEngine
 from kedge.types import Rollout, group_rows
@@ -47,7 +48,7 @@ class _Sampled:
     """Groups that are to be scored."""
 
     rollout: Rollout
-    seconds: float
+    times: dict[str, float]
     step: int  # iterations that the engine's weights have seen
 
 
@@ -270,7 +271,7 @@ class AsCompletedScheduler:
                 self._give_back(worker)
                 self._changed.notify_all()
 
-    def _advance(self, worker: EngineWorker, numbers: list[int]) -> tuple[Rollout, float] | None:
+    def _advance(self, worker: EngineWorker, numbers: list[int]) -> SampledGroups | None:
         try:
             return worker.advance(numbers, self.collector, self._prompts)
         except LostRequestsError as error:
@@ -361,10 +362,10 @@ class AsCompletedScheduler:
         with self._lock:
             worker.unfinished = worker.engine.unfinished
             if sampled is not None and not self._closing:
-                rollout, seconds = sampled
+                rollout, times = sampled
                 for number in group_rows(rollout.prompts)[0]:
                     del worker.held[number]
-                self._sampled.append(_Sampled(rollout=rollout, seconds=seconds, step=step))
+                self._sampled.append(_Sampled(rollout=rollout, times=times, step=step))
                 self._changed.notify_all()
 
     def _score_groups(self) -> None:
@@ -373,7 +374,7 @@ class AsCompletedScheduler:
             while sampled := self._next_sampled():
                 whole = Rollout.cat([x.rollout for x in sampled])
                 rollout, reward_output, times = self.collector.score(whole)
-                times["time/rollout"] = sum(x.seconds for x in sampled)
+                times |= total_times(x.times for x in sampled)
                 steps = {n: x.step for x in sampled for n in group_rows(x.rollout.prompts)[0]}
                 self._add_done((rollout, reward_output, times), steps)
         finally:

@@ -7,11 +7,13 @@ from typing import Any
 
 from kedge.engine.rollout.collector import RolloutCollector, Sample
 from kedge.engine.rollout.joining import GroupPrompts, with_groups
-from kedge.engine.rollout.weight_sync import WeightUpdate, verify_sync
+from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
 from kedge.engine.seeds import seed_for
 from kedge.errors import SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import Rollout
+
+SampledGroups = tuple[Rollout, dict[str, float]]  # not scored yet, and seconds and metrics
 
 
 def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
@@ -31,6 +33,7 @@ class EngineWorker:
     busy: bool = False
     _fingerprint: str = ""
     _seconds: float = 0.0  # of sampling since groups were done
+    _gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
 
     def reset(self) -> None:
         """Hold nothing, and load weights before sampling again."""
@@ -52,12 +55,12 @@ class EngineWorker:
         self._fingerprint = verify_sync(
             receipt, new, confirmed=confirmed, moved=moved and confirmed != ""
         )
-        self.update = new
+        self.update, self._gap = new, sync_gap(receipt)
 
     def advance(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
-    ) -> tuple[Rollout, float] | None:
-        """Start these groups and sample on; groups that are done, and the seconds they took."""
+    ) -> SampledGroups | None:
+        """Start these groups and sample on; groups that are done, and their seconds and metrics."""
         begin = collector.clock()
         for step, batch in prompts.prompts(numbers):
             seed = seed_for(collector.seed, "rollout", step)
@@ -68,7 +71,7 @@ class EngineWorker:
             return None
         self._check(rollout)
         seconds, self._seconds = self._seconds, 0.0
-        return rollout, seconds
+        return rollout, {"time/rollout": seconds, **self._gap}
 
     def draw(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
@@ -79,7 +82,7 @@ class EngineWorker:
             rollout, reward_output, times = collector.draw(step, self.engine, rows)
             rollout = replace(rollout, prompts=with_groups(rollout.prompts, groups))
             self._check(rollout)
-            samples.append((rollout, reward_output, times))
+            samples.append((rollout, reward_output, times | self._gap))
         return samples
 
     def _check(self, rollout: Rollout) -> None:
