@@ -77,7 +77,8 @@ class FifoScheduler:
     def send(self, weight_update: WeightUpdate) -> None:
         """Load these weights after all work submitted before."""
         receipt = self._worker.submit(self._load, weight_update)
-        self._syncs.append(_Sync(receipt, weight_update))
+        # Without the weights, which are freed once they are loaded.
+        self._syncs.append(_Sync(receipt, weight_update._replace(weights={})))
 
     def _load(self, weight_update: WeightUpdate) -> Receipt | None:
         receipt = self._rollout_engine.load_weights(weight_update.weights, weight_update.version)
