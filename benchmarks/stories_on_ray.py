@@ -4,11 +4,11 @@ r"""The stories run with vLLM on Ray, ahead of training, against the synchronous
     python -m benchmarks.stories_on_ray --seeds 0 1 2 --updates 24 --prompts 32 --engines 1 \
         --sides synchronous "vLLM on Ray, max_lag=1, in flight" "vLLM on Ray, max_lag=4, in flight"
 
-stories-head32 against the sentiment reward model; 64 prompts an iteration, 53 tokens, learning rate 3e-4,
-4 epochs, KL coefficient 0.05.  Sides: synchronous with the embedded engine; vLLM engines in Ray
-actors at max_lag=0, and at max_lag=1 without and with a correction of stale samples; and with
-weights in flight at max_lag 1 and 4, corrected.  Writes the scores of every iteration and the mean
-of the last five.  Needs Ray and vLLM.
+stories-head32 against the sentiment reward model; 64 prompts an iteration, 53 tokens, learning
+rate 3e-4, 4 epochs, KL coefficient 0.05.  Sides: synchronous with the embedded engine; vLLM engines
+in Ray actors at max_lag=0, and at max_lag=1 without and with a correction of stale samples; and
+with weights in flight at max_lag 1 and 4, corrected.  Writes the scores of every iteration and the
+mean of the last five.  Needs Ray and vLLM.
 """
 
 from __future__ import annotations
