@@ -1,12 +1,13 @@
 """Faults of runs on Ray: how each run ends or recovers, what is left running, and its resume.
 
     python -m benchmarks.ray_faults --times 4
-    python -m benchmarks.ray_faults --kinds engine_killed vllm_killed --times 1
+    python -m benchmarks.ray_faults --kinds engine_killed vllm_killed --times 1 --at 5 --append
 
 Each run is ``kedge async-ppo`` with stories-head32, two rollout engines and ``max_lag=1``, with a
-checkpoint every two iterations.  A fault strikes a process of the run at its third iteration.  A
-run that ends is resumed, and its rows are compared with those of an undisturbed run.  Needs Ray;
-the kinds that begin with ``vllm`` need vLLM.  Prints a table and writes results/ray_faults.json.
+checkpoint every two iterations.  A fault strikes a process of the run after some iterations; some
+kinds wait until the process is sampling.  A run that ends is resumed, and its rows are compared
+with those of an undisturbed run.  Needs Ray; the kinds that begin with ``vllm`` need vLLM.  Prints
+a table and writes results/ray_faults.json.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,13 @@ from typing import Any
 
 import psutil
 
+from .ray_nodes import line_of, two_nodes
+
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
 RESULTS = Path(__file__).parent / "results"
 PATIENCE = 5  # seconds without a response until a process counts as hung (worker_timeout)
 ITERATIONS = 10
-STRIKE_AT = 3  # iterations that are finished when the fault strikes
+STRIKE_AT = 3  # iterations that are finished when the fault strikes, unless --at says otherwise
 LIMIT = 300.0  # seconds until a run that neither ends nor makes progress is given up
 TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time", "rollout/restarts")
 
@@ -124,15 +127,6 @@ class Run:
         return names
 
 
-def line_of(process: psutil.Process) -> str:
-    """The command line of a process; empty if it is gone."""
-    try:
-        running = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return " ".join(process.cmdline()) if running else ""
-    except psutil.Error:
-        return ""
-
-
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Logged iterations without times; the last row of each, as after a resume."""
     file = folder / "metrics.jsonl"
@@ -151,10 +145,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What strikes, and whether the run is expected to go on."""
+    """What strikes, and whether the run is expected to continue."""
 
     strike: Callable[[Run], None]
     recovers: bool
+    sampling: tuple[str, ...] = ()  # names of processes; the fault waits until one samples
     flags: tuple[str, ...] = ()
     cpus: tuple[int, int] | None = None  # of the nodes, if the run is on a cluster of two
     role: str = "RankWorker"  # whose node is lost
@@ -174,6 +169,22 @@ def send(number: int, *names: str) -> Callable[[Run], None]:
     return strike
 
 
+def computes(run: Run, *names: str) -> bool:
+    """Whether a process with one of the names uses the CPU, alone or in its children."""
+
+    def seconds() -> float:
+        trees = [tree for p in run.named(*names) for tree in (p, *p.children(recursive=True))]
+        times = [tree.cpu_times() for tree in trees]
+        return sum(t.user + t.system for t in times)
+
+    try:
+        before = seconds()
+        time.sleep(0.4)
+        return seconds() - before > 0.15
+    except psutil.NoSuchProcess:
+        return False
+
+
 def driver(number: int, *, group: bool = False) -> Callable[[Run], None]:
     """Send a signal to the command, or to its whole process group."""
 
@@ -189,9 +200,16 @@ def lost_node(role: str, cpus: tuple[int, int], *, engines: int, recovers: bool 
     return Fault(strike=lambda run: None, recovers=recovers, flags=flags, cpus=cpus, role=role)
 
 
-VLLM = ("--ray_engine", "vllm", "--vllm_num_engines", "1")
+VLLM = ("--ray_engine", "vllm", "--vllm_num_engines", "1", "--response_length", "200")
+IN_FLIGHT = (
+    *("--ray_engine", "embedded", "--response_length", "64", "--max_lag", "2"),
+    *("--rollout_schedule", "as_completed", "--in_flight_weight_updates"),
+)
 SERVER = ("--rollout_engine", "vllm_server", "--vllm_num_engines", "1", "--response_length", "200")
-LEARNERS = ("--actor_num_gpus_per_node", "2", "--local_rollout_batch_size", "4")
+LEARNERS = (
+    *("--actor_num_gpus_per_node", "2", "--local_rollout_batch_size", "4"),
+    *("--per_device_train_batch_size", "4"),
+)
 FAULTS = {
     "engine_killed": Fault(strike=send(9, "ray::ActorHost"), recovers=True),
     "engine_stopped": Fault(strike=send(19, "ray::ActorHost"), recovers=True),
@@ -207,9 +225,21 @@ FAULTS = {
     "interrupt_to_driver": Fault(strike=driver(2), recovers=False),
     "term_to_group": Fault(strike=driver(15, group=True), recovers=False),
     "driver_killed": Fault(strike=driver(9), recovers=False),
-    "vllm_killed": Fault(strike=send(9, "ray::ActorHost"), recovers=True, flags=VLLM),
-    "vllm_stopped": Fault(strike=send(19, "ray::ActorHost"), recovers=True, flags=VLLM),
-    "vllm_server_killed": Fault(strike=send(9, "api_server"), recovers=True, flags=SERVER),
+    "engine_in_flight_killed": Fault(
+        strike=send(9, "ray::ActorHost"), recovers=True, flags=IN_FLIGHT, sampling=("ActorHost",)
+    ),
+    "vllm_killed": Fault(
+        strike=send(9, "ray::ActorHost"), recovers=True, flags=VLLM, sampling=("ActorHost",)
+    ),
+    "vllm_stopped": Fault(
+        strike=send(19, "ray::ActorHost"), recovers=True, flags=VLLM, sampling=("ActorHost",)
+    ),
+    "vllm_server_killed": Fault(
+        strike=send(9, "api_server"), recovers=True, flags=SERVER, sampling=("EngineCore",)
+    ),
+    "vllm_core_killed": Fault(
+        strike=send(9, "EngineCore"), recovers=True, flags=SERVER, sampling=("EngineCore",)
+    ),
     "vllm_guard_killed": Fault(strike=send(9, "process_guard"), recovers=True, flags=SERVER),
     "node_lost": lost_node("RankWorker", (0, 2), engines=1),
     "engine_node_lost": lost_node("ActorHost", (2, 1), engines=2, recovers=True),
@@ -221,6 +251,7 @@ class Outcome:
     """What one fault did."""
 
     kind: str
+    at: int  # iterations that were finished; 0: while the run started
     code: int | None  # exit code; None: given up
     seconds: float  # until two more iterations, or the end of the command
     said: str  # last line on stderr
@@ -228,7 +259,19 @@ class Outcome:
     exact: bool | None = None  # rows equal those of an undisturbed run; None: not compared
 
 
-def inject(kind: str, folder: Path, calm: list[dict[str, Any]]) -> Outcome:
+def wait_for_moment(run: Run, fault: Fault, at: int) -> None:
+    """Wait until the fault is to strike; raises LookupError if the run ended before."""
+    run.wait(lambda: run.steps >= at or run.ended())
+    if at == 0:
+        run.wait(lambda: bool(run.named("ray::ActorHost", "api_server")) or run.ended())
+    elif fault.sampling:
+        run.wait(lambda: computes(run, *fault.sampling) or run.ended())
+    run.children()
+    if run.ended():
+        raise LookupError(f"the run ended before the fault: {run.said[-2000:]}")
+
+
+def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outcome:
     """Run the command, strike it, and resume it."""
     fault = FAULTS[kind]
     with contextlib.ExitStack() as stack:
@@ -239,10 +282,7 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]]) -> Outcome:
             strike = partial(nodes.kill_node_of, fault.role)
         run = Run(folder, *flags)
         try:
-            run.wait(lambda: run.steps >= STRIKE_AT or run.ended())
-            run.children()
-            if run.ended():
-                raise LookupError(f"the run ended before the fault: {run.said[-2000:]}")
+            wait_for_moment(run, fault, at)
             strike(run)
             before = run.steps
             begin = time.monotonic()
@@ -261,7 +301,11 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]]) -> Outcome:
             left += nodes.left()
         lines = [line for line in run.said.splitlines() if line.strip()]
         outcome = Outcome(
-            kind=kind, code=code, seconds=round(seconds, 1), said=lines[-1][:160] if lines else ""
+            kind=kind,
+            at=at,
+            code=code,
+            seconds=round(seconds, 1),
+            said=lines[-1][:160] if lines else "",
         )
         outcome.left = left
     if run.steps < ITERATIONS and list(folder.glob("checkpoint-*")):
@@ -285,60 +329,6 @@ def same(found: list[dict[str, Any]], calm: list[dict[str, Any]]) -> bool:
     )
 
 
-# -- a cluster of two nodes ----------------------------------------------------------------------
-
-
-class Nodes:
-    """A cluster of two nodes on this machine; the driver connects to the first."""
-
-    def __init__(self, cpus: tuple[int, int]) -> None:
-        from ray.cluster_utils import Cluster
-
-        head = {"num_cpus": cpus[0], "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._actors: list[psutil.Process] = []
-        self._second = self._cluster.add_node(num_cpus=cpus[1])
-        self.address: str = self._cluster.address
-
-    def kill_node_of(self, role: str, run: Run) -> None:
-        """Kill the raylet of the second node, if the actors of a role run there."""
-        struck = False
-        for node in (self._second, self._cluster.head_node):
-            raylet = node.all_processes["raylet"][0].process.pid
-            children = psutil.Process(raylet).children(recursive=True)
-            actors = [x for x in children if line_of(x).startswith(("ray::Rank", "ray::Actor"))]
-            self._actors += actors
-            on_node = [line_of(actor) for actor in actors]
-            struck |= node is self._second and any(f"ray::{role}" in x for x in on_node)
-        if not struck:
-            raise LookupError(f"the second node has no {role}")
-        os.kill(self._second.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-
-    def left(self, seconds: float = 30.0) -> list[str]:
-        """Actors of the run that still run some time after its end."""
-        _, alive = psutil.wait_procs(self._actors, timeout=seconds)
-        return [line_of(actor)[:60] for actor in alive]
-
-    def close(self) -> None:
-        """Stop both nodes."""
-        self._cluster.shutdown()
-
-
-@contextlib.contextmanager
-def two_nodes(cpus: tuple[int, int]) -> Iterator[Nodes]:
-    """``Nodes`` without token authentication."""
-    before = os.environ.get("RAY_AUTH_MODE")
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    nodes = Nodes(cpus)
-    try:
-        yield nodes
-    finally:
-        nodes.close()
-        os.environ.pop("RAY_AUTH_MODE")
-        if before is not None:
-            os.environ["RAY_AUTH_MODE"] = before
-
-
 def main() -> None:
     """Inject every kind of fault and print the table."""
     parser = argparse.ArgumentParser(
@@ -346,6 +336,8 @@ def main() -> None:
     )
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=[*FAULTS])
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--at", type=int, nargs="+", default=[STRIKE_AT], help="iterations")
+    parser.add_argument("--append", action="store_true", help="keep the recorded faults")
     parser.add_argument("--keep", type=Path, help="folder for the runs; not deleted")
     parser.add_argument("--out", type=Path, default=RESULTS / "ray_faults.json")
     options = parser.parse_args()
@@ -357,13 +349,16 @@ def main() -> None:
         expected = rows(root / "calm")
         if len(expected) != ITERATIONS:
             raise SystemExit(f"the undisturbed run failed: {calm.said[-3000:]}")
+    recorded: list[dict[str, Any]] = []
+    if options.append and options.out.exists():
+        recorded = json.loads(options.out.read_text())["faults"]
     outcomes: list[Outcome] = []
     print("| fault | exit | seconds | left running | rows exact | last line |")
     print("|---|---|---|---|---|---|")
     for kind in options.kinds:
-        for i in range(options.times):
+        for i, at in enumerate(options.at * options.times):
             try:
-                found = inject(kind, root / f"{kind}-{i}", expected)
+                found = inject(kind, root / f"{kind}-{i}", expected, at)
             except LookupError as error:
                 print(f"{kind} was not injected: {error}", flush=True)
                 continue
@@ -377,7 +372,7 @@ def main() -> None:
                 "processor": platform.processor() or platform.machine(),
                 "iterations": ITERATIONS,
                 "worker_timeout": PATIENCE,
-                "faults": [asdict(x) for x in outcomes],
+                "faults": [*recorded, *(asdict(x) for x in outcomes)],
             }
             options.out.write_text(json.dumps(report, indent=1) + "\n")
     if options.keep is None:

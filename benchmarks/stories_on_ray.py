@@ -1,12 +1,14 @@
-"""The stories run with vLLM on Ray, one update apart, against the synchronous trainer.
+r"""The stories run with vLLM on Ray, ahead of training, against the synchronous trainer.
 
     python -m benchmarks.stories_on_ray --updates 40 --seeds 0
+    python -m benchmarks.stories_on_ray --seeds 0 1 2 --updates 24 --prompts 32 --engines 1 \
+        --sides synchronous "vLLM on Ray, max_lag=1, in flight" "vLLM on Ray, max_lag=4, in flight"
 
-stories-head32 against the sentiment reward model; 64 prompts a step, 53 tokens, learning rate 3e-4,
-4 epochs, KL coefficient 0.05.  Sides: synchronous with the embedded engine; two vLLM engines in Ray
-actors with max_lag=1, without and with a correction of stale samples; and with weights in flight at
-max_lag 1 and 4.  Writes the scores of every
-update and the mean of the last five.  Needs Ray and vLLM.
+stories-head32 against the sentiment reward model; 64 prompts an iteration, 53 tokens, learning
+rate 3e-4, 4 epochs, KL coefficient 0.05.  Sides: synchronous with the embedded engine; vLLM engines
+in Ray actors at max_lag=0, and at max_lag=1 without and with a correction of stale samples; and
+with weights in flight at max_lag 1 and 4, corrected.  Writes the scores of every iteration and the
+mean of the last five.  Needs Ray and vLLM.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ IN_FLIGHT: dict[str, Any] = APART | {
 }
 SIDES: dict[str, dict[str, Any]] = {
     "synchronous": {},
+    "vLLM on Ray, max_lag=0": APART | {"max_lag": 0},
     "vLLM on Ray, max_lag=1": APART,
     "vLLM on Ray, max_lag=1, truncated": APART | {"sampler_correction": "truncate"},
     "vLLM on Ray, max_lag=1, in flight": IN_FLIGHT,
@@ -74,9 +77,10 @@ def trainer(side: str, seed: int, updates: int, **changes: Any) -> PPOTrainer:
     )
 
 
-def run(side: str, seed: int, updates: int) -> dict[str, Any]:
+def run(side: str, seed: int, updates: int, engines: int, prompts: int) -> dict[str, Any]:
     """One run."""
-    made = trainer(side, seed, updates)
+    apart = {"vllm_num_engines": engines} if SIDES[side] else {}
+    made = trainer(side, seed, updates, per_device_train_batch_size=prompts, **apart)
     begin = time.perf_counter()
     made.train()
     seconds = time.perf_counter() - begin
@@ -104,17 +108,22 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--seeds", type=int, nargs="+", default=[0])
     flags.add_argument("--updates", type=int, default=40)
+    flags.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
+    flags.add_argument("--engines", type=int, default=2)
+    flags.add_argument("--prompts", type=int, default=64, help="of an iteration")
+    flags.add_argument("--append", action="store_true", help="keep the recorded runs")
     flags = flags.parse_args()
-    runs = []
+    out = RESULTS / "stories_on_ray.json"
+    runs = json.loads(out.read_text()) if flags.append and out.exists() else []
     RESULTS.mkdir(exist_ok=True)
     for seed in flags.seeds:
-        for side in SIDES:
-            runs.append(run(side, seed, flags.updates))
+        for side in flags.sides:
+            runs.append(run(side, seed, flags.updates, flags.engines, flags.prompts))
             told = {
                 k: v for k, v in runs[-1].items() if k not in ("scores", "kl", "too_old_tokens")
             }
             print(json.dumps(told), flush=True)
-            (RESULTS / "stories_on_ray.json").write_text(json.dumps(runs, indent=1))
+            out.write_text(json.dumps(runs, indent=1))
 
 
 if __name__ == "__main__":

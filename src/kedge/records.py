@@ -66,13 +66,22 @@ def widen_field(f: Field[Any], x: Tensor, wide: Sequence[int]) -> Tensor:
     return widened(x, wide, left=f.metadata.get("left", False), fill=f.metadata.get("fill", 0))
 
 
+_FIELDS: dict[Any, tuple[Field[Any], ...]] = {}  # of each class; looking them up takes longer
+
+
+def _fields(kind: Any) -> tuple[Field[Any], ...]:
+    if kind not in _FIELDS:
+        _FIELDS[kind] = fields(kind)
+    return _FIELDS[kind]
+
+
 class Record:
     """Base of the records: ``rows``, ``cat``, ``put_rows``, ``trim`` and ``to``."""
 
     __slots__ = ()
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+        return len(getattr(self, _fields(type(self))[0].name))
 
     def rows(self, index: Index) -> Self:
         """A copy of the rows ``index`` (int64 [n], in that order, or a slice)."""
@@ -104,7 +113,7 @@ class Record:
         sizes = [len(part) for part in parts]
         changed = {
             f.name: _join(f, [getattr(part, f.name) for part in parts], sizes, names)
-            for f in fields(cls)  # type: ignore[arg-type]
+            for f in _fields(cls)
         }
         return replace(parts[0], **changed)  # type: ignore[type-var]
 
@@ -122,7 +131,9 @@ class Record:
         return both.rows(order)
 
     def _mapped(self, change: Any) -> Self:
-        return replace(self, **{f.name: change(f, getattr(self, f.name)) for f in fields(self)})  # type: ignore[type-var, arg-type]
+        return replace(
+            self, **{f.name: change(f, getattr(self, f.name)) for f in _fields(type(self))}
+        )  # type: ignore[type-var]
 
 
 def _take_rows(f: Field[Any], x: Any, index: Index) -> Any:

@@ -264,6 +264,9 @@ class Receipt:
 
     version: int
     fingerprint: str
+    # nats per token between engine and learner on the fixed tokens that verified the weights; None:
+    # they were compared bit by bit
+    gap: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ import torch
 from kedge.backends.vllm import remote
 from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.requests import build_requests
-from kedge.errors import ConfigError
-from kedge.types import Sampling
+from kedge.backends.vllm.server_check import check_server
+from kedge.errors import ConfigError, LostRequestsError
+from kedge.types import Rollout, Sampling
 from tests.contract.engines import needs_vllm, policy, server_of, trained
 from tests.contract.test_rollout_engine import prompts
 
@@ -43,10 +44,13 @@ def kill_all(pid):
     os.killpg(pid, signal.SIGKILL)
 
 
+def cores(pid):
+    return [p for p in group(pid) if "EngineCore" in " ".join(p.cmdline())]
+
+
 def kill_the_core(pid):
-    for process in group(pid):
-        if "EngineCore" in " ".join(process.cmdline()):
-            process.kill()
+    for process in cores(pid):
+        process.kill()
 
 
 def hang(pid):
@@ -73,6 +77,33 @@ def test_a_fault_in_the_middle_of_a_batch_changes_nothing(fault):
     assert found.version.tolist() == [5] * 120
     assert time.monotonic() - begin < 120
     assert group(struck) == []
+
+
+def drained(engine):
+    parts = []
+    while engine.unfinished:
+        parts += [part] if (part := engine.advance()) is not None else []
+    return Rollout.cat(parts)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_requests_that_a_lost_server_held_can_be_sampled_again():
+    engine, batch = server_of(), prompts(copies=4)
+    engine.load_weights(trained(policy()), 5)
+    want = engine.generate(batch, sampling=LONG, seed=0)
+    for process in cores(engine.service.pid):
+        process.suspend()  # while it holds the requests
+    engine.submit(batch, sampling=LONG, seed=0)
+    assert engine.advance() is None
+    kill_the_core(engine.service.pid)
+    with pytest.raises(LostRequestsError):
+        drained(engine)
+    assert engine.unfinished == 0
+    engine.submit(batch, sampling=LONG, seed=0)
+    found = drained(engine)
+    found = found.rows(found.prompts.row.argsort())
+    assert torch.equal(found.ids, want.ids)
+    assert found.version.tolist() == [5] * 24
 
 
 def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
@@ -107,9 +138,9 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
 
 def test_a_server_of_another_set_up_is_refused():
     remote = server_of().service._remote
-    remote.check(tied=False, precision="float32")
+    check_server(remote, tied=False, precision="float32")
     with pytest.raises(ConfigError, match=r"--dtype bfloat16 --hf-overrides"):
-        remote.check(tied=True, precision="bfloat16")
+        check_server(remote, tied=True, precision="bfloat16")
 
 
 def test_nothing_is_left_of_a_server_whose_owner_is_killed(tmp_path):

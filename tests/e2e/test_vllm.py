@@ -111,7 +111,7 @@ def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
             if hasattr(service, "_llm"):
                 service._llm.llm_engine.set_weight_version("2")
             else:
-                service._remote.name_version(2)
+                service._remote._name_version(2)
         else:
             load(weights, version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,6 +164,31 @@ def test_metrics_are_known_and_true() -> None:
     assert m["episode"] == 6
     with pytest.raises(KeyError, match="loss/valeu"):
         check_known({"loss/valeu": 1.0})
+
+
+@pytest.mark.parametrize(("max_lag", "partial_batches"), [(0, 0), (2, 0), (2, 3)])
+def test_the_gap_of_a_weight_sync_is_logged_with_what_was_sampled_by_it(
+    max_lag: int, partial_batches: int
+) -> None:
+    class Apart(ToyEngine):
+        def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
+            receipt = super().load_weights(weights, version)
+            assert receipt is not None
+            return replace(receipt, gap=1e-3 * (version + 1))
+
+    class Compare(Hooks):
+        seen = 0
+
+        def on_step_end(self, report: StepReport) -> bool:
+            newest = int(report.rollout.version.max())
+            assert report.metrics["rollout/sync_gap"] == pytest.approx(1e-3 * (newest + 1))
+            Compare.seen += 1
+            return False
+
+    engine(
+        rollout_engine=Apart(), hooks=Compare(), max_lag=max_lag, partial_batches=partial_batches
+    ).run(5)
+    assert Compare.seen == 5
 
 
 def test_an_engine_that_keeps_old_weights_is_caught() -> None:

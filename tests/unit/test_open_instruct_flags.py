@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from kedge.cli.main import main
 from kedge.cli.train import async_ppo
@@ -50,7 +52,7 @@ def flags_of(script: Path, tmp_path: Path) -> list[str]:
             "tulu3/ppo_8b.sh",
             {"actor_num_gpus_per_node": [4, 8], "vllm_tensor_parallel_size": 4,
              "report_to": ["wandb"], "num_ppo_epochs": 4,
-             "gradient_accumulation_steps": 8, "max_lag": 1},
+             "gradient_accumulation_steps": 16, "max_lag": 1},
         ),
     ],
 )  # fmt: skip
@@ -79,6 +81,41 @@ def test_the_scripts_can_be_planned(
     rows = [line.strip(" │").split() for line in capsys.readouterr().out.splitlines()]
     assert ["prompts", "│", "6", "│"] in rows or ["prompts", "│", "6"] in rows
     assert any(row[:1] == ["peak"] for row in rows)
+
+
+def test_the_8b_recipe_fits_gpus_of_80_gb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the configuration of Llama 3.1 8B, and prompts and responses of 2,048 tokens."""
+    model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
+    message = {"role": "user", "content": "w3 " * 2040}
+    chats.write_text(json.dumps({"messages": [message], "ground_truth": "1", "dataset": "gsm8k"}))
+    LlamaConfig(
+        vocab_size=128_264, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131_072,
+    ).save_pretrained(model)  # fmt: skip
+    word_tokenizer().save_pretrained(model)
+    local = ("--dataset_mixer_list", str(chats), "1.0", "--dataset_mixer_eval_list", str(chats))
+    models = ("--model_name_or_path", str(model), "--reward_model_path", str(model))
+    flags = [*flags_of(SCRIPTS / "tulu3/ppo_8b.sh", tmp_path), *local, "1", *models, "--bf16"]
+    flags += ["--use_cpu", "--output_dir", str(tmp_path / "out")]
+
+    def planned(*more: str) -> str:
+        assert main(["plan", "async-ppo", *flags, *more]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    text = planned()
+    # (16 bytes of 8.03 and of 7.50 billion trained weights, and 4 of the reference) / 12 learners
+    shards = ((8.03 + 7.50) * 16 + 8.03 * 4) * 1e9 / 12 / 2**30
+    copy = 8.03e9 * 4 / 2**30  # float32, gathered on the first GPU
+    sync = re.search(r"weight sync ([0-9.]+) GiB", text.partition("first of 12 GPUs")[2])
+    assert sync is not None
+    assert float(sync[1]) == pytest.approx(shards + copy, rel=0.01)
+    assert "fits a GPU of 79.0 GiB" in text
+    assert "does not fit" not in text
+    upstream = planned("--deepspeed_stage", "2", "--vllm_sync_backend", "nccl")
+    assert "does not fit a GPU of 79.0 GiB" in upstream
+    assert "set --deepspeed_stage 3 --vllm_sync_backend gloo" in upstream
 
 
 # Flags that upstream's scripts use, and the option that each one sets.

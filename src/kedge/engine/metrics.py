@@ -77,7 +77,10 @@ NAMES: dict[str, str] = {
     "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
     "rollout/correction_weight": "importance weight (learner / rollout engine), mean over tokens",
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
-    "rollout/logprob_gap": "nats per token; |log-probability of rollout engine - of learner|",
+    "rollout/logprob_gap": "nats per token; |log-probability of rollout engine - of learner| for "
+    "tokens of the newest policy version; not logged if all are older",
+    "rollout/sync_gap": "nats per token; the same on the fixed tokens that verify a weight sync "
+    "with vLLM: of the weights that sampled this batch, largest of the engines",
     "rollout/stale_gap": "the same for responses sampled with older weights",
     "environment/turns": "turns of the policy per episode",
     "environment/seconds": "seconds of sampling spent waiting for environments",

@@ -110,7 +110,7 @@ class ShardedEngine:
         return join_rollouts(prompts, whole, self._pad_id)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
-        """Load ``weights`` into every engine; returns their receipt if all agree.
+        """Load ``weights`` into every engine; returns their receipt, with the largest gap.
 
         Raises:
             SyncError: the engines report different weights.
@@ -125,7 +125,7 @@ class ShardedEngine:
                     f"engine {i} of {len(receipts)} reports {receipt} after loading version"
                     f" {version}, and engine 0 {receipts[0]}: they would sample from two policies"
                 )
-        return receipts[0]
+        return max(receipts, key=lambda r: (r and r.gap) or 0.0)
 
     def close(self) -> None:
         """Release the engines; calling it again does nothing."""

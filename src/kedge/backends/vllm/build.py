@@ -18,6 +18,7 @@ from kedge.backends.vllm.inprocess import InProcess
 from kedge.backends.vllm.policy_spec import PolicySpec, weights_dtype
 from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.server import Server
+from kedge.backends.vllm.server_check import check_server
 from kedge.backends.vllm.service import Service
 from kedge.config.rollout import engine_args
 from kedge.errors import ConfigError
@@ -224,7 +225,8 @@ def build_remote(
             slow=worker_start_timeout,
         )
         try:
-            remote.check(
+            check_server(
+                remote,
                 tied=spec.tied is not None and spec.adapter is None,
                 precision=str(arguments["dtype"]),
                 adapter=spec.adapter is not None,

@@ -219,7 +219,7 @@ class VLLMEngine:
         self.sync_gap = _verify(sent, self._last, measured, reported, tolerance)
         sent.measured, sent.noise = measured, self.sync_gap
         self._last = sent
-        return Receipt(version=reported, fingerprint=sent.fingerprint)
+        return Receipt(version=reported, fingerprint=sent.fingerprint, gap=self.sync_gap)
 
     def _expected(self, weights: Mapping[str, Tensor], version: int) -> _Sync:
         dtype, expected = self.spec.dtype, self.spec.expected(weights)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
+from kedge.backends.vllm.held_requests import HeldRequests
 from kedge.backends.vllm.service import (
     GenerationRequest,
     GenerationResult,
     allowed_tokens,
-    check_version,
     parse_version,
 )
 from kedge.backends.vllm.weight_payload import WeightPayload, shared_memory
-from kedge.errors import ConfigError, RolloutError, SyncError
+from kedge.errors import RolloutError, SyncError
+
+_SECONDS = 0.1  # of waiting for a result in one call of ``serve``
 
 
 class LostServerError(RolloutError):
@@ -69,9 +71,11 @@ class Remote:
         # Also without close(): shared memory outlives the process.
         self._clean = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._loads = 0
+        self._version = 0  # of the weights
         self._adapter: str | None = None  # name of the newest one in vLLM
         transport = httpx.HTTPTransport(uds=uds)
         self._client = httpx.Client(base_url=self.url, transport=transport, timeout=patience)
+        self._held = HeldRequests[GenerationResult](self._async_client)
 
     # -- Service ---------------------------------------------------------------------------------
 
@@ -82,19 +86,51 @@ class Remote:
             LostServerError: the server died or hangs; has the results received before.
             RolloutError: the server rejects the request.
         """
-        results: list[GenerationResult | None] = [None] * len(requests)
-
-        async def request(client: httpx.AsyncClient, i: int) -> None:
-            body = self._body(requests[i].prompt, requests[i].params)
-            response = await client.post("/inference/v1/generate", json=body)
-            results[i] = _result(_json(response)["choices"][0])
-
+        held = HeldRequests[GenerationResult](self._async_client)
+        results = dict[int, GenerationResult]()
+        new = dict(enumerate(requests))
         try:
-            asyncio.run(self._watched(lambda c: [request(c, i) for i in range(len(requests))]))
+            while len(results) < len(requests):
+                results |= self._wait(held, new, self._heartbeat)
+                new = {}
         except LostServerError as error:
-            error.answers = results
+            error.answers = [results.get(i) for i in range(len(requests))]
             raise
-        return [result for result in results if result is not None]
+        finally:
+            held.cancel()
+        return [results[i] for i in range(len(requests))]
+
+    async def _generate_one(
+        self, request: GenerationRequest, client: httpx.AsyncClient
+    ) -> GenerationResult:
+        body = self._body(request.prompt, request.params)
+        response = await client.post("/inference/v1/generate", json=body)
+        return _result(read_json(response)["choices"][0])
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        info = self._request(self._server_info)
+        slots = int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
+        return slots, self._adapter is None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the server works on requests of ``serve``."""
+        return self._held.holds
+
+    def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
+        """Hold new requests, by key, and wait for results for a short time; results by key.
+
+        Raises:
+            LostServerError: the server died or hangs.
+            RolloutError: the server rejects a request.
+        """
+        return self._wait(self._held, new, _SECONDS)
+
+    def cancel(self) -> None:
+        """Drop all requests that it holds."""
+        self._held.cancel()
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
@@ -137,9 +173,10 @@ class Remote:
         try:
             with self._paused():
                 self._post(path, json=body, timeout=self._slow)
-                if not self._post("/reset_prefix_cache")["success"]:
+                if not self._post("/reset_prefix_cache")["success"] and not self.holds:
                     raise SyncError("vLLM did not reset its prefix cache: requests are running")
-                self.name_version(version)
+                self._name_version(version)
+                self._version = version
         except LostServerError:
             raise
         except RolloutError as error:
@@ -147,8 +184,12 @@ class Remote:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Context in which the server is paused: running requests finish first, new ones wait."""
-        self._post("/pause?mode=wait", timeout=self._slow)
+        """Context in which the server is paused, and new requests wait.
+
+        Requests of ``serve`` are kept, and continue afterwards with the keys and values of the old
+        weights; without any, running requests of others finish first.
+        """
+        self._post(f"/pause?mode={'keep' if self.holds else 'wait'}", timeout=self._slow)
         try:
             yield
         except LostServerError:
@@ -176,10 +217,11 @@ class Remote:
 
     def close(self) -> None:
         """Close connections and delete the folder of weights; the server keeps running."""
+        self._held.cancel()
         self._client.close()
         self._clean()
 
-    def name_version(self, version: int) -> None:
+    def _name_version(self, version: int) -> None:
         """Set the version of the weights in vLLM."""
         self._post("/update_weight_version", json={"new_version": str(version)})
 
@@ -194,98 +236,52 @@ class Remote:
         except httpx.TransportError:
             return False
 
-    def check(self, *, tied: bool, precision: str, adapter: bool = False) -> None:
-        """Check that the server was started such that it samples from the policy.
-
-        Args:
-            tied: whether the policy's output head and embedding are one weight.
-            adapter: whether a LoRA adapter is trained and sent.
-            precision: of the learner, e.g. "float32".
-
-        Raises:
-            ConfigError: naming the missing flags.
-        """
-        if not self.healthy():
-            raise ConfigError(f"no vLLM server responds at {self.url}; start one, or check the URL")
-        try:
-            check_version(self._get("/version")["version"], f"the vLLM server at {self.url}")
-            missing = self._missing(tied=tied, precision=precision, adapter=adapter)
-        except httpx.TransportError as error:
-            raise ConfigError(
-                f"the vLLM server at {self.url} did not report its configuration: {error!r}"
-            ) from error
-        if missing:
-            raise ConfigError(
-                f"the vLLM server at {self.url} must be started with {' '.join(missing)};"
-                " otherwise it would not sample from the policy"
-            )
-
-    def _missing(self, *, tied: bool, precision: str, adapter: bool) -> list[str]:
-        """Required flags that the server was not started with."""
-        missing = []
-        info = self._client.get(
-            "/server_info", params={"config_format": "json"}, timeout=self._slow
-        )
-        if info.status_code == 404:
-            raise ConfigError(
-                f"the vLLM server at {self.url} cannot load new weights; start it with"
-                " VLLM_SERVER_DEV_MODE=1 in its environment"
-            )
-        model = _json(info)["vllm_config"]["model_config"]
-        if model["logprobs_mode"] != "processed_logprobs":
-            missing.append("--logprobs-mode processed_logprobs")
-        if precision not in str(model["dtype"]):
-            missing.append(f"--dtype {precision}")
-        hf_config = model.get("hf_config") or {}
-        if tied and (not isinstance(hf_config, dict) or hf_config.get("tie_word_embeddings", True)):
-            missing.append("""--hf-overrides '{"tie_word_embeddings": false}'""")
-
-        def unknown(path: str) -> bool:
-            return self._client.post(path, json={}, timeout=self._slow).status_code == 404
-
-        if adapter and unknown("/v1/load_lora_adapter"):
-            missing.append("--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
-        if unknown("/inference/v1/generate"):
-            missing.append("--enable-scale-out")
-        return missing
-
     # -- HTTP ------------------------------------------------------------------------------------
+
+    def _server_info(self) -> httpx.Response:
+        query = {"config_format": "json"}
+        return self._client.get("/server_info", params=query, timeout=self._slow)
 
     def _body(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         model = {} if self._adapter is None else {"model": self._adapter}
-        return {"token_ids": prompt, "sampling_params": params} | model
+        # The salt keeps apart prefixes that different weights have read.
+        salt = {"cache_salt": str(self._version)}
+        return {"token_ids": prompt, "sampling_params": params} | salt | model
 
-    async def _watched(self, work: Any) -> None:
-        """Run the coroutines of ``work(client)``; fail if the server misses health checks."""
+    def _async_client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(
             uds=self._uds, limits=httpx.Limits(max_connections=None)
         )
-        client = httpx.AsyncClient(base_url=self.url, transport=transport, timeout=None)
-        async with client:
-            heartbeat = asyncio.create_task(self._check_health(client))
-            jobs: list[asyncio.Task[None]] = [asyncio.create_task(job) for job in work(client)]
-            try:
-                await _first_error([heartbeat], jobs)
-            except httpx.TransportError as error:
-                raise LostServerError(
-                    f"the vLLM server at {self.url} is gone: {error!r}"
-                ) from error
-            finally:
-                for task in (heartbeat, *jobs):
-                    task.cancel()
-                await asyncio.gather(heartbeat, *jobs, return_exceptions=True)
+        return httpx.AsyncClient(base_url=self.url, transport=transport, timeout=None)
 
-    async def _check_health(self, client: httpx.AsyncClient) -> None:
-        """Poll the server's engine loop; raises once it does not respond in time."""
-        while True:
-            await asyncio.sleep(self._heartbeat)
-            try:
-                _json(await client.get("/weight_info", timeout=self._patience))
-            except httpx.TimeoutException:
-                raise LostServerError(
-                    f"the vLLM server at {self.url} did not respond for {self._patience:g} s"
-                    " (worker_timeout)"
-                ) from None
+    def _wait(
+        self,
+        held: HeldRequests[GenerationResult],
+        new: Mapping[int, GenerationRequest],
+        seconds: float,
+    ) -> dict[int, GenerationResult]:
+        """Results that arrive within ``seconds``; checks a server that returned none for long."""
+        sends = {key: partial(self._generate_one, request) for key, request in new.items()}
+        try:
+            results = held.wait(sends, seconds)
+        except httpx.TransportError as error:
+            raise self._gone(error) from error
+        if held.silent() > self._heartbeat:
+            self._check_alive()
+            held.heard()
+        return results
+
+    def _check_alive(self) -> None:
+        """Poll the server's engine loop."""
+        try:
+            read_json(self._client.get("/weight_info"))
+        except httpx.TimeoutException:
+            raise LostServerError(
+                f"the vLLM server at {self.url} did not respond for {self._patience:g} s"
+                " (worker_timeout)"
+            ) from None
+        except httpx.TransportError as error:
+            raise self._gone(error) from error
 
     def _get(self, path: str) -> Any:
         return self._request(lambda: self._client.get(path))
@@ -295,22 +291,15 @@ class Remote:
 
     def _request(self, send: Any) -> Any:
         try:
-            return _json(send())
+            return read_json(send())
         except httpx.TransportError as error:
-            raise LostServerError(f"the vLLM server at {self.url} is gone: {error!r}") from error
+            raise self._gone(error) from error
+
+    def _gone(self, error: httpx.TransportError) -> LostServerError:
+        return LostServerError(f"the vLLM server at {self.url} is gone: {error!r}")
 
 
-async def _first_error(watchers: list[asyncio.Task[None]], jobs: list[asyncio.Task[None]]) -> None:
-    """Wait for all jobs; raises the first error of a job or a watcher."""
-    waiting = set(jobs)
-    while waiting:
-        done, _ = await asyncio.wait(waiting | set(watchers), return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        waiting -= done
-
-
-def _json(response: httpx.Response) -> Any:
+def read_json(response: httpx.Response) -> Any:
     """The body of a successful response.
 
     Raises:
@@ -328,7 +317,10 @@ def _json(response: httpx.Response) -> Any:
 
 
 def _result(choice: dict[str, Any]) -> GenerationResult:
-    versions = [parse_version(span["version"]) for span in choice["weight_versions"] or ()]
+    spans = [
+        (parse_version(span["version"]), span["end"] - span["start"])
+        for span in choice["weight_versions"] or ()
+    ]
     content = choice["logprobs"]["content"]
     # The first of ``top_logprobs`` is the sampled token, whether or not it is among the others.
     tops = [[(x["token_id"], x["logprob"]) for x in at["top_logprobs"]] for at in content]
@@ -337,7 +329,8 @@ def _result(choice: dict[str, Any]) -> GenerationResult:
         logprobs=[at["logprob"] for at in content],
         allowed=[allowed_tokens(top) for top in tops] if max(map(len, tops)) > 1 else None,
         stopped=choice["finish_reason"] == "stop",
-        version=min(versions, default=-1),
+        version=min((version for version, _ in spans), default=-1),
+        spans=tuple(spans),
     )
 
 

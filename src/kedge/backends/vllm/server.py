@@ -24,7 +24,7 @@ from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.remote import LostServerError, Remote
 from kedge.backends.vllm.service import GenerationRequest, GenerationResult, check_version
 from kedge.backends.vllm.weight_payload import WeightPayload
-from kedge.errors import ConfigError, RolloutError
+from kedge.errors import ConfigError, LostRequestsError, RolloutError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -104,6 +104,8 @@ class Server:
         )
         self._version = 0
         self._loaded = False
+        self._tries = 0  # restarts since ``serve`` returned a result
+        self._lost = False  # whether it was restarted while it held requests
         try:
             self._start()
             self.load(spec.payload(weights), 0)
@@ -130,6 +132,35 @@ class Server:
             for i, result in zip(missing, received, strict=False):
                 results[i] = result
         return [result for result in results if result is not None]
+
+    @property
+    def abilities(self) -> tuple[int, bool]:
+        """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
+        return self._retry(lambda: self._remote.abilities)
+
+    def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
+        """Hold new requests, by key, and wait for results for a short time; results by key.
+
+        Raises:
+            LostRequestsError: the server was lost and restarted.
+            RolloutError: it was lost several times in a row, or rejects a request.
+        """
+        try:
+            if self._lost:
+                raise LostServerError("the vLLM server was restarted")
+            results = self._remote.serve(new)
+        except LostServerError as error:
+            if not self._lost:
+                self._tries = self._restart(error, self._tries)
+            self.cancel()
+            raise LostRequestsError(str(error)) from error
+        self._tries = 0 if results else self._tries
+        return results
+
+    def cancel(self) -> None:
+        """Drop all requests that it holds."""
+        self._remote.cancel()
+        self._lost = False
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
@@ -188,6 +219,7 @@ class Server:
             ) from error
         logger.warning("%s; restarting it with version %d", error, self._version)
         self.restarts += 1
+        self._lost = self._remote.holds
         self._process.kill()
         self._start()
         return tries + 1

@@ -13,6 +13,7 @@ from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.flags import Flags
 from kedge.cli.planning import memory
+from kedge.cli.planning.sharding import Units, count_units, read_sharding, verdict
 from kedge.cli.planning.sizes import human, longest, short, size_rows, sync_row
 from kedge.cli.train.async_data import load_mixed
 from kedge.cli.train.async_ppo import load_chat_tokenizer, parse_options
@@ -221,9 +222,7 @@ def estimate_needs(
         needs.append(memory.frozen("reference", counts[0], base, forward=forward))
     if algorithm.needs_values:
         model, role, size = shape, "value head", (memory.count_head(shape.hidden),) * 2
-        source = options.script.value_model_path
-        if source is None and getattr(config, "value_source", "policy") != "policy":
-            source = names.reward
+        source = _value_source(options, names)
         if getattr(config, "value_adapter", False):
             role, size = "value adapter", (counts[1] + shape.hidden,) * 2
         elif source is not None:
@@ -241,6 +240,25 @@ def estimate_needs(
             )
         )
     return needs + _reward_needs(config, names, policy, passes, read)
+
+
+def _value_source(options: Options, names: Names) -> str | None:
+    """The model that becomes the value model; None: a head or an adapter on the policy."""
+    source = options.script.value_model_path
+    if source is None and getattr(options.config, "value_source", "policy") != "policy":
+        return names.reward
+    return source
+
+
+def read_units(options: Options, needs: list[memory.Need]) -> dict[str, Units]:
+    """The units of the models that are sharded, by role."""
+    names = model_names(options)
+    read = partial(memory.read_config, trust_remote_code=options.model.trust_remote_code)
+    policy = count_units(read(names.policy), head="causal")
+    units = {"policy": policy, "reference": policy}
+    if any(n.role == "value" for n in needs) and (source := _value_source(options, names)):
+        units["value"] = count_units(read(source), head="score")
+    return units
 
 
 def _reward_needs(
@@ -303,3 +321,6 @@ def show(
         f" DeepSpeed: {', '.join(f'{phase} {human(x)}' for phase, x in peaks.items())}"
         + (f"; {human(process)} of it Python and libraries" if process else "")
     )
+    if sharding := read_sharding(options.config, batches.world_size):
+        units = read_units(options, needs)
+        console.print(verdict(needs, units, sharding, batches.micro_rows))

@@ -31,10 +31,11 @@ from kedge.engine.rollout.joining import (
     SampleStore,
     joined,
     restored_groups,
+    total_times,
 )
 from kedge.engine.rollout.threads import working
 from kedge.engine.rollout.weight_sync import WeightUpdate
-from kedge.engine.rollout.worker import EngineWorker, num_workers
+from kedge.engine.rollout.worker import EngineWorker, Occupancy, SampledGroups, num_workers
 from kedge.errors import CheckpointError, ConfigError, LostRequestsError
 from kedge.protocols import RolloutEngine
 from kedge.types import Rollout, group_rows
@@ -42,12 +43,13 @@ from kedge.types import Rollout, group_rows
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Sampled:
     """Groups that are to be scored."""
 
     rollout: Rollout
-    seconds: float
+    numbers: list[int]  # of the groups
+    times: dict[str, float]
     step: int  # iterations that the engine's weights have seen
 
 
@@ -74,6 +76,7 @@ class AsCompletedScheduler:
         self._sampled: list[_Sampled] = []
         self._scoring = False
         self._workers: list[EngineWorker] = []
+        self._occupancy = Occupancy()
         self._newest: WeightUpdate | None = None
         self._pause = ""  # "now": between tokens; "empty": when engines hold no groups
         self._closing = False
@@ -93,8 +96,10 @@ class AsCompletedScheduler:
         # If scores decide what is sampled next, partial batches are sampled and scored whole.
         slots = [0 if collector.more else getattr(engine, "slots", 0) for engine in engines]
         if [worker.engine for worker in self._workers] != list(engines):
+            self._occupancy = Occupancy()
             self._workers = [
-                EngineWorker(engine=e, slots=n) for e, n in zip(engines, slots, strict=True)
+                EngineWorker(engine=e, slots=n, all=self._occupancy)
+                for e, n in zip(engines, slots, strict=True)
             ]
         ready = [
             n and getattr(e, "updates_in_flight", False)
@@ -151,7 +156,7 @@ class AsCompletedScheduler:
         self._dispatcher.clear(step)
         self._failure = None
         for worker in self._workers:
-            worker.held.clear()
+            worker.release_all()
 
     def send(self, weight_update: WeightUpdate) -> None:
         """Start every group from now on with these weights."""
@@ -270,7 +275,7 @@ class AsCompletedScheduler:
                 self._give_back(worker)
                 self._changed.notify_all()
 
-    def _advance(self, worker: EngineWorker, numbers: list[int]) -> tuple[Rollout, float] | None:
+    def _advance(self, worker: EngineWorker, numbers: list[int]) -> SampledGroups | None:
         try:
             return worker.advance(numbers, self.collector, self._prompts)
         except LostRequestsError as error:
@@ -281,8 +286,7 @@ class AsCompletedScheduler:
 
     def _give_back(self, worker: EngineWorker) -> None:
         self._dispatcher.give_back(n for n in worker.held if n in self._dispatcher.running)
-        worker.held.clear()
-        worker.unfinished = 0
+        worker.release_all()
         self._work.notify_all()
 
     def _begin(self, worker: EngineWorker) -> tuple[WeightUpdate | None, list[int]] | None:
@@ -324,19 +328,17 @@ class AsCompletedScheduler:
             free = max((worker.slots - worker.unfinished) // rows, not worker.held)
             ahead = dispatcher.startable(update.step) + len(dispatcher.running)
             limit = min(free, -(-ahead // len(self._workers)) - len(worker.held))
-            unfinished = sum(worker.unfinished for worker in self._workers)
-            limit = int(min(limit, self._room(update.step) - unfinished / rows))
+            limit = int(min(limit, self._room(update.step) - self._occupancy.responses / rows))
         numbers = dispatcher.start(update.step, max(limit, 0))
-        worker.held.update(dict.fromkeys(numbers, update.version))
-        worker.unfinished += len(numbers) * rows
+        worker.hold(numbers, update.version, rows)
         return numbers
 
     def _room(self, version: int) -> float:
         """How many more groups may complete with weights of ``version``, in flight."""
         if not self._in_flight:
             return math.inf
-        held = sum(len(worker.held) for worker in self._workers)
-        return self._dispatcher.room(version, len(self._dispatcher.running) - held)
+        unscored = len(self._dispatcher.running) - self._occupancy.groups
+        return self._dispatcher.room(version, unscored)
 
     def _sample(
         self, worker: EngineWorker, update: WeightUpdate | None, numbers: list[int]
@@ -355,16 +357,15 @@ class AsCompletedScheduler:
                 groups = group_rows(sample[0].prompts)[0]
                 self._add_done(sample, dict.fromkeys(groups, step))
             with self._lock:
-                worker.held.clear()
+                worker.release_all()
             return
         sampled = self._advance(worker, numbers)
         with self._lock:
-            worker.unfinished = worker.engine.unfinished
+            worker.count_unfinished()
             if sampled is not None and not self._closing:
-                rollout, seconds = sampled
-                for number in group_rows(rollout.prompts)[0]:
-                    del worker.held[number]
-                self._sampled.append(_Sampled(rollout=rollout, seconds=seconds, step=step))
+                rollout, groups, times = sampled
+                worker.release(groups)
+                self._sampled.append(_Sampled(rollout, groups, times, step))
                 self._changed.notify_all()
 
     def _score_groups(self) -> None:
@@ -373,8 +374,8 @@ class AsCompletedScheduler:
             while sampled := self._next_sampled():
                 whole = Rollout.cat([x.rollout for x in sampled])
                 rollout, reward_output, times = self.collector.score(whole)
-                times["time/rollout"] = sum(x.seconds for x in sampled)
-                steps = {n: x.step for x in sampled for n in group_rows(x.rollout.prompts)[0]}
+                times |= total_times(x.times for x in sampled)
+                steps = {n: x.step for x in sampled for n in x.numbers}
                 self._add_done((rollout, reward_output, times), steps)
         finally:
             self._scoring = False  # the failure that ends this notifies who waits

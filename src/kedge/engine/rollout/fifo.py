@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kedge.engine.rollout.collector import PendingSample, RolloutCollector, Sample
 from kedge.engine.rollout.threads import Inline, Worker, working
-from kedge.engine.rollout.weight_sync import WeightUpdate, verify_sync
+from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
 from kedge.errors import CheckpointError
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Rollout
@@ -59,6 +59,7 @@ class FifoScheduler:
         self._fingerprint, self._moves = "", 0
         self._worker: Inline | Worker = Inline()
         self._until = 0
+        self._gap: dict[str, float] = {}  # metric of the last weight sync
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
         """Set the collector and the rollout engine used from now on."""
@@ -75,9 +76,14 @@ class FifoScheduler:
 
     def send(self, weight_update: WeightUpdate) -> None:
         """Load these weights after all work submitted before."""
-        load = self._rollout_engine.load_weights
-        receipt = self._worker.submit(load, weight_update.weights, weight_update.version)
-        self._syncs.append(_Sync(receipt, weight_update))
+        receipt = self._worker.submit(self._load, weight_update)
+        # Without the weights, which are freed once they are loaded.
+        self._syncs.append(_Sync(receipt, weight_update._replace(weights={})))
+
+    def _load(self, weight_update: WeightUpdate) -> Receipt | None:
+        receipt = self._rollout_engine.load_weights(weight_update.weights, weight_update.version)
+        self._gap = sync_gap(receipt)
+        return receipt
 
     def next_sample(self, step: int) -> Sample:
         """The sample of ``step``; also starts sampling the next ``max_lag`` steps.
@@ -96,9 +102,16 @@ class FifoScheduler:
         return sample
 
     def _start(self, step: int) -> _Batch:
-        batch, draw = _Batch(), self._collector.draw
-        batch.sample = self._worker.submit(draw, step, self._rollout_engine, on_rollout=batch.keep)
+        batch = _Batch()
+        batch.sample = self._worker.submit(self._draw, step, batch.keep)
         return batch
+
+    def _draw(self, step: int, on_rollout: Callable[[Rollout], None]) -> Sample:
+        """A sample with the gap of the weights that it was sampled with."""
+        rollout, reward_output, times = self._collector.draw(
+            step, self._rollout_engine, on_rollout=on_rollout
+        )
+        return rollout, reward_output, times | self._gap
 
     def mark_consumed(self) -> None:
         """Mark the last sample as consumed."""

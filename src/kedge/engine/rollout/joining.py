@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kedge.engine.rollout.collector import PendingSample, Sample
+from kedge.engine.rollout.weight_sync import SYNC_GAP
 from kedge.errors import CheckpointError
 from kedge.protocols import PromptSource
 from kedge.types import PromptBatch, RewardOutput, Rollout, group_rows, separated
@@ -158,7 +159,7 @@ def joined(samples: Sequence[Sample], like: PromptBatch) -> Sample:
     """Join samples into one, padded to the widest of them.
 
     Rows and groups are renumbered like those of ``like``, since samples of different steps may
-    share group ids.  Seconds and counts add.
+    share group ids.
 
     Args:
         samples: each with whole groups.
@@ -173,11 +174,17 @@ def joined(samples: Sequence[Sample], like: PromptBatch) -> Sample:
     reward_output = RewardOutput.cat([reward_output for _, reward_output, _ in samples]).widened_to(
         rollout
     )
+    return rollout, reward_output, total_times([times for *_, times in samples])
+
+
+def total_times(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds and counts add; of the gaps of weight syncs it is the largest."""
     times: dict[str, float] = {}
-    for _, _, seconds in samples:
-        for name, x in seconds.items():
-            times[name] = times.get(name, 0.0) + x
-    return rollout, reward_output, times
+    for part in parts:
+        for name, x in part.items():
+            before = times.get(name, 0.0)
+            times[name] = max(before, x) if name == SYNC_GAP else before + x
+    return times
 
 
 def _renumber(prompts: PromptBatch, like: PromptBatch) -> PromptBatch:

@@ -10,6 +10,8 @@ from torch import Tensor
 from kedge.errors import SyncError
 from kedge.types import Receipt
 
+SYNC_GAP = "rollout/sync_gap"
+
 
 class WeightUpdate(NamedTuple):
     """The weights after an iteration, which every rollout engine must load."""
@@ -48,3 +50,8 @@ def verify_sync(receipt: Receipt | None, sent: WeightUpdate, *, confirmed: str, 
             " small for their precision, or the optimizer has other parameters"
         )
     return receipt.fingerprint
+
+
+def sync_gap(receipt: Receipt | None) -> dict[str, float]:
+    """The metric of a weight sync, if rollout engine and learner were compared on tokens."""
+    return {} if receipt is None or receipt.gap is None else {SYNC_GAP: receipt.gap}

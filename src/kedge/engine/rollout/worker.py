@@ -7,16 +7,27 @@ from typing import Any
 
 from kedge.engine.rollout.collector import RolloutCollector, Sample
 from kedge.engine.rollout.joining import GroupPrompts, with_groups
-from kedge.engine.rollout.weight_sync import WeightUpdate, verify_sync
+from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
 from kedge.engine.seeds import seed_for
 from kedge.errors import SyncError
 from kedge.protocols import RolloutEngine
-from kedge.types import Rollout
+from kedge.types import Rollout, group_rows
+
+# Not scored yet, their numbers, and seconds and metrics.
+SampledGroups = tuple[Rollout, list[int], dict[str, float]]
 
 
 def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
     """The engines that can sample concurrently: the parts of a composite engine, or the engine."""
     return tuple(getattr(rollouts, "engines", ())) or (rollouts,)
+
+
+@dataclass(slots=True)
+class Occupancy:
+    """What all engines hold together."""
+
+    groups: int = 0
+    responses: int = 0  # that are being sampled
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,20 +36,46 @@ class EngineWorker:
 
     engine: Any  # RolloutEngine, or ContinuousEngine if it has slots
     slots: int  # responses that it samples at once; 0: it samples partial batches
+    all: Occupancy  # of this engine and the others
     update: WeightUpdate | None = None  # the weights that it has
     held: dict[int, int] = field(default_factory=dict)  # group -> version that it was started with
     unfinished: int = 0  # responses that are being sampled
     busy: bool = False
     _fingerprint: str = ""
     _seconds: float = 0.0  # of sampling since groups were done
+    _gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
 
     def reset(self) -> None:
         """Hold nothing, and load weights before sampling again."""
         self.update, self._fingerprint, self.busy, self._seconds = None, "", False, 0.0
-        self.unfinished = 0
-        self.held.clear()
+        self.release_all()
         if self.slots:
             self.engine.cancel()
+
+    def hold(self, numbers: list[int], version: int, rows: int) -> None:
+        """These groups of ``rows`` responses are started with weights of ``version``."""
+        self.held.update(dict.fromkeys(numbers, version))
+        self.all.groups += len(numbers)
+        self._set_unfinished(self.unfinished + len(numbers) * rows)
+
+    def release(self, numbers: list[int]) -> None:
+        """These groups are done."""
+        for number in numbers:
+            del self.held[number]
+        self.all.groups -= len(numbers)
+
+    def release_all(self) -> None:
+        """It holds nothing any more."""
+        self.release(list(self.held))
+        self._set_unfinished(0)
+
+    def count_unfinished(self) -> None:
+        """Ask the engine which responses are left."""
+        self._set_unfinished(self.engine.unfinished)
+
+    def _set_unfinished(self, responses: int) -> None:
+        self.all.responses += responses - self.unfinished
+        self.unfinished = responses
 
     def load(self, new: WeightUpdate) -> None:
         """Load weights and verify them.
@@ -52,12 +89,12 @@ class EngineWorker:
         self._fingerprint = verify_sync(
             receipt, new, confirmed=confirmed, moved=moved and confirmed != ""
         )
-        self.update = new
+        self.update, self._gap = new, sync_gap(receipt)
 
     def advance(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
-    ) -> tuple[Rollout, float] | None:
-        """Start these groups and sample on; groups that are done, and the seconds they took."""
+    ) -> SampledGroups | None:
+        """Start these groups and sample on; groups that are done, and their seconds and metrics."""
         begin = collector.clock()
         for step, batch in prompts.prompts(numbers):
             seed = seed_for(collector.seed, "rollout", step)
@@ -68,7 +105,8 @@ class EngineWorker:
             return None
         self._check(rollout)
         seconds, self._seconds = self._seconds, 0.0
-        return rollout, seconds
+        groups = group_rows(rollout.prompts)[0]
+        return rollout, groups, {"time/rollout": seconds, **self._gap}
 
     def draw(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
@@ -79,7 +117,7 @@ class EngineWorker:
             rollout, reward_output, times = collector.draw(step, self.engine, rows)
             rollout = replace(rollout, prompts=with_groups(rollout.prompts, groups))
             self._check(rollout)
-            samples.append((rollout, reward_output, times))
+            samples.append((rollout, reward_output, times | self._gap))
         return samples
 
     def _check(self, rollout: Rollout) -> None:
