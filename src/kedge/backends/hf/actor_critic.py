@@ -164,7 +164,7 @@ class ActorCritic(nn.Module):
             _release(request)
         if isinstance(value, ScalarModel | AdapterValue) and states is not None:
             model = value.model if isinstance(value, ScalarModel) else self.policy
-            values = call_within(model, lambda: value(request.packed.ids, states))
+            values = call_within(model, lambda: value(request.packed, states))
             output = output._replace(values=values)
             _release(request)
         return output

@@ -11,18 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.packing import Packed, pack
+from kedge.backends.hf.trunk import read_trunk, trunk
 from kedge.errors import ConfigError
 from kedge.ops.linear_logprob import Head
 
 _RATES = ("dropout", "layerdrop", "drop_path")
-
-
-def trunk(backbone: nn.Module, ids: Tensor) -> Tensor:
-    """Last hidden states float [b, L, H] of right-padded rows, without an attention mask."""
-    with known_masks():
-        return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 class LanguageModelParts(Protocol):
@@ -74,7 +68,7 @@ class CausalParts:
 
     def read(self, packed: Packed) -> Tensor:
         """Last hidden states of the trunk."""
-        return trunk(self.backbone, packed.ids)
+        return read_trunk(self.backbone, packed)
 
     def compiled(self, how: Mapping[str, Any]) -> CausalParts:
         """The same with the trunk run through torch.compile."""

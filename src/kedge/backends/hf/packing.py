@@ -24,6 +24,7 @@ class Packed:
     lengths: Tensor  # int64 [b]; real tokens
     prompt_lengths: Tensor  # int64 [b]
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
+    host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
 
     def states(self, slots: Tensor) -> Tensor:
         """Flat indices int64 [n] into [b * L] of the states before the marked response slots.
@@ -43,7 +44,12 @@ class Packed:
     def to(self, device: torch.device) -> Packed:
         """The inputs of the model on a device; the lengths stay where they are."""
         source = self.source and (self.source[0].to(device), self.source[1].to(device))
-        return replace(self, ids=self.ids.to(device), source=source)
+        return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids)
+
+    def row_keys(self) -> list[bytes]:
+        """The real tokens of each row; equal for equal rows."""
+        host = (self.ids if self.host_ids is None else self.host_ids).numpy()
+        return [row[:n].tobytes() for row, n in zip(host, self.lengths.tolist(), strict=True)]
 
 
 def pack(prompt_ids: Tensor, prompt_mask: Tensor, ids: Tensor, response_mask: Tensor) -> Packed:

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kedge.backends.hf.model import causal_parts, eval_mode, trunk
+from kedge.backends.hf.model import causal_parts, eval_mode
+from kedge.backends.hf.packing import Packed
 from kedge.backends.hf.peft import (
     REWARD_ADAPTER,
     VALUE_ADAPTER,
@@ -25,6 +26,7 @@ from kedge.backends.hf.peft import (
     adapter_parameters,
     without_notices,
 )
+from kedge.backends.hf.trunk import read_trunk
 from kedge.backends.hf.value_head import ScalarHead
 from kedge.errors import ConfigError
 from kedge.ops.cpu.patch import Kernels
@@ -60,10 +62,10 @@ class AdapterValue(nn.Module):
         yield from super().named_parameters(*args, **kwargs)
         yield from adapter_parameters(self.policy, VALUE_ADAPTER).items()
 
-    def forward(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
+    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states`` of packed rows [b, L]."""
         with self.switch.active(VALUE_ADAPTER):
-            hidden = trunk(self._backbone[0], ids).flatten(0, 1)[states]
+            hidden = read_trunk(self._backbone[0], packed).flatten(0, 1)[states]
         return self.head(hidden).sum(1)  # one column
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:

@@ -16,8 +16,9 @@ from kedge.backends.hf.model import (
     eval_mode,
     get_backbone,
     silence_mask_warning,
-    trunk,
 )
+from kedge.backends.hf.packing import Packed
+from kedge.backends.hf.trunk import read_trunk, trunk
 from kedge.backends.rewards.heads import SHIFT, in_full
 from kedge.errors import ConfigError
 
@@ -81,9 +82,9 @@ class ScalarModel(nn.Module):
         compiled: Any = torch.compile(self.backbone, **how)
         self._backbone = [compiled]
 
-    def forward(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Float32 [n]: the value of each of the flat ``states`` of right-padded ``ids`` [b, L]."""
-        hidden = trunk(self.backbone, ids).flatten(0, 1)[states]
+    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states`` of packed rows [b, L]."""
+        hidden = read_trunk(self.backbone, packed).flatten(0, 1)[states]
         return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
 
 
