@@ -1,13 +1,14 @@
 """Training of the top 2 of 12 layers against training of all layers: pythia-160m's shape, in turn.
 
-    python -m benchmarks.cached_trunk [--prompts long short] [--rounds 1] [--sides full cached]
+    python -m benchmarks.cached_trunk [--cases long checkpointed short] [--rounds 1]
 
 PPO with a separate value model and a reference, responses of 53 tokens, four epochs, float32, one
 thread.  Prompts are random tokens: "long" 4 of 256 to 448, as of summaries of posts; "short" 8 of
-32 to 128, the case of ``benchmarks.ppo_vs_trl``.  Each side runs in a fresh process, two
-iterations, of which the first is warm-up.  CPU seconds of an iteration, and of its update
-(log-probabilities, values, four epochs); memory is the peak resident set.  The side ``uncached``
-trains the same layers with ``cache_trunk=False``.
+32 to 128, the case of ``benchmarks.ppo_vs_trl``; "checkpointed" is "long" with gradient
+checkpointing, which is Kedge's default and off in the others.  Each side runs one iteration in a
+fresh process.  CPU seconds of an iteration, and of its update (log-probabilities, values, four
+epochs); memory is the peak resident set.  The side ``uncached`` trains the same layers with
+``cache_trunk=False``.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ SIDES: dict[str, dict[str, Any]] = {
     "cached": {"train_layers": 2},
     "uncached": {"train_layers": 2, "cache_trunk": False},
 }
-ITERATIONS = 2
-PROMPTS = {"long": (4, 256, 448), "short": (8, 32, 128)}  # rows, and tokens from and to
+LONG = (4, 256, 448)  # rows, and tokens from and to
+PROMPTS = {"long": LONG, "checkpointed": LONG, "short": (8, 32, 128)}
 
 
-def draw(prompts: str, vocabulary: int) -> list[dict[str, list[int]]]:
-    """Random prompts for all iterations."""
-    rows, low, high = PROMPTS[prompts]
+def draw(name: str, vocabulary: int) -> list[dict[str, list[int]]]:
+    """Random prompts."""
+    rows, low, high = PROMPTS[name]
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(low, high + 1, (rows * ITERATIONS,), generator=generator).tolist()
+    lengths = torch.randint(low, high + 1, (rows,), generator=generator).tolist()
     draws = [torch.randint(2, vocabulary, (n,), generator=generator) for n in lengths]
     return [{"input_ids": ids.tolist()} for ids in draws]
 
 
-def one(side: str, prompts: str) -> dict[str, Any]:
+def one(side: str, name: str) -> dict[str, Any]:
     """Train in this process."""
     from transformers import TrainerCallback
 
@@ -78,16 +79,17 @@ def one(side: str, prompts: str) -> dict[str, Any]:
         return metrics
 
     Updater.train_on = timed  # type: ignore[method-assign]
-    case = replace(CASES["pythia-160m"], batch=PROMPTS[prompts][0])
+    case = replace(CASES["pythia-160m"], batch=PROMPTS[name][0])
+    options = common(case, 1) | {"gradient_checkpointing": name == "checkpointed"}
     policy, reference, reward, value = models(case)
     del reference  # a copy of the policy, as by default
     PPOTrainer(
-        PPOConfig(**common(case, ITERATIONS), disable_tqdm=True, preflight=False, **SIDES[side]),
+        PPOConfig(**options | SIDES[side], disable_tqdm=True, preflight=False),
         tokenizer(case),
         policy,
         None,
         reward,
-        draw(prompts, case.shape["vocab_size"]),
+        draw(name, case.shape["vocab_size"]),
         value,
         callbacks=[Clock()],
     ).train()
@@ -95,19 +97,19 @@ def one(side: str, prompts: str) -> dict[str, Any]:
     peak = next(int(x.split()[1]) for x in status if x.startswith("VmHWM")) / 1024
     return {
         "side": side,
-        "prompts": prompts,
+        "case": name,
         "iteration_cpu_seconds": iterations[-1] - iterations[-2],
         "update_cpu_seconds": update[-1],
         "peak_mib": peak,
     }
 
 
-def run(side: str, prompts: str) -> dict[str, Any]:
+def run(side: str, name: str) -> dict[str, Any]:
     """Train in a fresh process."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.cached_trunk", "--one", side, prompts],
+            [sys.executable, "-m", "benchmarks.cached_trunk", "--one", side, name],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -148,7 +150,7 @@ def ratios(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--rounds", type=int, default=1)
-    flags.add_argument("--prompts", nargs="+", default=["long"], choices=list(PROMPTS))
+    flags.add_argument("--cases", nargs="+", default=["long"], choices=list(PROMPTS))
     flags.add_argument("--sides", nargs="+", default=["full", "cached"], choices=list(SIDES))
     flags.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = flags.parse_args()
@@ -160,10 +162,10 @@ def main() -> None:
     result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     result["processor"] = processor()
     result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for prompts in given.prompts:
-        runs = [run(side, prompts) for _ in range(given.rounds) for side in given.sides]
-        result[prompts] = {"runs": runs, "over full": ratios(runs)}
-        print(json.dumps({prompts: result[prompts]["over full"]}))
+    for name in given.cases:
+        runs = [run(side, name) for _ in range(given.rounds) for side in given.sides]
+        result[name] = {"runs": runs, "over full": ratios(runs)}
+        print(json.dumps({name: result[name]["over full"]}))
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -118,7 +118,7 @@ class HFLearner:
         self._trunks = TrunkCache(owners if plain and settings.cache_trunk else [])
         padding = settings.padding_budget
         if padding is None:
-            padding = padding_budget(policy, self.module.parts.output)
+            padding = padding_budget(policy, self.module.parts.output, self._trunks.skipped)
         self._padding_budget = padding
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0

@@ -7,7 +7,7 @@ stands at its true position, without any attention mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,16 +125,21 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     )
 
 
-def padding_budget(model: nn.Module, head: nn.Module) -> int:
+def padding_budget(model: nn.Module, head: nn.Module, skipped: Collection[int] = ()) -> int:
     """Tokens of padding that cost as much as one more forward and backward pass of a model.
 
         seconds of a pass = launch + 12 bytes * weights that train / bandwidth
         seconds of a token = 6 * weights between embedding and head / arithmetic
 
     with rough figures for one CPU core or one GPU.
+
+    Args:
+        model: the model.
+        head: its output layer.
+        skipped: ids of weights whose outputs are kept, so that passes do not read them.
     """
     ends = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    outside = {id(p) for m in [*ends, head] for p in m.parameters()}
+    outside = {id(p) for m in [*ends, head] for p in m.parameters()} | {*skipped}
     trunk = sum(p.numel() for p in model.parameters() if id(p) not in outside)
     trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
     cpu = next(model.parameters()).device.type == "cpu"

@@ -220,6 +220,11 @@ class TrunkCache:
         finally:
             _active.reset(token)
 
+    @property
+    def skipped(self) -> set[int]:
+        """Ids of the weights that a pass from kept states does not read."""
+        return {id(p) for lower in self._lower for p in lower.weights.values()}
+
     def clear(self) -> None:
         """Drop all states."""
         for lower in self._lower:
