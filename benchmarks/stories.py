@@ -28,7 +28,9 @@ SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared
 RESULTS = Path(__file__).parent / "results"
 
 
-def run(position: str, seed: int, updates: int = 40) -> dict[str, Any]:
+def run(
+    position: str, seed: int, train_layers: int | None = None, updates: int = 40
+) -> dict[str, Any]:
     """One run."""
     data = SHARED / "data"
     prompts = (data / "story-prompts" / "train.jsonl").read_text().splitlines()
@@ -47,6 +49,7 @@ def run(position: str, seed: int, updates: int = 40) -> dict[str, Any]:
             save_strategy="no",
             num_sample_generations=0,
             seed=seed,
+            train_layers=train_layers,
             disable_tqdm=True,
         ),
         AutoTokenizer.from_pretrained(data / "stories260k", padding_side="left"),
@@ -63,6 +66,7 @@ def run(position: str, seed: int, updates: int = 40) -> dict[str, Any]:
     return {
         "position": position,
         "seed": seed,
+        "train_layers": train_layers,
         "scores": scores,
         "kl": [row["objective/kl"] for row in rows],
         "first": scores[0],
@@ -96,16 +100,18 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     flags.add_argument("--positions", nargs="+", default=["last", "after_last"])
+    flags.add_argument("--train_layers", type=int, help="of the 5; writes stories_top_N.json")
     flags = flags.parse_args()
+    name = "stories" if flags.train_layers is None else f"stories_top_{flags.train_layers}"
     runs = []
     RESULTS.mkdir(exist_ok=True)
     for seed in flags.seeds:
         for position in flags.positions:
-            runs.append(run(position, seed))
+            runs.append(run(position, seed, flags.train_layers))
             told = {k: v for k, v in runs[-1].items() if k not in ("scores", "kl", "completions")}
             print(json.dumps(told), flush=True)
-            (RESULTS / "stories.json").write_text(json.dumps(runs, indent=1))
-    draw(runs, RESULTS / "stories.png")
+            (RESULTS / f"{name}.json").write_text(json.dumps(runs, indent=1))
+    draw(runs, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ ALIASES = (
     ("ref_model", "ref_policy"),
     ("reward_processing_class", "reward_processing_classes"),
     ("model_adapter_name", "adapter_name"),
+    ("train_layers", "num_layers_unfrozen", "num_unfrozen_layers", "unfreeze_layers"),
 )
 _CUTOFF = 0.5
 

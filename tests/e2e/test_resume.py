@@ -95,23 +95,23 @@ def assert_same(found: PPOTrainer, want: Outcome) -> None:
 
 
 @functools.cache
-def whole_run(max_lag: int = 0) -> Outcome:
+def whole_run(max_lag: int = 0, **changes: Any) -> Outcome:
     """What a run that is never interrupted comes to."""
     with tempfile.TemporaryDirectory() as folder:
-        made = trainer(Path(folder), save_strategy="no", max_lag=max_lag)
+        made = trainer(Path(folder), save_strategy="no", max_lag=max_lag, **changes)
         made.train()
         return outcome(made)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_n_plus_n_is_two_n(tmp_path: Path, max_lag: int) -> None:
-    first = trainer(tmp_path / "cut", StopAt(3), max_lag=max_lag)
+@pytest.mark.parametrize("changes", [{}, {"max_lag": 1}, {"train_layers": 1}])
+def test_n_plus_n_is_two_n(tmp_path: Path, changes: dict[str, Any]) -> None:
+    first = trainer(tmp_path / "cut", StopAt(3), **changes)
     first.train()
     assert first.state.global_step == 3
-    second = trainer(tmp_path / "cut", max_lag=max_lag)
+    second = trainer(tmp_path / "cut", **changes)
     second.train(resume_from_checkpoint=True)
     assert second.state.global_step == 6
-    assert_same(second, whole_run(max_lag))
+    assert_same(second, whole_run(**changes))
 
 
 def test_a_run_that_is_done_says_so_and_rates_are_of_this_process(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from kedge.backends.hf.packing import Packed
 from kedge.backends.rewards import RewardModel
 from kedge.backends.rewards.heads import SHIFT
 from kedge.cli.main import main
@@ -129,11 +130,11 @@ def test_an_adapter_keeps_the_shift_of_its_scores(
     shared = AdapterRewardModel(policy, reward)
     assert torch.allclose(RewardModel(shared).score(batch()).scores, want, atol=1e-6)
     value = value_adapter(policy, reward)
-    ids, states = torch.tensor([[3, 4, 5]]), torch.tensor([2])
-    assert torch.allclose(value(ids, states), load_value(reward)(ids, states), atol=1e-6)
+    row, states = packed([3, 4, 5]), torch.tensor([2])
+    assert torch.allclose(value(row, states), load_value(reward)(row, states), atol=1e-6)
     value.save(place / "value")
     saved = load_value(str(place / "value"))
-    assert torch.allclose(saved(ids, states), value(ids, states), atol=1e-6)
+    assert torch.allclose(saved(row, states), value(row, states), atol=1e-6)
 
     capsys.readouterr()
     plan = ["plan", "ppo", "--model_name_or_path", str(place / "model"), "--use_cpu"]
@@ -211,15 +212,21 @@ def test_a_value_model_made_of_a_reward_model_starts_from_its_scores(tmp_path: P
     model = tiny_reward_model(vocab_size=32)
     setattr(model.config, SHIFT, 2.5)
     model.save_pretrained(tmp_path / "reward")
-    ids, states = torch.tensor([[3, 4, 5]]), torch.tensor([2])
+    row, states = packed([3, 4, 5]), torch.tensor([2])
     value = load_value(str(tmp_path / "reward"))
     score = RewardModel(model).score_texts(["w1"], word_tokenizer()).item()
-    ended = torch.tensor([[*word_tokenizer()("w1")["input_ids"], word_tokenizer().eos_token_id]])
-    last = torch.tensor([ended.shape[1] - 1])
+    ended = packed([*word_tokenizer()("w1")["input_ids"], word_tokenizer().eos_token_id])
+    last = ended.lengths - 1
     assert value(ended, last).item() == pytest.approx(score, abs=1e-6)
     save_value(value, tmp_path / "value")
     again = load_value(str(tmp_path / "value"))
-    assert torch.equal(again(ids, states), value(ids, states))
+    assert torch.equal(again(row, states), value(row, states))
+
+
+def packed(tokens: list[int]) -> Packed:
+    """One row without padding."""
+    lengths = torch.tensor([len(tokens)])
+    return Packed(ids=torch.tensor([tokens]), lengths=lengths, prompt_lengths=lengths)
 
 
 def batch() -> Rollout:

@@ -45,7 +45,9 @@ def build(mode: str, rank: int):
     reference = frozen_copy(policy)
     if "adapter" in mode:
         torch.manual_seed(3)
-        policy = with_adapter(policy, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        top = None if "sharded" in mode else [1]  # the layer below is computed once per batch
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=top)
+        policy = with_adapter(policy, lora)
         reference = AdapterReference(policy)
     # A large epsilon: Adam's first steps would blow rounding up to the size of the rate.
     args = arguments(adam_epsilon=1e-2, lr_scheduler_type="linear")

@@ -124,6 +124,18 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
         False,
         "Allow training bf16 or fp16 weights, which round small weight changes away.",
     )
+    train_layers: int | None = _models(
+        None,
+        "Train only the top k transformer layers of policy and value model, with final norm and "
+        "output layer (unless it is tied to the embedding). Unset: all layers.",
+        ge=1,
+    )
+    cache_trunk: bool = _models(
+        True,
+        "Where the lower layers are frozen (train_layers, adapters on the top layers only), "
+        "compute their output once per batch for all epochs and models that share them.",
+        resume="may_change",
+    )
 
     # Sampling.
     response_length: int = _sampling(53, "Maximum length of a response, in tokens.", ge=1)

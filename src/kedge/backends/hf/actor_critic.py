@@ -188,8 +188,7 @@ class ActorCritic(nn.Module):
             self._release(request)
         if isinstance(value, ScalarModel | AdapterValue) and states is not None:
             model = value.model if isinstance(value, ScalarModel) else self.policy
-            packed = request.packed
-            values = call_within(model, lambda: value(packed.ids, states, packed.row_lengths))
+            values = call_within(model, lambda: value(request.packed, states))
             output = output._replace(values=values)
             self._release(request)
         return output

@@ -34,6 +34,8 @@ def total(x: Tensor, device: torch.device) -> Tensor:
 
 def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Experience:
     """The rows of all ranks, in rank order, padded to the widest; equally many per rank."""
+    if ranks == 1:
+        return local
     pooled = {}
     for f in fields(local):
         x = getattr(local, f.name)

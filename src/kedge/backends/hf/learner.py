@@ -48,6 +48,7 @@ from kedge.backends.hf.sharding import (
     sharding_strategy,
 )
 from kedge.backends.hf.shared_base import checkpointing_options
+from kedge.backends.hf.trunk import TrunkCache
 from kedge.backends.hf.value_head import ScalarModel
 from kedge.errors import ConfigError, KedgeError
 from kedge.ops.cpu.heap import release_free_memory
@@ -112,10 +113,12 @@ class HFLearner:
         )
         if args.torch_compile:
             self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
-        swaps_kernels = not (args.torch_compile or self.sharded)
-        self._kernels = Kernels(self._all_models() if swaps_kernels else [])
-        joined = swaps_kernels and self.module.join_rows(self.reference)
-        budget = padding_budget(policy, self.module.parts.output, joined=joined)
+        plain = not (args.torch_compile or self.sharded)
+        self._kernels = Kernels(self._all_models() if plain else [])
+        owners = [self.module.parts, value, getattr(self.reference, "parts", None)]
+        self._trunks = TrunkCache(owners if plain and settings.cache_trunk else [])
+        joined = plain and not (skip := self._trunks.skipped) and self.module.join_rows(reference)
+        budget = padding_budget(policy, self.module.parts.output, skip, joined=joined)
         self._padding_budget = budget if (n := settings.padding_budget) is None else n
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
@@ -152,8 +155,7 @@ class HFLearner:
         return [*self._models(), *(self.reference.separate_models if self.reference else [])]
 
     def _models(self) -> list[nn.Module]:
-        value = self.module.value
-        return [self.policy, *([value.model] if isinstance(value, ScalarModel) else [])]
+        return [self.policy, *([self.value.model] if isinstance(self.value, ScalarModel) else [])]
 
     def _groups(self, args: TrainingArguments) -> list[dict[str, Any]]:
         rate = self.settings.value_learning_rate
@@ -206,15 +208,14 @@ class HFLearner:
         lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
         most = self.settings.forward_rows * int(lengths.max())
         groups = by_length(lengths.tolist(), tokens=most, max_padding=self._padding_budget)
-        remote = self.remote if reference else None
-        pending = remote.begin(rollout, groups) if remote else None
+        pending = self.remote.begin(rollout, groups) if reference and self.remote else None
         wanted = {"values"} if values else set()
         wanted |= set() if reuse else {"logprobs", "entropy"}
         wanted |= {"ref_logprobs"} if reference and pending is None else set()
         wanted |= {"full_kl"} if full_kl else set()
         models = (self.module, self.reference, self.device)
         compute = compute_sharded if self.sharded else compute_logprobs
-        with self._kernels.active(), self.accelerator.autocast():
+        with self._kernels.active(), self._trunks.active(), self.accelerator.autocast():
             out = compute(models, rollout, groups, wanted, self.settings)
         if pending is not None:
             out["ref_logprobs"] = pending()
@@ -249,7 +250,7 @@ class HFLearner:
         sums: dict[str, Tensor] = {}
         # Sharded ranks must run equally many passes.
         max_padding = 2**62 if self.sharded else self._padding_budget
-        with self._kernels.active():
+        with self._kernels.active(), self._trunks.active():
             for micro_batch in split_by_length(step, max_padding=max_padding):
                 output = self._output(micro_batch.rows, only_value)
                 losses = loss(output, to_device(micro_batch, self.device))
@@ -290,7 +291,7 @@ class HFLearner:
     def forward_no_grad(self, rows: Experience) -> PolicyOutput:
         """The forward pass of ``optimizer_step`` without gradient, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
-        with self._kernels.active():
+        with self._kernels.active(), self._trunks.active():
             output = self._output(rows, only_value=False)
         reshard(self._all_models())  # no backward pass will do it
         home = rows.ids.device
@@ -340,6 +341,7 @@ class HFLearner:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
         optim.step_schedule(self.scheduler)
         self.optimizer.zero_grad(set_to_none=True)
+        self._trunks.clear()
         self.version += 1
         self._stepped = False
         if self.device.type == "cpu":
@@ -359,9 +361,7 @@ class HFLearner:
 
     def all_gather(self, local: Experience) -> Experience:
         """The rows of all ranks, in rank order."""
-        return (
-            local if self.world_size == 1 else all_gather_rows(local, self.device, self.world_size)
-        )
+        return all_gather_rows(local, self.device, self.world_size)
 
     def wrap_engine(self, engine: RolloutEngine) -> RolloutEngine:
         """``engine``, wrapped to gather weights if it samples from a sharded policy."""

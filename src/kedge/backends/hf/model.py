@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,24 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.backends.hf.joined_rows import run_joined
-from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.packing import Packed, pack
+from kedge.backends.hf.trunk import read_trunk, trunk
 from kedge.errors import ConfigError
 from kedge.ops.linear_logprob import Head
 
 _RATES = ("dropout", "layerdrop", "drop_path")
-
-
-def trunk(backbone: nn.Module, ids: Tensor, row_lengths: Sequence[int] | None = None) -> Tensor:
-    """Last hidden states float [b, L, H] of right-padded rows, without an attention mask.
-
-    With ``row_lengths`` the rows are joined: ids [1, T], states [1, T, H].
-    """
-    if row_lengths is not None:
-        return run_joined(backbone, ids, row_lengths)
-    with known_masks():
-        return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 class LanguageModelParts(Protocol):
@@ -81,7 +69,7 @@ class CausalParts:
 
     def read(self, packed: Packed) -> Tensor:
         """Last hidden states of the trunk."""
-        return trunk(self.backbone, packed.ids, packed.row_lengths)
+        return read_trunk(self.backbone, packed)
 
     def compiled(self, how: Mapping[str, Any]) -> CausalParts:
         """The same with the trunk run through torch.compile."""

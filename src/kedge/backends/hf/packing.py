@@ -8,7 +8,7 @@ stands at its true position, without any attention mask.  On a CPU the rows them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ class Packed:
     prompt_lengths: Tensor  # int64 [b]
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
     joined: bool = False  # the rows follow one another without padding
+    host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
 
     @property
     def starts(self) -> Tensor:
@@ -56,7 +57,12 @@ class Packed:
     def to(self, device: torch.device) -> Packed:
         """The inputs of the model on a device; the lengths stay where they are."""
         source = self.source and (self.source[0].to(device), self.source[1].to(device))
-        return replace(self, ids=self.ids.to(device), source=source)
+        return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids)
+
+    def row_keys(self) -> list[bytes]:
+        """The real tokens of each row; equal for equal rows."""
+        host = (self.ids if self.host_ids is None else self.host_ids).numpy()
+        return [row[:n].tobytes() for row, n in zip(host, self.lengths.tolist(), strict=True)]
 
 
 def pack(
@@ -144,7 +150,9 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     )
 
 
-def padding_budget(model: nn.Module, head: nn.Module, *, joined: bool = False) -> int:
+def padding_budget(
+    model: nn.Module, head: nn.Module, skipped: Collection[int] = (), *, joined: bool = False
+) -> int:
     """Tokens of padding that cost as much as one more forward and backward pass of a model.
 
     No limit for joined rows, which have no padding.  Otherwise:
@@ -153,11 +161,17 @@ def padding_budget(model: nn.Module, head: nn.Module, *, joined: bool = False) -
         seconds of a token = 6 * weights between embedding and head / arithmetic
 
     with rough figures for one CPU core or one GPU.
+
+    Args:
+        model: the model.
+        head: its output layer.
+        skipped: ids of weights whose outputs are kept, so that passes do not read them.
+        joined: whether rows are joined.
     """
     if joined:
         return 2**62
     ends = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    outside = {id(p) for m in [*ends, head] for p in m.parameters()}
+    outside = {id(p) for m in [*ends, head] for p in m.parameters()} | {*skipped}
     trunk = sum(p.numel() for p in model.parameters() if id(p) not in outside)
     trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
     cpu = next(model.parameters()).device.type == "cpu"

@@ -120,11 +120,14 @@ class AdapterReference:
 
 
 def frozen_copy(policy: nn.Module, *, sharded: bool = False) -> FrozenModel:
-    """The policy as it is now, frozen.
+    """The policy as it is now, frozen; weights that do not train are shared, not copied.
 
     Args:
         policy: the policy.
         sharded: both will be sharded before the policy trains; until then they share memory.
     """
-    memo = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
-    return FrozenModel(copy.deepcopy(policy, memo if sharded else None))
+    if sharded:
+        memo = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
+    else:
+        memo = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    return FrozenModel(copy.deepcopy(policy, memo))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kedge.backends.hf.model import causal_parts, eval_mode, trunk
+from kedge.backends.hf.model import causal_parts, eval_mode
+from kedge.backends.hf.packing import Packed
 from kedge.backends.hf.peft import (
     REWARD_ADAPTER,
     VALUE_ADAPTER,
@@ -25,6 +26,7 @@ from kedge.backends.hf.peft import (
     adapter_parameters,
     without_notices,
 )
+from kedge.backends.hf.trunk import read_trunk
 from kedge.backends.hf.value_head import ScalarHead
 from kedge.backends.rewards.heads import SHIFT, adapter_shift, save_adapter_shift
 from kedge.errors import ConfigError
@@ -62,12 +64,10 @@ class AdapterValue(nn.Module):
         yield from super().named_parameters(*args, **kwargs)
         yield from adapter_parameters(self.policy, VALUE_ADAPTER).items()
 
-    def forward(
-        self, ids: Tensor, states: Tensor, row_lengths: Sequence[int] | None = None
-    ) -> Tensor:
-        """Float32 [n]: the value of each of the flat ``states``; ids as for ``trunk``."""
+    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         with self.switch.active(VALUE_ADAPTER):
-            hidden = trunk(self._backbone[0], ids, row_lengths).flatten(0, 1)[states]
+            hidden = read_trunk(self._backbone[0], packed).flatten(0, 1)[states]
         return self.head(hidden).sum(1) + self.shift  # one column
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +16,9 @@ from kedge.backends.hf.model import (
     eval_mode,
     get_backbone,
     silence_mask_warning,
-    trunk,
 )
+from kedge.backends.hf.packing import Packed
+from kedge.backends.hf.trunk import read_trunk, trunk
 from kedge.backends.rewards.heads import SHIFT, in_full
 from kedge.errors import ConfigError
 
@@ -82,11 +82,9 @@ class ScalarModel(nn.Module):
         compiled: Any = torch.compile(self.backbone, **how)
         self._backbone = [compiled]
 
-    def forward(
-        self, ids: Tensor, states: Tensor, row_lengths: Sequence[int] | None = None
-    ) -> Tensor:
-        """Float32 [n]: the value of each of the flat ``states``; ids as for ``trunk``."""
-        hidden = trunk(self.backbone, ids, row_lengths).flatten(0, 1)[states]
+    def forward(self, packed: Packed, states: Tensor) -> Tensor:
+        """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
+        hidden = read_trunk(self.backbone, packed).flatten(0, 1)[states]
         return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
 
 

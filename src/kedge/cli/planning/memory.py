@@ -8,7 +8,7 @@ and optimizer state follow from parameter counts; activations and caches are app
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,25 @@ def read_shape(config: Any) -> Shape:
     )
 
 
-def count_parameters(config: Any, *, head: str, adapter: Any = None) -> tuple[int, int]:
+def top_layers(shape: Shape, count: int | None) -> Shape:
+    """A decoder of the last ``count`` layers; None: all."""
+    return shape if count is None else replace(shape, layers=min(count, shape.layers))
+
+
+def count_parameters(
+    config: Any, *, head: str, adapter: Any = None, train_layers: int | None = None
+) -> tuple[int, int]:
     """All and trained parameters of a model that is never built.
 
     Args:
         config: the model's configuration.
         head: "causal" or "score" (one logit per sequence).
         adapter: a PEFT configuration, with which nothing but the adapter trains.
+        train_layers: top layers that train; None: all.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from kedge.backends.hf.freezing import train_top_layers
 
     with torch.device("meta"):
         if head == "causal":
@@ -115,6 +125,9 @@ def count_parameters(config: Any, *, head: str, adapter: Any = None) -> tuple[in
         else:
             config.num_labels = 1
             model = AutoModelForSequenceClassification.from_config(config)
+        if train_layers is not None:
+            backbone = getattr(model, model.base_model_prefix)
+            train_top_layers(backbone, train_layers, what="the policy")
         if adapter is not None:
             from peft import get_peft_model
 
@@ -188,6 +201,17 @@ class Passes:
         return activation_bytes(
             shape, self.tokens, width=self.width, checkpointing=self.checkpointing
         )
+
+    def kept(self, shape: Shape, rows: int, trained: int | None) -> float:
+        """States below the trained layers, of all rows of an iteration, in float32.
+
+        Args:
+            shape: the sizes of the model.
+            rows: of an iteration.
+            trained: layers that train; None: all, and nothing is kept.
+        """
+        below = trained is not None and trained < shape.layers
+        return 4.0 * rows * self.length * shape.hidden if below else 0.0
 
     def heap(self, shape: Shape) -> float:
         """What a CPU's heap grows by in a checkpointed pass through adapters; see ops/cpu/heap.py.

@@ -203,7 +203,10 @@ def estimate_needs(
     passes = _passes(config, batches, prompt, shape)
     state = memory.optimizer_bytes(str(getattr(config.optim, "value", config.optim)))
     adapter = get_peft_config(flags)
-    counts = memory.count_parameters(policy, head="causal", adapter=adapter)
+    layers = config.train_layers
+    counts = memory.count_parameters(policy, head="causal", adapter=adapter, train_layers=layers)
+    top = memory.top_layers(shape, layers)
+    kept = passes.kept(shape, batches.local_rows, layers if config.cache_trunk else None)
     base = _base_bytes(options)
     heap = passes.heap(shape) if adapter is not None and config.device.type == "cpu" else 0.0
     needs = [
@@ -212,22 +215,25 @@ def estimate_needs(
             counts,
             weight_bytes=base,
             state_bytes=state,
-            training=passes.training(shape) + 2 * passes.tile + heap,
+            training=passes.training(top) + 2 * passes.tile + heap + kept,
             forward=passes.forward(shape) + passes.tile,
             generation=passes.sampling(shape),
         )
     ]
     if config.kl_coef + config.loss_kl_coef > 0 and adapter is None:
         forward = passes.forward(shape) + passes.tile
-        needs.append(memory.frozen("reference", counts[0], base, forward=forward))
+        own = counts[0] if layers is None else counts[1]  # it shares frozen layers
+        needs.append(memory.frozen("reference", own, base, forward=forward))
     if algorithm.needs_values:
         model, role, size = shape, "value head", (memory.count_head(shape.hidden),) * 2
         source = _value_source(options, names)
         if getattr(config, "value_adapter", False):
             role, size = "value adapter", (counts[1] + shape.hidden,) * 2
         elif source is not None:
-            role, size = "value", memory.count_parameters(read(source), head="score")
             model = memory.read_shape(read(source))
+            most = None if layers is None else min(layers, model.layers)
+            size = memory.count_parameters(read(source), head="score", train_layers=most)
+            role = "value"
         own = role != "value head"  # a head reads the policy's passes
         needs.append(
             memory.trained(
@@ -235,7 +241,7 @@ def estimate_needs(
                 size,
                 weight_bytes=4.0,
                 state_bytes=state,
-                training=passes.training(model) if own else 0.0,
+                training=passes.training(memory.top_layers(model, layers)) if own else 0.0,
                 forward=passes.forward(model) if own else 0.0,
             )
         )

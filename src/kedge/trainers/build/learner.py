@@ -65,6 +65,7 @@ class LearnerStage:
             and not self.setup.engine.copies_weights
             and self.setup.inputs.rollout_engine is None,  # those of other engines are verified
             allow_low_precision_weights=args.allow_low_precision_weights,
+            cache_trunk=args.cache_trunk,
         )
 
     def _build_remote_reference(

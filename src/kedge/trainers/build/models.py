@@ -19,6 +19,7 @@ from kedge.backends.hf.compatibility import (
     check_vocabulary,
     vocabulary,
 )
+from kedge.backends.hf.freezing import find_layers, share_frozen_weights, train_top_layers
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.model import causal_parts
 from kedge.backends.hf.peft import drop_adapters
@@ -33,6 +34,7 @@ from kedge.backends.hf.value_head import (
 )
 from kedge.backends.rewards.load import load_tokenizer
 from kedge.backends.rewards.model import same_tokens
+from kedge.config.base import OnPolicyConfig
 from kedge.config.ppo import PPOConfig
 from kedge.config.rollout import vllm_limit
 from kedge.errors import ConfigError
@@ -78,6 +80,8 @@ class ModelStage:
             )
         if not isinstance(inputs.model, str):
             _check_adapter(inputs.model, args.ref_adapter_name)
+        if args.train_layers is not None:
+            _check_train_layers(args, adapted=has_adapter(inputs.model, inputs))
         self.value_source = args.value_source if isinstance(args, PPOConfig) else "policy"
         if isinstance(args, PPOConfig) and args.value_adapter:
             check_value_adapter(args, inputs)
@@ -92,7 +96,11 @@ class ModelStage:
         setup, inputs, args = self.setup, self.setup.inputs, self.setup.args
         assert inputs.model is not None  # load_tokenizer refuses it
         policy: nn.Module = load_policy(inputs.model, **self.loading)
-        if args.model_adapter_name or inputs.peft_config or hasattr(policy, "peft_config"):
+        if args.train_layers is not None:
+            _check_train_layers(args, adapted=has_adapter(policy, inputs))
+            backbone = causal_parts(policy, verify=False).backbone
+            train_top_layers(backbone, args.train_layers, what="the policy")
+        if has_adapter(policy, inputs):
             from kedge.backends.hf.peft import with_adapter
 
             policy = with_adapter(policy, inputs.peft_config, args.model_adapter_name)
@@ -101,6 +109,12 @@ class ModelStage:
         value = self._build_value(policy) if setup.algorithm.needs_values else None
         reward = AdapterRewardModel(policy, args.reward_adapter) if args.reward_adapter else None
         reference, fresh = self._build_reference(policy)
+        if sharding_strategy(setup.accelerator) == "none":
+            backbone = causal_parts(policy, verify=False).backbone
+            for model in (value, getattr(reference, "parts", None)):
+                theirs = getattr(model, "backbone", None)
+                if isinstance(theirs, nn.Module):
+                    share_frozen_weights(theirs, backbone)
         models = Models(
             policy=policy,
             reference=reference,
@@ -134,6 +148,14 @@ class ModelStage:
         With ``value_source="auto"`` a reward model that cannot be a value model is not used: one
         that is not causal, has no per-token head, or has another tokenizer than the policy.
         """
+        value, layers = self._load_value(policy), self.setup.args.train_layers
+        if layers is not None and isinstance(value, ScalarModel):
+            found = find_layers(value.backbone)  # it may have fewer than the policy
+            layers = layers if found is None else min(layers, len(found[1]))
+            train_top_layers(value.backbone, layers, what="the value model")
+        return value
+
+    def _load_value(self, policy: nn.Module) -> Value:
         inputs, args = self.setup.inputs, self.setup.args
         if isinstance(args, PPOConfig) and args.value_adapter:
             starts = None if self.value_source == "policy" else args.reward_adapter
@@ -164,6 +186,27 @@ class ModelStage:
             return None
         own = drop_adapters(copy.deepcopy(policy))
         return own.requires_grad_(False).to(setup.accelerator.device)
+
+
+def has_adapter(policy: Any, inputs: TrainerInputs) -> bool:
+    """Whether the policy is to train an adapter."""
+    new = inputs.args.model_adapter_name or inputs.peft_config
+    return bool(new) or hasattr(policy, "peft_config")
+
+
+def _check_train_layers(args: OnPolicyConfig, *, adapted: bool) -> None:
+    option = f"train_layers={args.train_layers}"
+    if adapted:
+        raise ConfigError(
+            f"{option} trains layers of the model itself, but the policy trains an adapter; leave"
+            " it out, and set layers_to_transform in peft_config to adapt the top layers only"
+        )
+    kwargs = args.gradient_checkpointing_kwargs
+    if args.gradient_checkpointing and isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
+        raise ConfigError(
+            f"{option} with use_reentrant=True in gradient_checkpointing_kwargs would give layers"
+            " above frozen ones no gradient; set use_reentrant=False"
+        )
 
 
 def check_value_adapter(args: PPOConfig, inputs: TrainerInputs) -> None:
