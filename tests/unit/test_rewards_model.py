@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kedge.backends.hf.packing import Packed
 from kedge.backends.hf.value_head import scalar_model
 from kedge.backends.rewards import RewardModel, TextCache
 from kedge.errors import ConfigError, RewardError
@@ -256,5 +257,7 @@ def test_scores_under_bfloat16_are_not_rounded_to_it(low_weights):
 def test_values_under_bfloat16_are_not_rounded_to_it():
     value = scalar_model(neox_reward())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = value(torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]]), torch.arange(8))
+        lengths = torch.tensor([8])
+        row = Packed(ids=torch.arange(5, 13)[None], lengths=lengths, prompt_lengths=lengths)
+        found = value(row, torch.arange(8))
     assert not torch.equal(found, found.bfloat16().float())
