@@ -73,9 +73,9 @@ def test_a_late_coroutine_is_cancelled() -> None:
 
 
 class Slow(Echo):
-    """100 ms of latency in each call; reset answers at once."""
+    """200 ms of latency in each call; reset answers at once."""
 
-    latency = 0.1
+    latency = 0.2
 
     def step(self, response: Any) -> Any:
         time.sleep(self.latency)
