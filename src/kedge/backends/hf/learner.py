@@ -34,7 +34,7 @@ from kedge.backends.hf.model import (
     no_dropout,
     set_training,
 )
-from kedge.backends.hf.packing import by_length, padding_budget, split_by_length, to_device
+from kedge.backends.hf.packing import group_rows, padding_budget, split_by_length, to_device
 from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
@@ -117,8 +117,9 @@ class HFLearner:
         self._kernels = Kernels(self._all_models() if plain else [])
         owners = [self.module.parts, value, getattr(self.reference, "parts", None)]
         self._trunks = TrunkCache(owners if plain and settings.cache_trunk else [])
-        joined = plain and not (skip := self._trunks.skipped) and self.module.join_rows(reference)
-        budget = padding_budget(policy, self.module.parts.output, skip, joined=joined)
+        skip, output = self._trunks.skipped, self.module.parts.output
+        self._joined = plain and not skip and self.module.join_rows(self.reference)
+        budget = padding_budget(policy, output, skip, joined=self._joined)
         self._padding_budget = budget if (n := settings.padding_budget) is None else n
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
@@ -205,10 +206,9 @@ class HFLearner:
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
-        lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
-        most = self.settings.forward_rows * int(lengths.max())
-        groups = by_length(lengths.tolist(), tokens=most, max_padding=self._padding_budget)
-        pending = self.remote.begin(rollout, groups) if reference and self.remote else None
+        groups = group_rows(rollout, self.settings.forward_rows, self._padding_budget)
+        begin = self.remote.begin if reference and self.remote else None
+        pending = begin and begin(rollout, groups, joined=self._joined)
         wanted = {"values"} if values else set()
         wanted |= set() if reuse else {"logprobs", "entropy"}
         wanted |= {"ref_logprobs"} if reference and pending is None else set()

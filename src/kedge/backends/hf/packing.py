@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from kedge.types import MicroBatch
+from kedge.types import MicroBatch, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +123,13 @@ def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[
             groups.append([row])
             longest, waste = lengths[row], 0
     return groups
+
+
+def group_rows(rollout: Rollout, rows: int, max_padding: int) -> list[list[int]]:
+    """The rows of each forward pass, of at most ``rows`` rows of the longest one's length."""
+    lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
+    tokens = rows * int(lengths.max())
+    return by_length(lengths.tolist(), tokens=tokens, max_padding=max_padding)
 
 
 def split_by_length(step: Iterable[MicroBatch], *, max_padding: int) -> Iterator[MicroBatch]:

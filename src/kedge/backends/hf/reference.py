@@ -41,8 +41,16 @@ class Reference(Protocol):
 class RemoteReference(Protocol):
     """A reference in other processes, which computes while the learner continues."""
 
-    def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
-        """Start computing; the returned call waits for log-probabilities float32 [B, R]."""
+    def begin(
+        self, rollout: Rollout, groups: Sequence[Sequence[int]], *, joined: bool
+    ) -> Callable[[], Tensor]:
+        """Start computing; the returned call waits for log-probabilities float32 [B, R].
+
+        Args:
+            rollout: of B rows.
+            groups: rows that share a forward pass.
+            joined: whether they are joined without padding.
+        """
         ...
 
 

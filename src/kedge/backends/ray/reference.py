@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from kedge.backends.hf.joined_rows import joins_rows
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.logprobs import reference_logprobs
+from kedge.backends.hf.model import CausalParts
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.ray.placement import plan_seats
@@ -36,10 +38,16 @@ class ReferenceActor:
         self._reference = FrozenModel(policy).to(self._device)
         self._settings, self._autocast = settings, autocast
         self._kernels = Kernels([policy] if quick else [])
+        parts = self._reference.parts
+        self._joins = quick and isinstance(parts, CausalParts) and joins_rows(parts.backbone)
 
     @torch.no_grad()
-    def logprobs(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    def logprobs(
+        self, rollout: Rollout, groups: Sequence[Sequence[int]], joined: bool
+    ) -> list[Tensor]:
         """Log-probabilities (nats) of each group of rows: float32 [rows, R], on the CPU."""
+        if isinstance(parts := self._reference.parts, CausalParts):
+            self._reference.parts = replace(parts, joins_rows=joined and self._joins)
         device_type, dtype = self._device.type, self._autocast
         enabled = dtype is not None
         with self._kernels.active(), torch.autocast(device_type, dtype, enabled=enabled):
@@ -66,12 +74,15 @@ class RayReference:
     def __init__(self, pool: ActorPool) -> None:
         self._pool, self.workers = pool, pool.workers
 
-    def begin(self, rollout: Rollout, groups: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
+    def begin(
+        self, rollout: Rollout, groups: Sequence[Sequence[int]], *, joined: bool
+    ) -> Callable[[], Tensor]:
         """Start to compute the log-probabilities float32 [B, R], nats, of the sampled tokens.
 
         Args:
             rollout: of B rows.
             groups: rows that share a forward pass; each row is in one.
+            joined: whether the learner joins them without padding.
 
         Returns:
             A function that waits for them; raises RolloutError if a worker was lost several times.
@@ -83,7 +94,7 @@ class RayReference:
         count = min(len(self.workers), len(groups))
         shares = [list(groups[k::count]) for k in range(count)]
         running = [
-            (share, self._pool.submit(k, "logprobs", rollout_ref, share))
+            (share, self._pool.submit(k, "logprobs", rollout_ref, share, joined))
             for k, share in enumerate(shares)
         ]
 
