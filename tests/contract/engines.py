@@ -49,9 +49,20 @@ def trained(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@functools.cache
 def vllm_of(family="llama", **config):
-    """An engine in this process; one for each kind of policy."""
+    """An engine in this process; one for each kind of policy.
+
+    Built again after another engine of the process was closed, which ends vLLM's process groups.
+    """
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    if not model_parallel_is_initialized():
+        _vllm_of.cache_clear()
+    return _vllm_of(family, **config)
+
+
+@functools.cache
+def _vllm_of(family, **config):
     from kedge.backends.vllm import InProcess, PolicySpec, VLLMEngine
 
     model = policy(family, **config)
