@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -73,6 +74,16 @@ def compare(case: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def processor() -> str:
+    """The processor's name and family, as Linux has them."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    named = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in reversed(lines) if ":" in line)
+    if "model name" not in named:
+        return platform.processor() or platform.machine()
+    return f"{named['model name']}, family {named.get('cpu family')}, model {named.get('model')}"
+
+
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
@@ -92,11 +103,10 @@ def main() -> None:
         del told["raw"]
         print(json.dumps(told), flush=True)
         RESULTS.parent.mkdir(exist_ok=True)
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "threads": flags.threads,
-        }
-        RESULTS.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+        results[-1]["machine"] = {"processor": processor(), "threads": flags.threads}
+        others = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
+        kept = [x for x in others if x["case"] not in {x["case"] for x in results}]
+        RESULTS.write_text(json.dumps({"results": kept + results}, indent=1))
 
 
 if __name__ == "__main__":
