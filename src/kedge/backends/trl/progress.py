@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from kedge.backends.trackers import Screen
+from kedge.ops.cpu.patch import Kernels
 
 LABELS = {
     "loss": "loss",
@@ -29,7 +30,7 @@ LABELS = {
 
 
 def train_with_progress(trainer: Any) -> None:
-    """Call ``trainer.train`` with a ``RowCallback`` in place of the callbacks of transformers.
+    """Call ``trainer.train`` with a ``RowCallback`` and, on CPUs, the faster matrix products.
 
     Args:
         trainer: a ``transformers.Trainer``; resumes as ``args.resume_from_checkpoint`` says.
@@ -39,7 +40,8 @@ def train_with_progress(trainer: Any) -> None:
     rows = RowCallback()
     trainer.add_callback(rows)
     try:
-        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        with Kernels([trainer.model]).active():
+            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     finally:
         rows.close()
 
