@@ -217,7 +217,7 @@ def build_stepper(model: nn.Module) -> Stepper:
         )
     if not getattr(base, "_supports_default_dynamic_cache", lambda: True)():
         raise ConfigError(
-            f"transformers {transformers.__version__} gives {name} a cache class of its own, and "
+            f"transformers {transformers.__version__} gives {name} a special cache class, but "
             "the embedded engine fills a DynamicCache; set rollout_engine='vllm' or, if a newer "
             "transformers samples from the model with a DynamicCache, install that"
         )
