@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 from tests.compat.cases import CASES, Case
@@ -74,7 +75,7 @@ def run(case: Case, cache: Path, venvs: Path) -> dict[str, object]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3600,
         check=False,
     )
     seconds = time.monotonic() - begin
@@ -89,6 +90,7 @@ def run(case: Case, cache: Path, venvs: Path) -> dict[str, object]:
         "ok": done.returncode == 0 and not missing,
         "why": last if done.returncode else why,
         "seconds": round(seconds),
+        "date": date.today().isoformat(),
         "versions": json.loads(versions.stdout),
     }
 

@@ -41,8 +41,9 @@ def _line(case: Case, row: Mapping[str, Any]) -> str:
     path = case.source.split(":")[-1].removeprefix("-m ")
     short = f" {' '.join(case.arguments)}" if 0 < len(case.arguments) < 3 else ""
     options = f"`{' '.join(case.compat)}`" if case.compat else ""
+    day = row.get("date", "")
     notes = "; ".join(x for x in (case.note, row["why"]) if x).replace("|", "\\|")
     program = case.program
     if (own := versions.get(case.packages[0])) and not case.program.startswith("TRL"):
         program = f"{case.program} {own}"
-    return f"| {program} | `{path}{short}` | {options} | {result} | {used} | {notes} |"
+    return f"| {program} | `{path}{short}` | {options} | {result} | {used} | {day} | {notes} |"

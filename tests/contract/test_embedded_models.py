@@ -231,6 +231,14 @@ class TestRefusals:
         model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1))
         self.refused(model, prompts(), ConfigError, "key-value cache")
 
+    def test_a_model_with_a_special_cache_class(self):
+        from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+        shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+        model = MiniMaxForCausalLM(MiniMaxConfig(vocab_size=VOCAB, **shape))
+        self.refused(model, prompts(), ConfigError, "MiniMaxForCausalLM a special cache class")
+
 
 def seq2seq(family):
     from transformers import (

@@ -23,6 +23,7 @@ def options(*flags, **kwargs):
     return parse(flags, prog="kedge ppo", **kwargs)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file.*csv:ResourceWarning")  # of datasets 3.0
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "txt"])
 def test_prompts_from_a_file(tmp_path, rows, suffix):
     import datasets

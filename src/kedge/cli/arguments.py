@@ -17,6 +17,7 @@ from transformers.hf_argparser import string_to_bool
 from kedge.cli.flags import Help
 from kedge.config.base import OnPolicyConfig
 from kedge.config.compat.parser import ConfigParser
+from kedge.config.compat.transformers4 import REMOVED
 from kedge.config.declare import Alias, Foreign, Unsupported, check_fields, option, status
 from kedge.config.options import ConfigType
 from kedge.config.ppo import PPOv2Config
@@ -153,7 +154,7 @@ class Parser(ConfigParser):
                 action.nargs, action.const = "?", True  # --bf16 alone means True
             if action.dest == "resume_from_checkpoint":
                 action.nargs, action.const = "?", "True"  # alone: the newest checkpoint
-            if action.dest in idle:
+            if action.dest in idle or action.dest in REMOVED:  # understood, and not listed
                 action.help = argparse.SUPPRESS
 
     def show_help(self, argv: Sequence[str]) -> bool:

@@ -6,6 +6,7 @@ import inspect
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -213,6 +214,12 @@ def build_stepper(model: nn.Module) -> Stepper:
     if "past_key_values" not in inspect.signature(base.forward).parameters:
         raise ConfigError(
             f"{name} has no key-value cache (past_key_values), which the embedded engine needs"
+        )
+    if not getattr(base, "_supports_default_dynamic_cache", lambda: True)():
+        raise ConfigError(
+            f"transformers {transformers.__version__} gives {name} a special cache class, but "
+            "the embedded engine fills a DynamicCache; set rollout_engine='vllm' or, if a newer "
+            "transformers samples from the model with a DynamicCache, install that"
         )
     adapters: Any = getattr(model, "peft_config", {})
     for adapter, config in adapters.items():

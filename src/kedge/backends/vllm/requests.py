@@ -70,7 +70,8 @@ def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, A
 
 def row_seed(seed: int, row: int) -> int:
     """Seed of one row in [0, 2^56), a hash so that rows and seeds do not share streams."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest())
+    digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
 
 
 def build_rollout(

@@ -14,7 +14,7 @@ _PRECISION = "set bf16=True or fp16=True"
 _TPU = "TPUs are not supported"
 _METRICS = "evaluation scores responses with the reward, not with a metric function"
 
-_REMOVED: dict[str, Foreign] = {
+REMOVED: dict[str, Foreign] = {
     "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
     "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
     "warmup_ratio": Alias("warmup_steps", default=0.0, limits=Range(ge=0, lt=1)),
@@ -70,4 +70,4 @@ _REMOVED: dict[str, Foreign] = {
     ),
 }
 _STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # of the installed release
-TRANSFORMERS4 = {name: entry for name, entry in _REMOVED.items() if name not in _STILL_FIELDS}
+TRANSFORMERS4 = {name: entry for name, entry in REMOVED.items() if name not in _STILL_FIELDS}
