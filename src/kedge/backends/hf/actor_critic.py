@@ -198,12 +198,12 @@ class ActorCritic(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not request.only_value):
             states = self.parts.read(request.packed).flatten(0, 1)
             if request.policy:
-                hidden = states[request.states]
+                hidden = states.index_select(0, request.states)
                 logprobs, entropy = linear_logprob(
                     hidden, self.parts.head(), request.targets, constraints=request.constraints
                 )
         if isinstance(self.value, ScalarHead) and request.value_states is not None:
-            values = self.value(states[request.value_states]).sum(1)  # one column
+            values = self.value(states.index_select(0, request.value_states)).sum(1)  # one column
         return ForwardOutput(logprobs, entropy, values, hidden)
 
     def _release(self, request: ForwardRequest) -> None:
