@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from kedge.backends.hf.actor_critic import ActorCritic
 from kedge.backends.hf.joined_rows import JoinedAttention
+from kedge.backends.hf.last_layer import LastLayers
 from kedge.backends.hf.packing import group_rows, padding_budget, split_by_length
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
@@ -22,7 +23,7 @@ _NO_LIMIT = 2**62
 
 
 class ForwardPlan:
-    """Compiled trunks or CPU kernels, kept states, joined rows, and the rows of each pass.
+    """Compiled trunks or CPU kernels, kept states, joined rows, and the rows of a pass.
 
     Args:
         module: policy and value model; it joins rows from now on if all its models can.
@@ -50,6 +51,7 @@ class ForwardPlan:
         self.kernels = Kernels(models)
         owners: list[Any] = [module.parts, module.value, getattr(reference, "parts", None)]
         self.trunks = TrunkCache(owners if plain and settings.cache_trunk else [])
+        self.last_layers = LastLayers(owners if plain else [])
         skipped = self.trunks.skipped
         self.joins_rows = plain and not skipped and module.join_rows(reference)
         self._attention = JoinedAttention(models if self.joins_rows else [])
@@ -64,7 +66,8 @@ class ForwardPlan:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context of forward and backward passes."""
-        with self.kernels.active(), self.trunks.active(), self._attention.active():
+        kernels, attention = self.kernels.active(), self._attention.active()
+        with kernels, attention, self.trunks.active(), self.last_layers.active():
             yield
 
     def groups(self, rollout: Rollout) -> list[list[int]]:

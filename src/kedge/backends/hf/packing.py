@@ -29,6 +29,7 @@ class Packed:
     prompt_lengths: Tensor  # int64 [b]
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
     host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
+    read: Tensor | None = None  # flat indices int64 [n] of the states that are read; None: all
     groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_joined``
     # Flat indices int64 [b] of first tokens, where rows are joined
     prompt_starts: Tensor | None = None
@@ -64,7 +65,8 @@ class Packed:
     def to(self, device: torch.device) -> Packed:
         """The inputs of the model on a device; the lengths stay where they are."""
         source = self.source and (self.source[0].to(device), self.source[1].to(device))
-        return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids)
+        read = None if self.read is None else self.read.to(device)
+        return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids, read=read)
 
     def row_keys(self) -> list[bytes]:
         """The real tokens of each row; equal for equal rows."""

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.backends.hf.freezing import find_layers, layer_number
 from kedge.backends.hf.joined_rows import run_joined
+from kedge.backends.hf.last_layer import expect_reads
 from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.packing import Packed
 from kedge.ops.cpu.joined_attention import Group
@@ -45,7 +46,11 @@ def trunk(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | None = Non
 
 
 def read_trunk(backbone: nn.Module, packed: Packed) -> Tensor:
-    """``trunk`` of packed rows; within ``TrunkCache.active`` it starts from kept states."""
+    """``trunk`` of packed rows; within ``TrunkCache.active`` it starts from kept states.
+
+    Within ``LastLayers.active`` only the states ``packed.read`` are right.
+    """
+    expect_reads(backbone, packed)
     cached = _active.get().get(id(backbone))
     if cached is None:
         return trunk(backbone, packed.ids, packed.groups)
