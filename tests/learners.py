@@ -15,7 +15,7 @@ from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.reference import frozen_copy
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.value_head import load_value
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Experience, PromptBatch, Rollout
 

@@ -123,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches weighted one by one",
-        "engine/stages.py",
+        "engine/micro_batches.py",
         "token_weight=token[part],",
         "token_weight=token_weights(step.rows(part).loss_mask, total),",
         NPLUS,

@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "value of the state after its token",
         "backends/hf/packing.py",
-        "self.prompt_lengths)[row] + t - 1",
-        "self.prompt_lengths)[row] + t",
+        "(prompts + self.prompt_lengths)[row]) - 1",
+        "(prompts + self.prompt_lengths)[row])",
         GRADIENT + " " + LEARNER,
     ),
     Mutant(

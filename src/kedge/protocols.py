@@ -180,6 +180,11 @@ class Learner(Stateful, Protocol):
         """Whether models run in bf16 or fp16."""
         ...
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt of several rows of a micro-batch is computed only once."""
+        ...
+
     def compute_logprobs(
         self, rollout: Rollout, *, values: bool, reference: bool, full_kl: bool
     ) -> ModelOutputs:

@@ -59,6 +59,11 @@ def group_rows(prompts: PromptBatch) -> tuple[list[int], Sequence[Tensor]]:
     return ids.tolist(), group.argsort(stable=True).split(counts.tolist())
 
 
+def number_prompts(ids: Tensor, mask: Tensor) -> Tensor:
+    """Numbers int64 [B] of left-padded prompts int64 [B, P], equal for rows with equal prompts."""
+    return ids.masked_fill(~mask, -1).unique(dim=0, return_inverse=True)[1]
+
+
 def separated(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """The batches with group ids renumbered so that no two batches share one."""
     renumbered, offset = [], 0

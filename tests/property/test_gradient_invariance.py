@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.algorithms import ppo
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from tests.learners import experience, gradient, learner, one_rank, rollout
 
 ROWS = 6
@@ -133,8 +133,9 @@ def test_accumulating_in_one_backward_or_many_is_the_same():
     found = learner()
     full = batch()
     (part,) = cut(full, torch.arange(ROWS), ALGORITHM, ROWS, one_rank)
-    output = found._output(part.rows, only_value=False)
-    ALGORITHM.loss(output, part).total.backward()
+    with found._plan.active():
+        output = found._output(part.rows, only_value=False)
+        ALGORITHM.loss(output, part).total.backward()
     flat = [p.grad.flatten() for p in found.module.parameters() if p.grad is not None]
     vector, _ = gradient(full, ALGORITHM, micro_rows=1)
     assert same(torch.cat(flat), vector)

@@ -71,7 +71,7 @@ class Sampler:
 class Learner:
     """Its weights are its version."""
 
-    rank, world_size, low_precision = 0, 1, False
+    rank, world_size, low_precision, shares_prompts = 0, 1, False, False
 
     def __init__(self) -> None:
         self.version = 0

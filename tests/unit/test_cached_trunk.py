@@ -138,7 +138,7 @@ def test_kept_states_change_no_number(family):
         policy = freeze(build(family))
         value = load_value(freeze(build(family, head="score", seed=1), 2))
         learner = build_learner(policy, value=value, cache=cache)
-        assert len(learner._trunks._trunks) == (3 if cache else 0)
+        assert len(learner._plan.trunks._trunks) == (3 if cache else 0)
         before = copy.deepcopy(dict(policy.named_parameters()))
         results.append(update(learner))
         moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
@@ -221,7 +221,7 @@ def test_adapters_on_the_top_layers(value, checkpointing):
 def test_an_adapter_on_a_low_layer_keeps_nothing():
     policy = with_adapter(build(), LoraConfig(r=4, target_modules=["q_proj"]))
     learner = build_learner(policy, reference=AdapterReference(policy))
-    assert not learner._trunks._trunks
+    assert not learner._plan.trunks._trunks
 
 
 def test_token_budgets_cut_the_same_rows():
@@ -250,7 +250,7 @@ def test_a_model_whose_upper_layers_read_lower_ones_is_left_out(caplog):
     layers[0].self_attn.register_forward_hook(lambda _, __, out: seen.update(skip=out[0]))
     layers[3].register_forward_hook(lambda _, __, out: out + seen["skip"])
     learner = build_learner(policy)
-    assert not learner._trunks._trunks
+    assert not learner._plan.trunks._trunks
     assert "cannot be kept: its upper layers read more" in caplog.text
 
 

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from kedge.algorithms import ppo
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.rewards import RewardModel
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.ops.cpu import matmul, patch
 from kedge.ops.cpu.patch import Kernels
 from kedge.testing import tiny_policy, tiny_reward_model
@@ -52,7 +52,7 @@ def test_the_learner_uses_them_and_the_numbers_stay(family, checkpointing, monke
         how = {"gradient_checkpointing": checkpointing, "max_grad_norm": 1.0}
         found = learner(family, policy=tiny_policy(family, vocab_size=VOCAB), **how)
         if not quick:
-            found._kernels = Kernels([])
+            found._plan.kernels = Kernels([])
         before = dict(seen)
         note = found.compute_logprobs(rollout(), values=True, reference=True, full_kl=False)
         batch, algo = experience(rollout()), ppo()

@@ -11,7 +11,7 @@ from kedge.backends.hf.fingerprint import fingerprint
 from kedge.backends.hf.model import no_dropout
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.value_head import ScalarHead, load_value
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError, DataError, KedgeError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import (

@@ -14,7 +14,7 @@ from kedge.backends.hf.model import causal_parts, trunk
 from kedge.backends.hf.packing import by_length, padding_budget
 from kedge.backends.hf.reference import frozen_copy
 from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
 from kedge.types import Loss

@@ -8,7 +8,7 @@ import torch
 from kedge.algorithms import ppo
 from kedge.backends.hf.optim import TFAdamW, build_optimizer, parameter_groups
 from kedge.backends.hf.value_head import load_value
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import VOCAB, arguments, experience, learner, one_rank, rollout

@@ -10,7 +10,7 @@ from kedge.algorithms import ppo
 from kedge.backends.hf.model import causal_parts
 from kedge.backends.hf.peft import quantization, with_adapter
 from kedge.backends.hf.reference import AdapterReference, FrozenModel
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy
 from tests.learners import VOCAB, experience, learner, one_rank, rollout

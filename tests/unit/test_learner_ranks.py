@@ -16,7 +16,7 @@ from kedge.backends.hf.peft import with_adapter
 from kedge.backends.hf.reference import AdapterReference, frozen_copy
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.hf.value_head import ScalarHead
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.testing import tiny_policy
 from kedge.types import PromptBatch, Sampling
 from tests.learners import VOCAB, arguments, experience, learner, rollout

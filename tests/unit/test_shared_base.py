@@ -24,7 +24,7 @@ from kedge.backends.hf.shared_base import AdapterRewardModel, AdapterValue, valu
 from kedge.backends.hf.value_head import ScalarModel
 from kedge.backends.rewards import RewardModel
 from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.engine.stages import cut
+from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
 from tests.learners import VOCAB, Recorder, experience, learner, one_rank, rollout

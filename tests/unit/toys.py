@@ -47,7 +47,7 @@ class ToyPrompts:
 class ToyLearner:
     """A policy of one logit per token, a value of one number; Adam."""
 
-    rank, world_size, low_precision = 0, 1, False
+    rank, world_size, low_precision, shares_prompts = 0, 1, False, False
 
     def __init__(self, lr: float = 0.1) -> None:
         self.logits = torch.zeros(VOCAB, requires_grad=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kedge.algorithms.base import Algorithm
-from kedge.engine.stages import cut, make_experience
+from kedge.engine.micro_batches import cut
+from kedge.engine.stages import make_experience
 from kedge.errors import PreflightError
 from kedge.protocols import Learner, RolloutEngine
 from kedge.types import Experience, ModelOutputs, RewardOutput, Rollout, Sampling

@@ -5,7 +5,7 @@ collect -> make_experience -> optimize (cut -> Learner.optimizer_step, per optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from statistics import fmean
 
@@ -16,10 +16,10 @@ from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.engine.batch_metrics import batch_metrics, token_ages
 from kedge.engine.early_stopping import StepLimits
 from kedge.engine.metrics import Tally, reduce_metrics
+from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.importance import Correction, importance_weights
-from kedge.math.loss_weights import WEIGHTINGS, row_mean
-from kedge.protocols import Learner, LossFn, RewardSource, RolloutEngine, Total
+from kedge.protocols import Learner, LossFn, RewardSource, RolloutEngine
 from kedge.types import (
     AdvantageOutput,
     Experience,
@@ -252,76 +252,6 @@ def _build_experience(
     )
 
 
-def cut(
-    experience: Experience,
-    index: Tensor,
-    algo: Algorithm,
-    micro_rows: int,
-    total: Total,
-    *,
-    max_tokens: int | None = None,
-) -> Iterator[MicroBatch]:
-    """The rows of one optimizer step as micro-batches; weights are computed before the split.
-
-    Rows are sorted by length, which saves padding and does not change the result.
-
-    Args:
-        experience: the rows of this rank, or of all ranks.
-        index: int64 [n]; rows of this optimizer step.
-        algo: the algorithm, which weights tokens.
-        micro_rows: maximum rows of a micro-batch.
-        total: sum over ranks.
-        max_tokens: maximum tokens of a micro-batch, padding included, instead of ``micro_rows``.
-    """
-    lengths = (experience.prompt_mask.sum(1) + experience.response_mask.sum(1))[index]
-    order = lengths.argsort(descending=True, stable=True)
-    step = experience.rows(index[order])
-    token_weights = WEIGHTINGS[algo.weighting]
-    token, value, row = (
-        token_weights(step.loss_mask, total),
-        token_weights(step.value_mask, total),
-        row_mean(step.loss_mask, total),
-    )
-    sizes: int | list[int] = micro_rows
-    if max_tokens is not None:
-        sizes = rows_within(lengths[order].tolist(), max_tokens, total)
-    for part in torch.arange(len(step)).split(sizes):
-        yield MicroBatch(
-            rows=step.rows(part),
-            token_weight=token[part],
-            value_weight=value[part],
-            row_weight=row[part],
-        )
-
-
-def rows_within(lengths: Sequence[int], max_tokens: int, total: Total) -> list[int]:
-    """Rows of consecutive micro-batches of at most ``max_tokens`` tokens, padding included.
-
-    Every rank gets equally many, as sharded weights need: one with fewer halves its largest ones.
-
-    Args:
-        lengths: tokens of each row, longest first; equally many rows on every rank.
-        max_tokens: a longer row is a micro-batch by itself.
-        total: sum over ranks.
-    """
-    sizes: list[int] = []
-    longest = 0
-    for length in lengths:
-        if sizes and longest * (sizes[-1] + 1) <= max_tokens:
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-            longest = length
-    ranks_with = torch.zeros(len(lengths) + 1)
-    ranks_with[len(sizes)] = 1
-    most = int(total(ranks_with).nonzero().max())
-    while len(sizes) < most:
-        largest = sizes.index(max(sizes))
-        half = sizes[largest] // 2
-        sizes[largest : largest + 1] = [sizes[largest] - half, half]
-    return sizes
-
-
 def optimize(  # noqa: PLR0913
     experience: Experience,
     learner: Learner,
@@ -366,7 +296,13 @@ def optimize(  # noqa: PLR0913
         order = torch.randperm(len(experience), generator=shuffle)
         for index in order.chunk(minibatches):
             step = cut(
-                experience, index[share], algo, micro_rows, learner.total, max_tokens=max_tokens
+                experience,
+                index[share],
+                algo,
+                micro_rows,
+                learner.total,
+                max_tokens=max_tokens,
+                by_prompt=learner.shares_prompts,
             )
             metrics = learner.optimizer_step(
                 step, loss, only_value=only_value, should_apply=should_apply

@@ -90,16 +90,19 @@ def build_request(
         only_value: no gradient for the policy, including its trunk.
     """
     packed = parts.pack(*prompts, *responses)
+    states = packed.states(tokens)
     value_states = value_index = None
+    read = states
     if value_slots is not None:
         value_states = packed.states(value_slots)
         if last_values:
             value_states = torch.cat([value_states, packed.ends])
+        read = torch.cat([states, value_states])
         value_states = value_states.to(device)
         value_index = value_slots.flatten().nonzero()[:, 0].to(device)
     return ForwardRequest(
-        packed=packed.to(device),
-        states=packed.states(tokens).to(device),
+        packed=replace(packed, read=read.unique()).to(device),
+        states=states.to(device),
         targets=responses[0][tokens].to(device),
         slots=tokens.flatten().nonzero()[:, 0].to(device),
         constraints=constraints.to(device),
@@ -198,12 +201,12 @@ class ActorCritic(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not request.only_value):
             states = self.parts.read(request.packed).flatten(0, 1)
             if request.policy:
-                hidden = states[request.states]
+                hidden = states.index_select(0, request.states)
                 logprobs, entropy = linear_logprob(
                     hidden, self.parts.head(), request.targets, constraints=request.constraints
                 )
         if isinstance(self.value, ScalarHead) and request.value_states is not None:
-            values = self.value(states[request.value_states]).sum(1)  # one column
+            values = self.value(states.index_select(0, request.value_states)).sum(1)  # one column
         return ForwardOutput(logprobs, entropy, values, hidden)
 
     def _release(self, request: ForwardRequest) -> None:

@@ -1,26 +1,33 @@
 """Runs a causal trunk over rows joined end to end, without padding.
 
 All layers but attention treat tokens one by one: they run once over the tokens of all rows, however
-different their lengths.  Attention runs row by row.  transformers hands the keyword ``row_lengths``
-down to its attention function, also when a layer is recomputed in the backward pass.
+different their lengths, and once over a prompt that several rows share.  Attention runs row by row
+(``ops/cpu/joined_attention.py``).  transformers hands the keyword ``joined_groups`` down to its
+attention function, also when a layer is recomputed in the backward pass.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.backends.hf.mask_checks import known_masks
+from kedge.ops.cpu.joined_attention import Group, joined_attention
 
-_ATTENTION = "sdpa"
+_USUAL, _JOINED = "sdpa", "kedge_joined_rows"
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
-_PROBE = (5, 3, 7)  # tokens of the rows of the comparison
+_PROBE = ((5,), (3, 2, 4), (7,))  # groups of the comparison
+_lock = Lock()
+_users: Counter[int] = Counter()  # contexts by the id of the configuration that they changed
 
 
 def join_rows(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -28,21 +35,72 @@ def join_rows(ids: Tensor, lengths: Tensor) -> Tensor:
     return ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]][None]
 
 
-def run_joined(backbone: nn.Module, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+def run_joined(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
     """Last hidden states float [1, T, H] of joined rows; ``joins_rows(backbone)`` must hold.
+
+    With gradient, call it and the backward pass within ``JoinedAttention.active`` for this trunk:
+    layers may be recomputed.
 
     Args:
         backbone: trunk of a transformers model.
-        ids: int64 [1, T]; the tokens of all rows.
-        lengths: tokens of each row; their sum is T.
+        ids: int64 [1, T]; the tokens of all rows, a shared prompt once.
+        groups: (n,) for a row of n tokens, (n, a, b, ...) for a prompt of n tokens and the
+            responses to it of a, b, ... tokens; their sum is T.
     """
-    positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
+    if backbone.config._attn_implementation != _JOINED:
+        if torch.is_grad_enabled() or backbone.config._attn_implementation != _USUAL:
+            raise RuntimeError(
+                f"joined rows with attention {backbone.config._attn_implementation!r}: call"
+                " run_joined within JoinedAttention.active, for a model whose attention is 'sdpa'"
+            )
+        with JoinedAttention([backbone]).active():
+            return run_joined(backbone, ids, groups)
+    positions = []
+    for prompt, *responses in groups:
+        positions.append(torch.arange(prompt, device=ids.device))
+        positions += [torch.arange(prompt, prompt + n, device=ids.device) for n in responses]
     with known_masks():
         output = backbone(
-            input_ids=ids, position_ids=positions, use_cache=False, row_lengths=list(lengths)
+            input_ids=ids,
+            position_ids=torch.cat(positions)[None],
+            use_cache=False,
+            joined_groups=tuple(groups),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden
+
+
+class JoinedAttention:
+    """Lets models attend to joined rows.
+
+    Args:
+        models: whatever does not use torch's attention is left as it is.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        configs = [getattr(m, "config", None) for model in models for m in model.modules()]
+        usual = [c for c in configs if getattr(c, "_attn_implementation", None) == _USUAL]
+        self._configs: list[Any] = list({id(c): c for c in usual}.values())
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Context in which the attention of the models obeys ``joined_groups``.
+
+        Without this keyword their attention is the usual one.
+        """
+        with _lock:  # another thread may use a model with the same configuration
+            for config in self._configs:
+                _users[id(config)] += 1
+                config._attn_implementation_internal = _JOINED
+        try:
+            yield
+        finally:
+            with _lock:
+                for config in self._configs:
+                    _users[id(config)] -= 1
+                    if not _users[id(config)]:
+                        del _users[id(config)]
+                        config._attn_implementation_internal = _USUAL
 
 
 @torch.no_grad()
@@ -56,7 +114,7 @@ def joins_rows(backbone: Any) -> bool:
     if weight is None or weight.device.type != "cpu" or os.environ.get("KEDGE_CPU_KERNELS") == "0":
         return False
     config = getattr(backbone, "config", None)
-    if getattr(config, "_attn_implementation", None) != _ATTENTION:
+    if getattr(config, "_attn_implementation", None) not in (_USUAL, _JOINED):
         return False
     if any(getattr(config, name, None) for name in _WINDOWS):
         return False
@@ -78,36 +136,51 @@ def joins_rows(backbone: Any) -> bool:
 
 
 def _agrees(backbone: Any) -> bool:
-    rows = [torch.arange(n)[None] for n in _PROBE]
-    apart = torch.cat(
-        [backbone(input_ids=row, use_cache=False).last_hidden_state for row in rows], dim=1
-    )
-    joined = run_joined(backbone, torch.cat(rows, dim=1), _PROBE)
+    apart, joined_ids = [], []
+    for prompt, *responses in _PROBE:
+        start = torch.arange(prompt)
+        rows = [start, *(torch.arange(n) + 1 for n in responses)]
+        joined_ids += rows
+        apart.append(_states(backbone, start))
+        apart += [_states(backbone, torch.cat([start, x]))[:, prompt:] for x in rows[1:]]
+    joined = run_joined(backbone, torch.cat(joined_ids)[None], _PROBE)
+    expected = torch.cat(apart, dim=1)
     slack = 1e-4 if joined.dtype in (torch.float32, torch.float64) else 2e-2
-    gap = (joined - apart).abs().max()
-    return joined.shape == apart.shape and bool(gap <= slack * (1 + apart.abs().max()))
+    gap = (joined - expected).abs().max()
+    return joined.shape == expected.shape and bool(gap <= slack * (1 + expected.abs().max()))
 
 
-def _by_row(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that obeys ``row_lengths``."""
-
-    @wraps(attention)
-    def by_row(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        row_lengths: list[int] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if row_lengths is None:
-            return attention(module, query, key, value, *args, **kwargs)
-        rows = zip(*(x.split(row_lengths, dim=2) for x in (query, key, value)), strict=True)
-        outputs = [attention(module, *row, *args, **kwargs)[0] for row in rows]
-        return torch.cat(outputs, dim=1), None
-
-    return by_row
+def _states(backbone: Any, row: Tensor) -> Tensor:
+    states: Tensor = backbone(input_ids=row[None], use_cache=False).last_hidden_state
+    return states
 
 
-ALL_ATTENTION_FUNCTIONS[_ATTENTION] = _by_row(ALL_ATTENTION_FUNCTIONS[_ATTENTION])
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    joined_groups: tuple[Group, ...] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: states float [1, T, h, d]."""
+    if joined_groups is None:
+        usual = ALL_ATTENTION_FUNCTIONS[_USUAL]
+        states: tuple[Tensor, None] = usual(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
+        )
+        return states
+    other = [
+        name for name in ("position_bias", "softcap", "s_aux") if options.get(name) is not None
+    ]
+    if attention_mask is not None or dropout or other:
+        raise ValueError(f"joined rows do not support a mask, dropout, or {other}")
+    return joined_attention(query, key, value, joined_groups, scaling).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_JOINED, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_JOINED, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])

@@ -24,6 +24,7 @@ from kedge.backends.hf.distributed import (
     total,
 )
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
+from kedge.backends.hf.forward_plan import ForwardPlan
 from kedge.backends.hf.learner_state import copy_weights, load_weights, read_state, save_models
 from kedge.backends.hf.logprobs import compute_logprobs, compute_sharded, sampled_by
 from kedge.backends.hf.model import (
@@ -34,7 +35,7 @@ from kedge.backends.hf.model import (
     no_dropout,
     set_training,
 )
-from kedge.backends.hf.packing import group_rows, padding_budget, split_by_length, to_device
+from kedge.backends.hf.packing import to_device
 from kedge.backends.hf.reference import Reference, RemoteReference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import (
@@ -48,11 +49,9 @@ from kedge.backends.hf.sharding import (
     sharding_strategy,
 )
 from kedge.backends.hf.shared_base import checkpointing_options
-from kedge.backends.hf.trunk import TrunkCache
 from kedge.backends.hf.value_head import ScalarModel
 from kedge.errors import ConfigError, KedgeError
 from kedge.ops.cpu.heap import release_free_memory
-from kedge.ops.cpu.patch import Kernels
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
@@ -111,16 +110,10 @@ class HFLearner:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.accelerator.mixed_precision == "fp16"
         )
-        if args.torch_compile:
-            self.module.compile_trunks(args.torch_compile_backend, args.torch_compile_mode)
-        plain = not (args.torch_compile or self.sharded)
-        self._kernels = Kernels(self._all_models() if plain else [])
-        owners = [self.module.parts, value, getattr(self.reference, "parts", None)]
-        self._trunks = TrunkCache(owners if plain and settings.cache_trunk else [])
-        skip, output = self._trunks.skipped, self.module.parts.output
-        self._joined = plain and not skip and self.module.join_rows(self.reference)
-        budget = padding_budget(policy, output, skip, joined=self._joined)
-        self._padding_budget = budget if (n := settings.padding_budget) is None else n
+        models = self._all_models()
+        self._plan = ForwardPlan(
+            self.module, self.reference, models, args, settings, sharded=self.sharded
+        )
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
         self.only_first_sends = False  # one rollout engine, on rank 0, gets all weights
@@ -191,6 +184,11 @@ class HFLearner:
         return self.accelerator.mixed_precision != "no" or self.settings.allow_low_precision_weights
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt of several rows of a micro-batch is computed only once."""
+        return self._plan.joins_rows
+
+    @property
     def sharded(self) -> bool:
         """Whether weights are sharded across ranks."""
         return self.shards != "none"
@@ -206,16 +204,16 @@ class HFLearner:
         known = self.settings.reuse_behavior_logprobs and not self._stepped
         reuse = known and sampled_by(self.version, rollout)
         set_training(self.module, False)
-        groups = group_rows(rollout, self.settings.forward_rows, self._padding_budget)
+        groups = self._plan.groups(rollout)
         begin = self.remote.begin if reference and self.remote else None
-        pending = begin and begin(rollout, groups, joined=self._joined)
+        pending = begin and begin(rollout, groups, joined=self._plan.joins_rows)
         wanted = {"values"} if values else set()
         wanted |= set() if reuse else {"logprobs", "entropy"}
         wanted |= {"ref_logprobs"} if reference and pending is None else set()
         wanted |= {"full_kl"} if full_kl else set()
         models = (self.module, self.reference, self.device)
         compute = compute_sharded if self.sharded else compute_logprobs
-        with self._kernels.active(), self._trunks.active(), self.accelerator.autocast():
+        with self._plan.active(), self.accelerator.autocast():
             out = compute(models, rollout, groups, wanted, self.settings)
         if pending is not None:
             out["ref_logprobs"] = pending()
@@ -248,10 +246,8 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
-        # Sharded ranks must run equally many passes.
-        max_padding = 2**62 if self.sharded else self._padding_budget
-        with self._kernels.active(), self._trunks.active():
-            for micro_batch in split_by_length(step, max_padding=max_padding):
+        with self._plan.active():
+            for micro_batch in self._plan.split(step):
                 output = self._output(micro_batch.rows, only_value)
                 losses = loss(output, to_device(micro_batch, self.device))
                 self.scaler.scale(losses.total).backward()
@@ -291,7 +287,7 @@ class HFLearner:
     def forward_no_grad(self, rows: Experience) -> PolicyOutput:
         """The forward pass of ``optimizer_step`` without gradient, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
-        with self._kernels.active(), self._trunks.active():
+        with self._plan.active():
             output = self._output(rows, only_value=False)
         reshard(self._all_models())  # no backward pass will do it
         home = rows.ids.device
@@ -341,7 +337,7 @@ class HFLearner:
         """End the iteration: advance policy version and schedule by one, and free the gradients."""
         optim.step_schedule(self.scheduler)
         self.optimizer.zero_grad(set_to_none=True)
-        self._trunks.clear()
+        self._plan.end_batch()
         self.version += 1
         self._stepped = False
         if self.device.type == "cpu":

@@ -3,7 +3,7 @@
 A row of the batch is a left-padded prompt and a right-padded response.  A causal model is fed
 prompt and response joined, padding last: every real token then attends to real tokens only, and
 stands at its true position, without any attention mask.  On a CPU the rows themselves are joined
-(``joined_rows.py``), which leaves no padding at all.
+(``joined_rows.py``), which leaves no padding at all, and a prompt of several rows stands only once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from kedge.types import MicroBatch, Rollout
+from kedge.ops.cpu.joined_attention import Group
+from kedge.types import MicroBatch, Rollout, number_prompts
+
+_SHARED = 16  # tokens of prompts that must be saved to share one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +28,19 @@ class Packed:
     lengths: Tensor  # int64 [b]; real tokens
     prompt_lengths: Tensor  # int64 [b]
     source: tuple[Tensor, Tensor] | None = None  # ids, mask [b, S]: input of an encoder
-    joined: bool = False  # the rows follow one another without padding
     host_ids: Tensor | None = None  # ``ids`` before they were moved to a device
+    read: Tensor | None = None  # flat indices int64 [n] of the states that are read; None: all
+    groups: tuple[Group, ...] | None = None  # how joined rows are divided, see ``run_joined``
+    # Flat indices int64 [b] of first tokens, where rows are joined
+    prompt_starts: Tensor | None = None
+    response_starts: Tensor | None = None
 
-    @property
-    def starts(self) -> Tensor:
-        """Flat indices int64 [b] of the first token of each row."""
-        if self.joined:
-            return self.lengths.cumsum(0) - self.lengths
-        return torch.arange(len(self.ids), device=self.lengths.device) * self.ids.shape[1]
-
-    @property
-    def row_lengths(self) -> list[int] | None:
-        """The tokens of each row if the rows are joined."""
-        return self.lengths.tolist() if self.joined else None
+    def _starts(self) -> tuple[Tensor, Tensor]:
+        """Flat indices int64 [b] of the first tokens of prompts and responses."""
+        if self.prompt_starts is not None and self.response_starts is not None:
+            return self.prompt_starts, self.response_starts
+        first = torch.arange(len(self.ids), device=self.lengths.device) * self.ids.shape[1]
+        return first, first + self.prompt_lengths
 
     def states(self, slots: Tensor) -> Tensor:
         """Flat indices int64 [n] into ``ids`` of the states before the marked response slots.
@@ -47,17 +49,24 @@ class Packed:
             slots: bool [b, R]; the state before slot t has read the prompt and t response tokens.
         """
         row, t = slots.nonzero(as_tuple=True)
-        return (self.starts + self.prompt_lengths)[row] + t - 1
+        return self._before(row, t)
 
     @property
     def ends(self) -> Tensor:
         """Flat indices int64 [b] of the states after the last real token."""
-        return self.starts + self.lengths - 1
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
+        return self._before(rows, self.lengths - self.prompt_lengths)
+
+    def _before(self, row: Tensor, t: Tensor) -> Tensor:
+        """Flat indices of the states after t response tokens; t = 0 is the end of the prompt."""
+        prompts, responses = self._starts()
+        return torch.where(t > 0, responses[row] + t, (prompts + self.prompt_lengths)[row]) - 1
 
     def to(self, device: torch.device) -> Packed:
         """The inputs of the model on a device; the lengths stay where they are."""
         source = self.source and (self.source[0].to(device), self.source[1].to(device))
-        return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids)
+        read = None if self.read is None else self.read.to(device)
+        return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids, read=read)
 
     def row_keys(self) -> list[bytes]:
         """The real tokens of each row; equal for equal rows."""
@@ -80,20 +89,52 @@ def pack(
         prompt_mask: bool [b, P].
         ids: int64 [b, R], right-padded.
         response_mask: bool [b, R], a prefix of each row.
-        joined: join the rows, too, without padding.
+        joined: join the rows, too, without padding, and share equal prompts.
     """
     prompt_lengths = prompt_mask.sum(1)
     mask = torch.cat([prompt_mask, response_mask], dim=1)
     lengths = mask.sum(1)
     both = torch.cat([prompt_ids, ids], dim=1)
     if joined:
-        return Packed(
-            ids=both[mask][None], lengths=lengths, prompt_lengths=prompt_lengths, joined=True
-        )
+        numbers = number_prompts(prompt_ids, prompt_mask).tolist()
+        return _join(both, mask, prompt_lengths, lengths, numbers)
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     longest = int(lengths.max()) if len(lengths) else 0
     packed = both.masked_fill(~mask, 0).gather(1, order)[:, :longest]
     return Packed(ids=packed, lengths=lengths, prompt_lengths=prompt_lengths)
+
+
+def _join(
+    ids: Tensor, mask: Tensor, prompt_lengths: Tensor, lengths: Tensor, prompts: Sequence[int]
+) -> Packed:
+    """Join rows of one prompt, if that saves enough, and then these groups."""
+    members: dict[int, list[int]] = {}
+    for row, number in enumerate(prompts):
+        members.setdefault(number, []).append(row)
+    tokens, groups, at = [], [], 0
+    prompt_starts, response_starts = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    for rows in members.values():
+        start = int(prompt_lengths[rows[0]])
+        shared = start * (len(rows) - 1) >= _SHARED
+        for number, row in enumerate(rows):
+            real, first = ids[row, mask[row]], number == 0 or not shared
+            prompt_starts[row] = at if first else prompt_starts[rows[0]]
+            tokens.append(real if first else real[start:])
+            at += len(tokens[-1])
+            response_starts[row] = at - len(real) + start
+        after = (lengths[rows] - start).tolist()
+        if shared:
+            groups.append((start, *(n for n in after if n)))
+        else:
+            groups += [(start + n,) for n in after]
+    return Packed(
+        ids=torch.cat(tokens)[None],
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        groups=tuple(groups),
+        prompt_starts=prompt_starts,
+        response_starts=response_starts,
+    )
 
 
 def place(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
@@ -125,11 +166,31 @@ def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[
     return groups
 
 
-def group_rows(rollout: Rollout, rows: int, max_padding: int) -> list[list[int]]:
-    """The rows of each forward pass, of at most ``rows`` rows of the longest one's length."""
-    lengths = rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)
-    tokens = rows * int(lengths.max())
-    return by_length(lengths.tolist(), tokens=tokens, max_padding=max_padding)
+def group_rows(
+    rollout: Rollout, rows: int, max_padding: int, *, by_prompt: bool = False
+) -> list[list[int]]:
+    """The rows of each forward pass, of at most ``rows`` rows of the longest one's length.
+
+    Args:
+        rollout: all rows.
+        rows: of the longest one's length.
+        max_padding: see ``by_length``.
+        by_prompt: keep rows of one prompt together; for rows that are joined.
+    """
+    lengths = (rollout.prompts.mask.sum(1) + rollout.response_mask.sum(1)).tolist()
+    tokens = rows * max(lengths)
+    numbers = number_prompts(rollout.prompts.ids, rollout.prompts.mask).tolist()
+    if not by_prompt or len(set(numbers)) == len(numbers):
+        return by_length(lengths, tokens=tokens, max_padding=max_padding)
+    groups: list[list[int]] = [[]]
+    left = tokens
+    for row in sorted(range(len(numbers)), key=numbers.__getitem__):
+        if lengths[row] > left:
+            groups.append([])
+            left = tokens
+        groups[-1].append(row)
+        left -= lengths[row]
+    return groups
 
 
 def split_by_length(step: Iterable[MicroBatch], *, max_padding: int) -> Iterator[MicroBatch]:

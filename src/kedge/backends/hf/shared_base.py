@@ -67,7 +67,7 @@ class AdapterValue(nn.Module):
     def forward(self, packed: Packed, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
         with self.switch.active(VALUE_ADAPTER):
-            hidden = read_trunk(self._backbone[0], packed).flatten(0, 1)[states]
+            hidden = read_trunk(self._backbone[0], packed).flatten(0, 1).index_select(0, states)
         return self.head(hidden).sum(1) + self.shift  # one column
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:

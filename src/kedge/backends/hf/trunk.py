@@ -22,8 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kedge.backends.hf.freezing import find_layers, layer_number
 from kedge.backends.hf.joined_rows import run_joined
+from kedge.backends.hf.last_layer import expect_reads
 from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.packing import Packed
+from kedge.ops.cpu.joined_attention import Group
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +34,26 @@ MEMORY_SHARE = 1 / 8  # of the device's memory; rows beyond it are computed agai
 _active: ContextVar[Mapping[int, _CachedTrunk]] = ContextVar("cached_trunks", default={})  # noqa: B039
 
 
-def trunk(backbone: nn.Module, ids: Tensor, row_lengths: Sequence[int] | None = None) -> Tensor:
+def trunk(backbone: nn.Module, ids: Tensor, groups: Sequence[Group] | None = None) -> Tensor:
     """Last hidden states float [b, L, H] of right-padded rows, without an attention mask.
 
-    With ``row_lengths`` the rows are joined: ids [1, T], states [1, T, H].
+    With ``groups`` the rows are joined (see ``run_joined``): ids [1, T], states [1, T, H].
     """
-    if row_lengths is not None:
-        return run_joined(backbone, ids, row_lengths)
+    if groups is not None:
+        return run_joined(backbone, ids, groups)
     with known_masks():
         return backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 def read_trunk(backbone: nn.Module, packed: Packed) -> Tensor:
-    """``trunk`` of packed rows; within ``TrunkCache.active`` it starts from kept states."""
+    """``trunk`` of packed rows; within ``TrunkCache.active`` it starts from kept states.
+
+    Within ``LastLayers.active`` only the states ``packed.read`` are right.
+    """
+    expect_reads(backbone, packed)
     cached = _active.get().get(id(backbone))
     if cached is None:
-        return trunk(backbone, packed.ids, packed.row_lengths)
+        return trunk(backbone, packed.ids, packed.groups)
     return cached.read(packed)
 
 

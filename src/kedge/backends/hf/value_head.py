@@ -84,7 +84,7 @@ class ScalarModel(nn.Module):
 
     def forward(self, packed: Packed, states: Tensor) -> Tensor:
         """Float32 [n]: the value of each of the flat ``states`` of packed rows."""
-        hidden = read_trunk(self.backbone, packed).flatten(0, 1)[states]
+        hidden = read_trunk(self.backbone, packed).flatten(0, 1).index_select(0, states)
         return in_full(self.head, hidden).float().sum(1) + self.shift  # one column
 
 

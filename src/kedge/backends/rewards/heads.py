@@ -82,7 +82,8 @@ class _LastToken:
         if self._joins is None:
             self._joins = joins_rows(self._backbone)
         if self._joins:
-            joined = run_joined(self._backbone, join_rows(ids, lengths), lengths.tolist())
+            groups = [(n,) for n in lengths.tolist()]
+            joined = run_joined(self._backbone, join_rows(ids, lengths), groups)
             return in_full(self._score, joined[0, lengths.cumsum(0) - 1])
         out = self._backbone(input_ids=ids, attention_mask=_mask(ids, lengths), **self._options)
         hidden = _hidden(out)
