@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from kedge.engine.rollout.collector import RolloutCollector, Sample
+from kedge.engine.rollout.greedy import first_rows, greedy_sampling
 from kedge.engine.rollout.joining import GroupPrompts, with_groups
 from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
 from kedge.engine.seeds import seed_for
@@ -13,8 +16,19 @@ from kedge.errors import SyncError
 from kedge.protocols import RolloutEngine
 from kedge.types import Rollout, group_rows
 
-# Not scored yet, their numbers, and seconds and metrics.
-SampledGroups = tuple[Rollout, list[int], dict[str, float]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGroups:
+    """Groups that are to be scored."""
+
+    rollout: Rollout
+    greedy: Rollout | None  # one greedy response per group, in ascending order of their numbers
+    numbers: list[int]
+    times: dict[str, float]  # and metrics
+    step: int  # iterations that the engine's weights have seen
+
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
 
 def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
@@ -44,6 +58,8 @@ class EngineWorker:
     _fingerprint: str = ""
     _seconds: float = 0.0  # of sampling since groups were done
     _gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
+    # groups that wait for their greedy response, and greedy responses that wait for their group
+    _complete: dict[int, Rollout] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Hold nothing, and load weights before sampling again."""
@@ -67,6 +83,7 @@ class EngineWorker:
     def release_all(self) -> None:
         """It holds nothing any more."""
         self.release(list(self.held))
+        self._complete.clear()
         self._set_unfinished(0)
 
     def count_unfinished(self) -> None:
@@ -94,19 +111,46 @@ class EngineWorker:
     def advance(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
     ) -> SampledGroups | None:
-        """Start these groups and sample on; groups that are done, and their seconds and metrics."""
-        begin = collector.clock()
-        for step, batch in prompts.prompts(numbers):
-            seed = seed_for(collector.seed, "rollout", step)
-            self.engine.submit(batch, sampling=collector.sampling, seed=seed)
+        """Start these groups and sample on; the groups that are done."""
+        begin, sampling = collector.clock(), collector.sampling
+        for step, turn, batch in prompts.prompts(numbers):
+            purpose = f"rollout again {turn - 1}" if turn else "rollout"
+            seed = seed_for(collector.seed, purpose, step)
+            self.engine.submit(batch, sampling=sampling, seed=seed)
+            if collector.algorithm.needs_greedy:
+                first = batch.rows(first_rows(batch))
+                first = replace(first, group=_greedy_id(first.group))
+                self.engine.submit(first, sampling=greedy_sampling(sampling), seed=seed)
         rollout: Rollout | None = self.engine.advance()
         self._seconds += collector.clock() - begin
         if rollout is None:
             return None
+        greedy = None
+        if collector.algorithm.needs_greedy:
+            rollout, greedy = self._pair(rollout)
+            if rollout is None:
+                return None
         self._check(rollout)
         seconds, self._seconds = self._seconds, 0.0
-        groups = group_rows(rollout.prompts)[0]
-        return rollout, groups, {"time/rollout": seconds, **self._gap}
+        assert self.update is not None
+        return SampledGroups(
+            rollout=rollout,
+            greedy=greedy,
+            numbers=group_rows(rollout.prompts)[0],
+            times={"time/rollout": seconds, **self._gap},
+            step=self.update.step,
+        )
+
+    def _pair(self, rollout: Rollout) -> tuple[Rollout | None, Rollout | None]:
+        """Groups of which the greedy response is complete as well, and these responses."""
+        for number, rows in zip(*group_rows(rollout.prompts), strict=True):
+            self._complete[number] = rollout.rows(rows)
+        numbers = sorted(n for n in self._complete if n >= 0 and _greedy_id(n) in self._complete)
+        if not numbers:
+            return None, None
+        sampled = Rollout.cat([self._complete.pop(n) for n in numbers])
+        greedy = Rollout.cat([self._complete.pop(_greedy_id(n)) for n in numbers])
+        return sampled, replace(greedy, prompts=with_groups(greedy.prompts, numbers[::-1]))
 
     def draw(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
@@ -129,3 +173,8 @@ class EngineWorker:
                     f"{type(self.engine).__name__} must sample with version {self.held[number]},"
                     f" which it confirmed, but used version {version}"
                 )
+
+
+def _greedy_id(number: IntOrTensor) -> IntOrTensor:
+    """The id of the greedy response to the prompt of a group."""
+    return -1 - number
