@@ -113,19 +113,31 @@ class SampleStore:
         self._places.clear()
 
 
-@dataclass(slots=True)
 class _Stored:
-    """A sample from which groups are taken; seconds and metrics leave with the first of them."""
+    """A sample from which groups are taken; seconds leave with the first, metrics with all."""
 
-    sample: Sample
+    def __init__(self, sample: Sample) -> None:
+        self._rollout, self._reward_output, self._times = sample
 
     def take(self, rows: Tensor) -> Sample:
-        rollout, reward_output, times = self.sample
-        taken = rollout.rows(rows), reward_output.rows(rows), times
+        """These rows, with their share of the metrics."""
+        share = len(rows) / len(self._rollout)
+        rollout, reward_output = self._rollout.rows(rows), self._reward_output.rows(rows)
+        reward_output = replace(reward_output, metrics=_scaled(reward_output.metrics, share))
         if rollout.episodes is not None:
-            rollout = replace(rollout, episodes=replace(rollout.episodes, metrics={}))
-        self.sample = rollout, replace(reward_output, metrics={}), {}
-        return taken
+            metrics = _scaled(rollout.episodes.metrics, share)
+            rollout = replace(rollout, episodes=replace(rollout.episodes, metrics=metrics))
+        times, self._times = self._times, {}
+        return rollout, reward_output, times
+
+
+def _scaled(
+    totals: Mapping[str, tuple[float, float]], share: float
+) -> Mapping[str, tuple[float, float]]:
+    """A share of sums and counts."""
+    if share == 1:
+        return totals
+    return {name: (total * share, count * share) for name, (total, count) in totals.items()}
 
 
 @dataclass(frozen=True, slots=True)
