@@ -23,6 +23,7 @@ from kedge.engine.rollout.collector import (
     Sample,
 )
 from kedge.engine.rollout.dispatch import Dispatcher
+from kedge.engine.rollout.dynamic_sampling import REPLACED
 from kedge.engine.rollout.joining import GroupPrompts, joined, restored_groups
 from kedge.engine.rollout.sampling_thread import SamplingThread
 from kedge.engine.rollout.scoring_thread import ScoringThread
@@ -131,12 +132,15 @@ class AsCompletedScheduler:
             while (numbers := self._take(step)) is None:
                 state.changed.wait()
             samples = state.store.take(numbers)
+            replaced = state.prompts.pop_turns(numbers)
             state.work.notify_all()
         rollout, reward_output, times = joined(samples, state.prompts.batch(step))
         state.prompts.forget_before(step)
         for name in times:
             if name.startswith("time/"):
                 times[name] /= len(state.workers)
+        if state.collector.algorithm.resample:
+            times[REPLACED] = times.get(REPLACED, 0.0) + replaced
         return rollout, reward_output, times
 
     def _take(self, step: int) -> list[int] | None:

@@ -41,6 +41,10 @@ class GroupPrompts:
         """How often the prompt of a group was replaced."""
         return self._turns.get(number, 0)
 
+    def pop_turns(self, numbers: Iterable[int]) -> int:
+        """How often the prompts of these groups were replaced; they are not needed any more."""
+        return sum(self._turns.pop(number, 0) for number in numbers)
+
     def replace(self, numbers: Iterable[int]) -> None:
         """Give these groups other prompts, those of the next round of dynamic sampling."""
         for number in numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kedge.engine.rollout.collector import Sample
-from kedge.engine.rollout.dynamic_sampling import REPLACED, uniform_rows
+from kedge.engine.rollout.dynamic_sampling import uniform_rows
 from kedge.engine.rollout.joining import total_times
 from kedge.engine.rollout.state import SamplingState
 from kedge.engine.rollout.worker import SampledGroups
@@ -21,7 +21,7 @@ class ScoringThread:
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
-        self._times: dict[str, float] = {}  # of groups that were replaced
+        self._times: dict[str, float] = {}  # seconds that replaced groups took
 
     def run(self) -> None:
         """Score groups until the scheduler closes."""
@@ -47,9 +47,12 @@ class ScoringThread:
             return sampled
 
     def _score(self, sampled: list[SampledGroups]) -> Sample:
-        greedy = [x.greedy for x in sampled if x.greedy is not None]
+        greedy = None
+        if answers := [x.greedy for x in sampled if x.greedy is not None]:
+            greedy = Rollout.cat(answers)
+            greedy = greedy.rows(greedy.prompts.group.argsort())
         rollout, reward_output, times = self._state.collector.score(
-            Rollout.cat([x.rollout for x in sampled]), Rollout.cat(greedy) if greedy else None
+            Rollout.cat([x.rollout for x in sampled]), greedy
         )
         return rollout, reward_output, times | total_times(x.times for x in sampled)
 
@@ -65,9 +68,7 @@ class ScoringThread:
     def _add(self, sample: Sample, steps: dict[int, int], replaced: list[int]) -> None:
         """Add groups that are done; others start again."""
         state, (rollout, reward_output, times) = self._state, sample
-        if state.collector.algorithm.resample:
-            times = total_times([self._times, times, {REPLACED: float(len(replaced))}])
-            self._times = {}
+        times, self._times = total_times([self._times, times]), {}
         if replaced:
             state.prompts.replace(replaced)
             state.dispatcher.give_back(replaced)

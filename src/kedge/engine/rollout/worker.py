@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from kedge.engine.rollout.collector import RolloutCollector, Sample
 from kedge.engine.rollout.greedy import first_rows, greedy_sampling
@@ -14,7 +12,7 @@ from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
 from kedge.engine.seeds import seed_for
 from kedge.errors import SyncError
 from kedge.protocols import RolloutEngine
-from kedge.types import Rollout, group_rows
+from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +24,6 @@ class SampledGroups:
     numbers: list[int]
     times: dict[str, float]  # and metrics
     step: int  # iterations that the engine's weights have seen
-
-
-IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
 
 def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
@@ -58,8 +53,9 @@ class EngineWorker:
     _fingerprint: str = ""
     _seconds: float = 0.0  # of sampling since groups were done
     _gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
-    # groups that wait for their greedy response, and greedy responses that wait for their group
-    _complete: dict[int, Rollout] = field(default_factory=dict)
+    # with greedy baselines: groups that follow their greedy response, and complete responses
+    _deferred: dict[int, tuple[PromptBatch, int]] = field(default_factory=dict)
+    _greedy: dict[int, Rollout] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Hold nothing, and load weights before sampling again."""
@@ -83,12 +79,14 @@ class EngineWorker:
     def release_all(self) -> None:
         """It holds nothing any more."""
         self.release(list(self.held))
-        self._complete.clear()
+        self._deferred.clear()
+        self._greedy.clear()
         self._set_unfinished(0)
 
     def count_unfinished(self) -> None:
-        """Ask the engine which responses are left."""
-        self._set_unfinished(self.engine.unfinished)
+        """Ask the engine which responses are left, and count those that follow."""
+        deferred = sum(len(batch) for batch, _ in self._deferred.values())
+        self._set_unfinished(self.engine.unfinished + deferred)
 
     def _set_unfinished(self, responses: int) -> None:
         self.all.responses += responses - self.unfinished
@@ -112,45 +110,51 @@ class EngineWorker:
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
     ) -> SampledGroups | None:
         """Start these groups and sample on; the groups that are done."""
-        begin, sampling = collector.clock(), collector.sampling
+        begin, greedy = collector.clock(), collector.algorithm.needs_greedy
         for step, turn, batch in prompts.prompts(numbers):
             purpose = f"rollout again {turn - 1}" if turn else "rollout"
             seed = seed_for(collector.seed, purpose, step)
-            self.engine.submit(batch, sampling=sampling, seed=seed)
-            if collector.algorithm.needs_greedy:
-                first = batch.rows(first_rows(batch))
-                first = replace(first, group=_greedy_id(first.group))
-                self.engine.submit(first, sampling=greedy_sampling(sampling), seed=seed)
+            if greedy:
+                self._submit_greedy(batch, collector.sampling, seed)
+            else:
+                self.engine.submit(batch, sampling=collector.sampling, seed=seed)
         rollout: Rollout | None = self.engine.advance()
+        if greedy and rollout is not None:
+            rollout = self._continue(rollout, collector.sampling)
         self._seconds += collector.clock() - begin
         if rollout is None:
             return None
-        greedy = None
-        if collector.algorithm.needs_greedy:
-            rollout, greedy = self._pair(rollout)
-            if rollout is None:
-                return None
         self._check(rollout)
         seconds, self._seconds = self._seconds, 0.0
         assert self.update is not None
+        groups = group_rows(rollout.prompts)[0]
         return SampledGroups(
             rollout=rollout,
-            greedy=greedy,
-            numbers=group_rows(rollout.prompts)[0],
+            greedy=Rollout.cat([self._greedy.pop(n) for n in groups]) if greedy else None,
+            numbers=groups,
             times={"time/rollout": seconds, **self._gap},
             step=self.update.step,
         )
 
-    def _pair(self, rollout: Rollout) -> tuple[Rollout | None, Rollout | None]:
-        """Groups of which the greedy response is complete as well, and these responses."""
-        for number, rows in zip(*group_rows(rollout.prompts), strict=True):
-            self._complete[number] = rollout.rows(rows)
-        numbers = sorted(n for n in self._complete if n >= 0 and _greedy_id(n) in self._complete)
-        if not numbers:
-            return None, None
-        sampled = Rollout.cat([self._complete.pop(n) for n in numbers])
-        greedy = Rollout.cat([self._complete.pop(_greedy_id(n)) for n in numbers])
-        return sampled, replace(greedy, prompts=with_groups(greedy.prompts, numbers[::-1]))
+    def _submit_greedy(self, batch: PromptBatch, sampling: Sampling, seed: int) -> None:
+        """Start the greedy responses; the groups follow as soon as these are complete."""
+        for number, rows in zip(*group_rows(batch), strict=True):
+            self._deferred[number] = batch.rows(rows), seed
+        first = batch.rows(first_rows(batch))
+        first = replace(first, group=-1 - first.group)  # ids of groups are not negative
+        self.engine.submit(first, sampling=greedy_sampling(sampling), seed=seed)
+
+    def _continue(self, rollout: Rollout, sampling: Sampling) -> Rollout | None:
+        """Start the groups whose greedy responses are complete; returns the complete groups."""
+        group = rollout.prompts.group
+        for i in (group < 0).nonzero()[:, 0].tolist():
+            number = -1 - int(group[i])
+            answer = rollout.rows(slice(i, i + 1))
+            self._greedy[number] = replace(answer, prompts=with_groups(answer.prompts, [number]))
+            batch, seed = self._deferred.pop(number)
+            self.engine.submit(batch, sampling=sampling, seed=seed)
+        rows = (group >= 0).nonzero()[:, 0]
+        return rollout.rows(rows) if len(rows) else None
 
     def draw(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
@@ -173,8 +177,3 @@ class EngineWorker:
                     f"{type(self.engine).__name__} must sample with version {self.held[number]},"
                     f" which it confirmed, but used version {version}"
                 )
-
-
-def _greedy_id(number: IntOrTensor) -> IntOrTensor:
-    """The id of the greedy response to the prompt of a group."""
-    return -1 - number
