@@ -2,12 +2,13 @@
 
     python -m benchmarks.ray_faults --times 4
     python -m benchmarks.ray_faults --kinds engine_killed vllm_killed --times 1 --at 5 --append
+    python -m benchmarks.ray_faults --table
 
 Each run is ``kedge async-ppo`` with stories-head32, two rollout engines and ``max_lag=1``, with a
 checkpoint every two iterations.  A fault strikes a process of the run after some iterations; some
 kinds wait until the process is sampling.  A run that ends is resumed, and its rows are compared
 with those of an undisturbed run.  Needs Ray; the kinds that begin with ``vllm`` need vLLM.  Prints
-a table and writes results/ray_faults.json.
+each fault and writes results/ray_faults.json; ``--table`` prints those that are recorded, by kind.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -150,7 +153,7 @@ class Outcome:
     at: int  # iterations that were finished; 0: while the run started
     code: int | None  # exit code; None: given up
     seconds: float  # until two more iterations, or the end of the command
-    said: str  # last line on stderr
+    said: str  # the line on stderr that names the fault
     left: list[str] = field(default_factory=list)
     exact: bool | None = None  # rows equal those of an undisturbed run; None: not compared
 
@@ -167,6 +170,13 @@ def wait_for_moment(run: Run, fault: Fault, at: int) -> None:
         raise LookupError(f"the run ended before the fault: {run.said[-2000:]}")
 
 
+def named(said: str) -> str:
+    """The first line that names a fault, without what differs from run to run."""
+    words = ("is gone", "respond", "lost", "interrupted", "SIGTERM", "error:", "failed at")
+    lines = [line for line in said.splitlines() if any(word in line for word in words)]
+    return re.sub(r"\d+\.\d+\.\d+\.\d+", "HOST", lines[0])[:160] if lines else "nothing"
+
+
 def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outcome:
     """Run the command, strike it, and resume it."""
     fault = FAULTS[kind]
@@ -180,7 +190,7 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
         try:
             wait_for_moment(run, fault, at)
             strike(run)
-            before = run.steps
+            before, heard = run.steps, len(run.said)
             begin = time.monotonic()
             enough = min(before + 2, ITERATIONS) if fault.recovers else ITERATIONS + 1
             run.wait(lambda: run.ended() or run.steps >= enough)
@@ -195,15 +205,14 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
         code, left = run.process.poll(), run.left()
         if nodes is not None:
             left += nodes.left()
-        lines = [line for line in run.said.splitlines() if line.strip()]
         outcome = Outcome(
             kind=kind,
             at=at,
             code=code,
             seconds=round(seconds, 1),
-            said=lines[-1][:160] if lines else "",
+            said=named(run.said[heard:]),
+            left=left,
         )
-        outcome.left = left
     if run.steps < ITERATIONS and list(folder.glob("checkpoint-*")):
         again = Run(folder, *fault.flags, "--resume_from_checkpoint")
         with contextlib.suppress(TimeoutError):
@@ -216,6 +225,47 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
     return outcome
 
 
+def table(faults: list[dict[str, Any]]) -> str:
+    """Recorded faults by kind, as a table of docs/ray.md."""
+    lines = [
+        "| fault | number | after iterations | exit | seconds | said | left running | rows exact |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in FAULTS:
+        of_kind = [fault for fault in faults if fault["kind"] == kind]
+        if not of_kind:
+            continue
+        seconds = sorted(fault["seconds"] for fault in of_kind)
+        span = f"{seconds[0]:g}" + (f" to {seconds[-1]:g}" if len(seconds) > 1 else "")
+        left = Counter(name.split()[0] for fault in of_kind for name in {*fault["left"]})
+        exact = [fault["exact"] for fault in of_kind if fault["exact"] is not None]
+        cells = [
+            kind,
+            str(len(of_kind)),
+            ", ".join(map(str, sorted({fault["at"] for fault in of_kind}))),
+            ", ".join(dict.fromkeys(str(fault["code"]) for fault in of_kind)),
+            span,
+            of_kind[-1]["said"].partition(": The actor")[0][:90],
+            "; ".join(f"{x} ({n} of {len(of_kind)})" for x, n in left.items()) or "nothing",
+            f"{sum(exact)} of {len(exact)}" if exact else "not compared",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    kinds = {fault["kind"] for fault in faults}
+    return "\n".join([*lines, "", f"{len(faults)} faults of {len(kinds)} kinds"])
+
+
+def undisturbed(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run without a fault; those of an earlier call with ``--keep`` are reused."""
+    expected = rows(folder)
+    if len(expected) != ITERATIONS:
+        calm = Run(folder)
+        calm.wait(calm.ended)
+        expected = rows(folder)
+        if len(expected) != ITERATIONS:
+            raise SystemExit(f"the undisturbed run failed: {calm.said[-3000:]}")
+    return expected
+
+
 def main() -> None:
     """Inject every kind of fault and print the table."""
     parser = argparse.ArgumentParser(
@@ -225,22 +275,20 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--at", type=int, nargs="+", default=[STRIKE_AT], help="iterations")
     parser.add_argument("--append", action="store_true", help="keep the recorded faults")
+    parser.add_argument("--table", action="store_true", help="print what is recorded")
     parser.add_argument("--keep", type=Path, help="folder for the runs; not deleted")
     parser.add_argument("--out", type=Path, default=RESULTS / "ray_faults.json")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.out.read_text())["faults"]))
+        return
     root = options.keep or Path(tempfile.mkdtemp(prefix="kedge-faults-"))
-    expected = rows(root / "calm")  # of an earlier call with --keep
-    if len(expected) != ITERATIONS:
-        calm = Run(root / "calm")
-        calm.wait(calm.ended)
-        expected = rows(root / "calm")
-        if len(expected) != ITERATIONS:
-            raise SystemExit(f"the undisturbed run failed: {calm.said[-3000:]}")
+    expected = undisturbed(root / "calm")
     recorded: list[dict[str, Any]] = []
     if options.append and options.out.exists():
         recorded = json.loads(options.out.read_text())["faults"]
     outcomes: list[Outcome] = []
-    print("| fault | exit | seconds | left running | rows exact | last line |")
+    print("| fault | exit | seconds | left running | rows exact | said |")
     print("|---|---|---|---|---|---|")
     for kind in options.kinds:
         for i, at in enumerate(options.at * options.times):
