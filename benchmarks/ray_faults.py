@@ -186,7 +186,7 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
             nodes = stack.enter_context(two_nodes(fault.cpus))
             flags += ["--ray_address", nodes.address]
             strike = partial(nodes.kill_node_of, fault.role)
-        run = Run(folder, *flags)
+        run, heard = Run(folder, *flags), 0
         try:
             wait_for_moment(run, fault, at)
             strike(run)
@@ -225,6 +225,14 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
     return outcome
 
 
+def short(said: str) -> str:
+    """The beginning of a message, without process ids."""
+    said = re.sub(r"process \d+", "process ...", said.removeprefix("kedge async-ppo: error: "))
+    for end in (": The actor", ": {", " resume", "; resume", ": it was", "('"):
+        said = said.partition(end)[0]
+    return said[:90]
+
+
 def table(faults: list[dict[str, Any]]) -> str:
     """Recorded faults by kind, as a table of docs/ray.md."""
     lines = [
@@ -238,6 +246,7 @@ def table(faults: list[dict[str, Any]]) -> str:
         seconds = sorted(fault["seconds"] for fault in of_kind)
         span = f"{seconds[0]:g}" + (f" to {seconds[-1]:g}" if len(seconds) > 1 else "")
         left = Counter(name.split()[0] for fault in of_kind for name in {*fault["left"]})
+        said = [short(fault["said"]) for fault in reversed(of_kind) if fault["said"]]
         exact = [fault["exact"] for fault in of_kind if fault["exact"] is not None]
         cells = [
             kind,
@@ -245,7 +254,7 @@ def table(faults: list[dict[str, Any]]) -> str:
             ", ".join(map(str, sorted({fault["at"] for fault in of_kind}))),
             ", ".join(dict.fromkeys(str(fault["code"]) for fault in of_kind)),
             span,
-            of_kind[-1]["said"].partition(": The actor")[0][:90],
+            next(iter(said), "not recorded"),
             "; ".join(f"{x} ({n} of {len(of_kind)})" for x, n in left.items()) or "nothing",
             f"{sum(exact)} of {len(exact)}" if exact else "not compared",
         ]

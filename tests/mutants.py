@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[1]
 
 MATH, LOOP = "tests/unit/test_math.py", "tests/unit/test_loop.py"
 COMPLETED = "tests/property/test_as_completed.py"
-REPLACED = "tests/property/test_replaced_groups.py"
 NPLUS = "tests/reference/test_nplus_ppo.py tests/reference/test_nplus_losses.py"
 RULES = "tests/unit/test_algorithms.py tests/unit/test_algorithms_math.py"
 GROUPS = "tests/unit/test_algorithms_engine.py"
@@ -212,27 +211,6 @@ MUTANTS = [
         "self.next += len(self.done) + len(self.returned)",
         "self.next += len(self.returned)",
         COMPLETED,
-    ),
-    Mutant(
-        "greedy baselines in the order in which they were sampled",
-        "engine/rollout/scoring_thread.py",
-        "greedy = greedy.rows(greedy.prompts.group.argsort())",
-        "pass",
-        REPLACED,
-    ),
-    Mutant(
-        "groups of equal scores are replaced for ever",
-        "engine/rollout/scoring_thread.py",
-        "if state.prompts.turn(number) < rounds]",
-        "if state.prompts.turn(number) < rounds + 1]",
-        REPLACED,
-    ),
-    Mutant(
-        "all turns of an episode have the random numbers of the first",
-        "environments/held.py",
-        "seed=turn_seed(row.seed, episode.turns),",
-        "seed=row.seed,",
-        "tests/environments/test_held.py",
     ),
     Mutant(
         "tokens that are too old are trained on",
