@@ -186,11 +186,11 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
             nodes = stack.enter_context(two_nodes(fault.cpus))
             flags += ["--ray_address", nodes.address]
             strike = partial(nodes.kill_node_of, fault.role)
-        run, heard = Run(folder, *flags), 0
+        run, struck, heard = Run(folder, *flags), False, 0
         try:
             wait_for_moment(run, fault, at)
             strike(run)
-            before, heard = run.steps, len(run.said)
+            struck, before, heard = True, run.steps, len(run.said)
             begin = time.monotonic()
             enough = min(before + 2, ITERATIONS) if fault.recovers else ITERATIONS + 1
             run.wait(lambda: run.ended() or run.steps >= enough)
@@ -203,6 +203,8 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
         if not run.ended():
             os.killpg(run.process.pid, signal.SIGKILL)
         code, left = run.process.poll(), run.left()
+        if not struck:
+            raise LookupError(f"the run did not get so far within {LIMIT:g} s")
         if nodes is not None:
             left += nodes.left()
         outcome = Outcome(

@@ -104,7 +104,9 @@ def test_groups_that_depend_on_scores_complete_one_by_one(
     if kind == "dynamic sampling":
         trainer = make(GRPOTrainer, GRPOConfig, dynamic_sampling=2, num_generations=2, **options)
     else:
-        trainer = make(RLOOTrainer, RLOOConfig, algorithm=remax(), num_generations=2, **options)
+        options |= {"top_k": 8, "keep_sampling_mask": True, "algorithm": remax()}
+        options["num_generations"] = 2
+        trainer = make(RLOOTrainer, RLOOConfig, **options)
     assert trainer.engine.rollout_engine.slots > 0
     trainer.train()
     logged = rows(trainer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kedge.engine.rollout.collector import RolloutCollector, Sample
-from kedge.engine.rollout.greedy import first_rows, greedy_sampling
+from kedge.engine.rollout.greedy import first_rows
 from kedge.engine.rollout.joining import GroupPrompts, with_groups
 from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
 from kedge.engine.seeds import seed_for
@@ -142,7 +142,9 @@ class EngineWorker:
             self._deferred[number] = batch.rows(rows), seed
         first = batch.rows(first_rows(batch))
         first = replace(first, group=-1 - first.group)  # ids of groups are not negative
-        self.engine.submit(first, sampling=greedy_sampling(sampling), seed=seed)
+        # Top-k, top-p and min-p keep the most likely token, and rows that are joined must agree on
+        # whether allowed tokens are recorded.
+        self.engine.submit(first, sampling=replace(sampling, temperature=0.0), seed=seed)
 
     def _continue(self, rollout: Rollout, sampling: Sampling) -> Rollout | None:
         """Start the groups whose greedy responses are complete; returns the complete groups."""
