@@ -2,12 +2,13 @@
 
     python -m benchmarks.ray_faults --times 4
     python -m benchmarks.ray_faults --kinds engine_killed vllm_killed --times 1 --at 5 --append
+    python -m benchmarks.ray_faults --table
 
 Each run is ``kedge async-ppo`` with stories-head32, two rollout engines and ``max_lag=1``, with a
 checkpoint every two iterations.  A fault strikes a process of the run after some iterations; some
 kinds wait until the process is sampling.  A run that ends is resumed, and its rows are compared
 with those of an undisturbed run.  Needs Ray; the kinds that begin with ``vllm`` need vLLM.  Prints
-a table and writes results/ray_faults.json.
+each fault and writes results/ray_faults.json; ``--table`` prints those that are recorded, by kind.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,113 +32,11 @@ from typing import Any
 
 import psutil
 
-from .ray_nodes import line_of, two_nodes
+from .ray_nodes import two_nodes
+from .ray_run import ITERATIONS, LIMIT, PATIENCE, Run, line_of, rows, same
 
-SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
 RESULTS = Path(__file__).parent / "results"
-PATIENCE = 5  # seconds without a response until a process counts as hung (worker_timeout)
-ITERATIONS = 10
 STRIKE_AT = 3  # iterations that are finished when the fault strikes, unless --at says otherwise
-LIMIT = 300.0  # seconds until a run that neither ends nor makes progress is given up
-TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time", "rollout/restarts")
-
-
-def words(completions: Sequence[str], **_: Any) -> list[float]:
-    """The reward: words of each response."""
-    return [float(len(c.split())) for c in completions]
-
-
-def command(folder: Path, *flags: str) -> list[str]:
-    """The run under test."""
-    data = SHARED / "data"
-    embedded = () if "--rollout_engine" in flags else ("--ray_engine", "embedded")
-    return [
-        *(sys.executable, "-m", "kedge", "async-ppo", "--use_cpu", "--output_dir", str(folder)),
-        *("--model_name_or_path", str(data / "stories-head32")),
-        *("--reward_funcs", f"{Path(__file__).resolve()}:words"),
-        *("--dataset_mixer_list", str(data / "story-prompts" / "train.jsonl"), "1.0"),
-        *("--local_rollout_batch_size", "8", "--total_episodes", str(8 * ITERATIONS)),
-        *("--per_device_train_batch_size", "8", "--response_length", "16", "--num_epochs", "1"),
-        *("--learning_rate", "1e-4", "--save_freq", "2", "--vllm_num_engines", "2"),
-        *("--worker_heartbeat", "0.5", "--worker_timeout", str(PATIENCE), *embedded, *flags),
-    ]
-
-
-# -- a run and its processes -------------------------------------------------------------------
-
-
-class Run:
-    """A started command, in a process group of its own, with its output in files."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._out, self._err = folder / "stdout", folder / "stderr"
-        with self._out.open("ab") as out, self._err.open("ab") as err:
-            self.process = subprocess.Popen(
-                command(folder, *flags),
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                env=os.environ | {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"},
-            )
-        self._seen: dict[int, psutil.Process] = {}
-
-    @property
-    def steps(self) -> int:
-        """Iterations with a row of metrics."""
-        return len(rows(self.folder))
-
-    @property
-    def said(self) -> str:
-        """What the run wrote on stderr."""
-        return self._err.read_text(errors="replace")
-
-    def ended(self) -> bool:
-        """Whether the command has ended."""
-        return self.process.poll() is not None
-
-    def wait(self, until: Callable[[], bool], seconds: float = LIMIT) -> float:
-        """Seconds until a condition holds; raises TimeoutError."""
-        begin = time.monotonic()
-        while not until():
-            if time.monotonic() - begin > seconds:
-                raise TimeoutError(f"not within {seconds:g} s: {self.said[-2000:]}")
-            time.sleep(0.1)
-        return time.monotonic() - begin
-
-    def children(self) -> list[psutil.Process]:
-        """Processes that the command started; remembered, as they may outlive it."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                self._seen[child.pid] = child
-        return list(self._seen.values())
-
-    def named(self, *names: str) -> list[psutil.Process]:
-        """Running processes whose command contains one of the names."""
-        return [p for p in self.children() if any(name in line_of(p) for name in names)]
-
-    def left(self, seconds: float = 30.0) -> list[str]:
-        """Processes that still run some time after the end; they are killed."""
-        _, alive = psutil.wait_procs(self._seen.values(), timeout=seconds)
-        names = [line_of(p)[:60] for p in alive]
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        return names
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Logged iterations without times; the last row of each, as after a resume."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    kept: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        with contextlib.suppress(ValueError):  # the line that is being written
-            row = json.loads(line)
-            if "objective/scores" in row:
-                kept[row["step"]] = {k: v for k, v in row.items() if not k.startswith(TIMED)}
-    return [kept[step] for step in sorted(kept)]
 
 
 # -- faults --------------------------------------------------------------------------------------
@@ -254,7 +153,7 @@ class Outcome:
     at: int  # iterations that were finished; 0: while the run started
     code: int | None  # exit code; None: given up
     seconds: float  # until two more iterations, or the end of the command
-    said: str  # last line on stderr
+    said: str  # the line on stderr that names the fault
     left: list[str] = field(default_factory=list)
     exact: bool | None = None  # rows equal those of an undisturbed run; None: not compared
 
@@ -271,6 +170,13 @@ def wait_for_moment(run: Run, fault: Fault, at: int) -> None:
         raise LookupError(f"the run ended before the fault: {run.said[-2000:]}")
 
 
+def named(said: str) -> str:
+    """The first line that names a fault, without what differs from run to run."""
+    words = ("is gone", "respond", "lost", "interrupted", "SIGTERM", "error:", "failed at")
+    lines = [line for line in said.splitlines() if any(word in line for word in words)]
+    return re.sub(r"\d+\.\d+\.\d+\.\d+", "HOST", lines[0])[:160] if lines else "nothing"
+
+
 def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outcome:
     """Run the command, strike it, and resume it."""
     fault = FAULTS[kind]
@@ -280,11 +186,11 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
             nodes = stack.enter_context(two_nodes(fault.cpus))
             flags += ["--ray_address", nodes.address]
             strike = partial(nodes.kill_node_of, fault.role)
-        run = Run(folder, *flags)
+        run, struck, heard = Run(folder, *flags), False, 0
         try:
             wait_for_moment(run, fault, at)
             strike(run)
-            before = run.steps
+            struck, before, heard = True, run.steps, len(run.said)
             begin = time.monotonic()
             enough = min(before + 2, ITERATIONS) if fault.recovers else ITERATIONS + 1
             run.wait(lambda: run.ended() or run.steps >= enough)
@@ -297,17 +203,18 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
         if not run.ended():
             os.killpg(run.process.pid, signal.SIGKILL)
         code, left = run.process.poll(), run.left()
+        if not struck:
+            raise LookupError(f"the run did not get so far within {LIMIT:g} s")
         if nodes is not None:
             left += nodes.left()
-        lines = [line for line in run.said.splitlines() if line.strip()]
         outcome = Outcome(
             kind=kind,
             at=at,
             code=code,
             seconds=round(seconds, 1),
-            said=lines[-1][:160] if lines else "",
+            said=named(run.said[heard:]),
+            left=left,
         )
-        outcome.left = left
     if run.steps < ITERATIONS and list(folder.glob("checkpoint-*")):
         again = Run(folder, *fault.flags, "--resume_from_checkpoint")
         with contextlib.suppress(TimeoutError):
@@ -320,13 +227,54 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
     return outcome
 
 
-def same(found: list[dict[str, Any]], calm: list[dict[str, Any]]) -> bool:
-    """Whether all rows agree in every number (with several learners, but for rounding)."""
-    return len(found) == len(calm) and all(
-        abs(a[name] - b[name]) <= 1e-5 * max(1.0, abs(b[name]))
-        for a, b in zip(found, calm, strict=True)
-        for name in ("objective/scores", "objective/kl", "loss/policy_avg", "grad_norm")
-    )
+def short(said: str) -> str:
+    """The beginning of a message, without process ids."""
+    said = re.sub(r"process \d+", "process ...", said.removeprefix("kedge async-ppo: error: "))
+    for end in (": The actor", ": {", " resume", "; resume", ": it was", "('"):
+        said = said.partition(end)[0]
+    return said[:90]
+
+
+def table(faults: list[dict[str, Any]]) -> str:
+    """Recorded faults by kind, as a table of docs/ray.md."""
+    lines = [
+        "| fault | number | after iterations | exit | seconds | said | left running | rows exact |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in FAULTS:
+        of_kind = [fault for fault in faults if fault["kind"] == kind]
+        if not of_kind:
+            continue
+        seconds = sorted(fault["seconds"] for fault in of_kind)
+        span = f"{seconds[0]:g}" + (f" to {seconds[-1]:g}" if len(seconds) > 1 else "")
+        left = Counter(name.split()[0] for fault in of_kind for name in {*fault["left"]})
+        said = [short(fault["said"]) for fault in reversed(of_kind) if fault["said"]]
+        exact = [fault["exact"] for fault in of_kind if fault["exact"] is not None]
+        cells = [
+            kind,
+            str(len(of_kind)),
+            ", ".join(map(str, sorted({fault["at"] for fault in of_kind}))),
+            ", ".join(dict.fromkeys(str(fault["code"]) for fault in of_kind)),
+            span,
+            next(iter(said), "not recorded"),
+            "; ".join(f"{x} ({n} of {len(of_kind)})" for x, n in left.items()) or "nothing",
+            f"{sum(exact)} of {len(exact)}" if exact else "not compared",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    kinds = {fault["kind"] for fault in faults}
+    return "\n".join([*lines, "", f"{len(faults)} faults of {len(kinds)} kinds"])
+
+
+def undisturbed(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run without a fault; those of an earlier call with ``--keep`` are reused."""
+    expected = rows(folder)
+    if len(expected) != ITERATIONS:
+        calm = Run(folder)
+        calm.wait(calm.ended)
+        expected = rows(folder)
+        if len(expected) != ITERATIONS:
+            raise SystemExit(f"the undisturbed run failed: {calm.said[-3000:]}")
+    return expected
 
 
 def main() -> None:
@@ -338,22 +286,20 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--at", type=int, nargs="+", default=[STRIKE_AT], help="iterations")
     parser.add_argument("--append", action="store_true", help="keep the recorded faults")
+    parser.add_argument("--table", action="store_true", help="print what is recorded")
     parser.add_argument("--keep", type=Path, help="folder for the runs; not deleted")
     parser.add_argument("--out", type=Path, default=RESULTS / "ray_faults.json")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.out.read_text())["faults"]))
+        return
     root = options.keep or Path(tempfile.mkdtemp(prefix="kedge-faults-"))
-    expected = rows(root / "calm")  # of an earlier call with --keep
-    if len(expected) != ITERATIONS:
-        calm = Run(root / "calm")
-        calm.wait(calm.ended)
-        expected = rows(root / "calm")
-        if len(expected) != ITERATIONS:
-            raise SystemExit(f"the undisturbed run failed: {calm.said[-3000:]}")
+    expected = undisturbed(root / "calm")
     recorded: list[dict[str, Any]] = []
     if options.append and options.out.exists():
         recorded = json.loads(options.out.read_text())["faults"]
     outcomes: list[Outcome] = []
-    print("| fault | exit | seconds | left running | rows exact | last line |")
+    print("| fault | exit | seconds | left running | rows exact | said |")
     print("|---|---|---|---|---|---|")
     for kind in options.kinds:
         for i, at in enumerate(options.at * options.times):

@@ -6,21 +6,10 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import psutil
 
-if TYPE_CHECKING:
-    from .ray_faults import Run
-
-
-def line_of(process: psutil.Process) -> str:
-    """The command line of a process; empty if it is gone."""
-    try:
-        running = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return " ".join(process.cmdline()) if running else ""
-    except psutil.Error:
-        return ""
+from .ray_run import Run, line_of
 
 
 class Nodes:

@@ -21,7 +21,29 @@ GRADIENT = "tests/property/test_gradient_invariance.py"
 CLASSIC = "tests/unit/test_classic_step.py"
 TURNS = "tests/unit/test_turn_credit.py"
 EPISODES = "tests/environments/test_rollouts.py"
+REPLACED = "tests/property/test_replaced_groups.py"
 MUTANTS = [
+    Mutant(
+        "greedy baselines in the order in which they were sampled",
+        "engine/rollout/scoring_thread.py",
+        "greedy = greedy.rows(greedy.prompts.group.argsort())",
+        "pass",
+        REPLACED,
+    ),
+    Mutant(
+        "groups of equal scores are replaced for ever",
+        "engine/rollout/scoring_thread.py",
+        "if state.prompts.turn(number) < rounds]",
+        "if state.prompts.turn(number) < rounds + 1]",
+        REPLACED,
+    ),
+    Mutant(
+        "all turns of an episode have the random numbers of the first",
+        "environments/held.py",
+        "seed=turn_seed(row.seed, episode.turns),",
+        "seed=row.seed,",
+        "tests/environments/test_held.py",
+    ),
     Mutant(
         "every rank takes the first seats of a launch",
         "backends/ray/resources.py",

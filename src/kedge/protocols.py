@@ -100,10 +100,7 @@ class ContinuousEngine(RolloutEngine, Protocol):
         ...
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
-        """Hold these rows as well: whole groups, whose ids differ from those that it holds.
-
-        All calls until the engine is empty must have the same ``sampling``.
-        """
+        """Hold these rows as well: whole groups, whose ids differ from those that it holds."""
         ...
 
     def advance(self) -> Rollout | None:

@@ -101,6 +101,18 @@ def test_requests_may_be_added_at_any_time() -> None:
     assert_same(whole.rows(slice(12, 24)), second)
 
 
+def test_requests_of_different_lengths_and_distributions_are_held_together() -> None:
+    engine, batch = embedded(policy()), prompts(copies=2)
+    kinds = [replace(SAMPLING, max_new_tokens=n) for n in (5, 24, 11)]
+    kinds.append(replace(SAMPLING, temperature=0.0, max_new_tokens=9))
+    want = [engine.generate(batch, sampling=s, seed=n) for n, s in enumerate(kinds)]
+    for n, sampling in enumerate(kinds):
+        engine.submit(numbered(batch, 100 * n), sampling=sampling, seed=n)
+    got = drained(engine)
+    for n, expected in enumerate(want):
+        assert_same(got.rows(slice(12 * n, 12 * n + 12)), expected)
+
+
 def test_a_group_that_is_held_is_refused() -> None:
     engine = embedded(policy())
     engine.submit(prompts(), sampling=SAMPLING, seed=0)

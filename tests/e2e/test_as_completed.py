@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remax
 from kedge.errors import ConfigError
 from kedge.testing import ScriptedRollouts
 
 from .small import rows, small
+from .test_groups import make
 
 OPTIONS: dict[str, Any] = {
     "rollout_schedule": "as_completed",
@@ -86,6 +88,32 @@ def test_weights_in_flight_bound_the_age_of_every_trained_token(tmp_path: Path) 
         [x for name, x in row.items() if name.startswith("rollout/token_lag/")] for row in logged
     ]
     assert all(sum(share) == pytest.approx(1) for share in shares if share)
+
+
+@pytest.mark.parametrize("kind", ["dynamic sampling", "greedy baselines"])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_groups_that_depend_on_scores_complete_one_by_one(
+    kind: str, in_flight: bool, tmp_path: Path
+) -> None:
+    options = OPTIONS | {
+        "output_dir": str(tmp_path),
+        "in_flight_weight_updates": in_flight,
+        "total_episodes": 48,
+        "reward_funcs": lambda completions, **_: [len(c.split()) // 4 for c in completions],
+    }
+    if kind == "dynamic sampling":
+        trainer = make(GRPOTrainer, GRPOConfig, dynamic_sampling=2, num_generations=2, **options)
+    else:
+        options |= {"top_k": 8, "keep_sampling_mask": True, "algorithm": remax()}
+        options["num_generations"] = 2
+        trainer = make(RLOOTrainer, RLOOConfig, **options)
+    assert trainer.engine.rollout_engine.slots > 0
+    trainer.train()
+    logged = rows(trainer)
+    assert len(logged) == 6
+    assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in logged)
+    if kind == "dynamic sampling":
+        assert sum(row["rollout/resampled_groups"] for row in logged) > 0
 
 
 def test_an_engine_without_slots_cannot_get_weights_in_flight() -> None:

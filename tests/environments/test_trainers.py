@@ -90,14 +90,20 @@ def test_ppo_plays(given: dict[str, Any]) -> None:
     assert isinstance(made.engine.rollout_engine, EnvironmentRollouts)
 
 
-def test_partial_batches_of_episodes_that_are_done_first(tmp_path: Path) -> None:
-    schedule: dict[str, Any] = {"rollout_schedule": "as_completed", "max_lag": 2}
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_episodes_that_are_done_first(in_flight: bool, tmp_path: Path) -> None:
+    schedule: dict[str, Any] = {
+        "rollout_schedule": "as_completed",
+        "max_lag": 2,
+        "in_flight_weight_updates": in_flight,
+    }
     more = {"sampler_correction": "truncate", "total_episodes": 24, "output_dir": str(tmp_path)}
     trainer = played(environment=Echo, **schedule, **more)
     trainer.train()
     found = rows(trainer)
     assert [row["episode"] for row in found] == [4, 8, 12, 16, 20, 24]
-    assert all(row["environment/turns"] > 1 and row["rollout/lag"] <= 2 for row in found)
+    assert all(row["environment/turns"] > 1 for row in found)
+    assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in found)
 
 
 def test_rows_without_a_prompt_are_those_with_an_empty_message() -> None:

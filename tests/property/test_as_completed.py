@@ -147,7 +147,7 @@ class Slots(Wide):
 
     @property
     def unfinished(self) -> int:
-        return 2 * len(self.held)
+        return sum(map(len, self.held.values()))
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         for number, rows in zip(*group_rows(prompts), strict=True):
@@ -168,15 +168,16 @@ class Slots(Wide):
 
     def _answer(self, number: int) -> Rollout:
         prompts, versions = self.held.pop(number), self.tokens.pop(number)
-        mask = torch.ones(2, len(versions), dtype=torch.bool)
+        rows = len(prompts)
+        mask = torch.ones(rows, len(versions), dtype=torch.bool)
         return Rollout(
             prompts=prompts,
             ids=prompts.ids.expand(-1, len(versions)),
             loss_mask=mask,
             response_mask=mask,
             terminated=mask[:, 0],
-            version=torch.tensor([versions[0]] * 2),
-            token_version=torch.tensor([versions] * 2),
+            version=torch.tensor([versions[0]] * rows),
+            token_version=torch.tensor([versions] * rows),
         )
 
     def cancel(self) -> None:
@@ -215,15 +216,23 @@ class Writing(Run):
         return {}
 
 
-def writing(lag: int, samplers: list[Any], pieces: int, *, in_flight: bool = False) -> Writing:
+def writing(
+    lag: int,
+    samplers: list[Any],
+    pieces: int,
+    *,
+    in_flight: bool = False,
+    kind: type[Writing] = Writing,
+    **parts: Any,
+) -> Writing:
     plain = engine(lag, samplers[0])
     samplers[0].engines = samplers  # the first stands for all
-    run = Writing(
+    run = kind(
         source=Batches(),
         rollout_engine=samplers[0],
-        reward=Judge(),
+        reward=parts.get("reward", Judge()),
         learner=plain.learner,
-        algorithm=plain.algorithm,
+        algorithm=parts.get("algorithm", plain.algorithm),
         kl=plain.kl,
         batch_sizes=plain.batch_sizes,
         sampling=plain.sampling,
@@ -235,8 +244,13 @@ def writing(lag: int, samplers: list[Any], pieces: int, *, in_flight: bool = Fal
     return run
 
 
-def threads(number: int, *, slots: bool = False, in_flight: bool = False) -> None:
-    """A run with real threads, failures, stops, resumes and, with slots, engines that die."""
+def threads(
+    number: int, *, slots: bool = False, in_flight: bool = False, **parts: Any
+) -> tuple[list[tuple[int, int, int]], int]:
+    """A run with real threads, failures, stops, resumes and, with slots, engines that die.
+
+    Returns what was trained on, and the number of iterations.
+    """
     rng = random.Random(number)
     deaths = rng.choice([0.0, 0.1])
     lag, updates, pieces = rng.randint(1, 3), rng.randint(1, 6), rng.choice([1, 2, 3, 6])
@@ -250,7 +264,7 @@ def threads(number: int, *, slots: bool = False, in_flight: bool = False) -> Non
             else Wide(random.Random(rng.random()), failures)
             for _ in range(rng.randint(1, 4))
         ]
-        run = writing(lag, samplers, pieces, in_flight=in_flight)
+        run = writing(lag, samplers, pieces, in_flight=in_flight, **parts)
         if state is not None:
             run.load_state_dict(state)
             run.restore(flight)
@@ -267,31 +281,36 @@ def threads(number: int, *, slots: bool = False, in_flight: bool = False) -> Non
         if hooks.saved is not None:
             state, flight, kept = hooks.saved
             log += run.log[:kept]
-    prompts = sorted(prompt for _, prompt, _ in log)
-    assert prompts == [step * 100 + row for step in range(updates) for row in range(12)]
     if in_flight:  # the loop bounds the age of single tokens: test_token_versions.py
         assert set(run.newest) <= set(range(lag + 1))
     else:
         assert all(0 <= step - version <= lag for step, _, version in log)
+    return log, updates
+
+
+def check(number: int, **options: Any) -> None:
+    log, updates = threads(number, **options)
+    prompts = sorted(prompt for _, prompt, _ in log)
+    assert prompts == [step * 100 + row for step in range(updates) for row in range(12)]
 
 
 def test_threads_keep_the_bound_and_lose_nothing() -> None:
     for number in range(60):
-        threads(number)
+        check(number)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_engines_with_slots_keep_the_bound_and_lose_nothing(in_flight: bool) -> None:
     for number in range(60):
-        threads(number, slots=True, in_flight=in_flight)
+        check(number, slots=True, in_flight=in_flight)
 
 
 @pytest.mark.slow
 def test_many_threads_keep_the_bound_and_lose_nothing() -> None:
     for number in range(60, 160):
-        threads(number)
-        threads(number, slots=True)
-        threads(number, slots=True, in_flight=True)
+        check(number)
+        check(number, slots=True)
+        check(number, slots=True, in_flight=True)
 
 
 def thirds(batch: PromptBatch) -> list[torch.Tensor]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +40,34 @@ def test_what_a_launcher_adds_is_no_second_wish():
         assert wishes.requested
     with pytest.raises(KeyboardInterrupt):
         wishes.reraise()
+
+
+def test_an_actor_ends_with_the_process_that_started_it() -> None:
+    """Ray leaves an actor running whose raylet was killed."""
+    actor = (
+        "import os; from kedge.backends.shutdown import exit_with; parent = os.getppid();"
+        "print(os.getpid(), flush=True); exit_with(parent, every=0.05)"
+    )
+    raylet = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
+        "time.sleep(60)"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", raylet, actor], stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    pid = int(started.stdout.readline())
+    started.kill()
+    started.wait()
+    begin = time.monotonic()
+    while Path(f"/proc/{pid}").exists() and not zombie(pid):
+        assert time.monotonic() - begin < 10
+        time.sleep(0.05)
+    started.stdout.close()
+
+
+def zombie(pid: int) -> bool:
+    """Whether a process has ended and nobody has waited for it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True

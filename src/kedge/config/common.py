@@ -257,7 +257,7 @@ class CommonArguments(RolloutArguments, EnvironmentArguments):
     num_partial_batches: int | None = _engine(
         None,
         "Partial batches per iteration, for as_completed with engines that sample batches as a "
-        "whole: environments, dynamic sampling, custom engines. Unset: up to 4 per engine.",
+        "whole: vllm_sleep, models without slots, custom engines. Unset: up to 4 per engine.",
         ge=1,
     )
     in_flight_weight_updates: bool = _engine(

@@ -17,6 +17,7 @@ from kedge.engine.batch_metrics import batch_metrics, token_ages
 from kedge.engine.early_stopping import StepLimits
 from kedge.engine.metrics import Tally, reduce_metrics
 from kedge.engine.micro_batches import cut
+from kedge.engine.rollout.greedy import add_greedy_scores, first_rows, greedy_sampling
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.importance import Correction, importance_weights
 from kedge.protocols import Learner, LossFn, RewardSource, RolloutEngine
@@ -66,36 +67,12 @@ def collect(
     sampled = clock()
     reward_output = reward_source.score(rollout)
     if greedy and reward_output.greedy_scores is None:
-        reward_output = _add_greedy_scores(
-            reward_output, prompts, engine, reward_source, sampling=sampling, seed=seed
+        answers = engine.generate(
+            prompts.rows(first_rows(prompts)), sampling=greedy_sampling(sampling), seed=seed
         )
+        reward_output = add_greedy_scores(reward_output, prompts, reward_source.score(answers))
     times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
     return rollout, reward_output, times
-
-
-def _add_greedy_scores(
-    reward_output: RewardOutput,
-    prompts: PromptBatch,
-    engine: RolloutEngine,
-    reward_source: RewardSource,
-    *,
-    sampling: Sampling,
-    seed: int,
-) -> RewardOutput:
-    """Add greedy scores; if the greedy response has no score, the group's rows become invalid."""
-    _, group = prompts.group.unique(return_inverse=True)
-    order = torch.arange(len(prompts), device=group.device)
-    first = order.new_full((int(group.max()) + 1,), len(prompts))
-    first = first.scatter_reduce(0, group, order, "amin")
-    greedy_sampling = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    greedy = reward_source.score(
-        engine.generate(prompts.rows(first), sampling=greedy_sampling, seed=seed)
-    )
-    return replace(
-        reward_output,
-        greedy_scores=greedy.scores[group],
-        valid=reward_output.valid & greedy.valid[group],
-    )
 
 
 def make_experience(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
+Key = TypeVar("Key")
 _POLL = 0.2  # seconds; an interrupt of the calling thread takes effect between two waits
 
 
@@ -30,31 +34,16 @@ class Calls:
 
     def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The result of each call, or the exception that it raised."""
-        results: list[Any] = [None] * len(calls)
-        running: dict[Future[Any], tuple[int, float]] = {}
-        waiting = iter(enumerate(calls))
-        while True:
-            while len(running) < self.most and (item := next(waiting, None)) is not None:
-                running[self._start(item[1])] = item[0], time.monotonic()
-            if not running:
-                return results
-            done, _ = wait(running, timeout=_POLL, return_when=FIRST_COMPLETED)
-            for future in done:
-                index, _ = running.pop(future)
-                error = future.exception()
-                results[index] = future.result() if error is None else error
-            for future in self._overdue(running):
-                index, _ = running.pop(future)
-                future.cancel()
-                results[index] = TimeoutError(f"no answer within {self.timeout:g} seconds")
+        running: RunningCalls[int] = RunningCalls(self)
+        for index, call in enumerate(calls):
+            running.add(index, call)
+        results: dict[int, Any] = {}
+        while running:
+            results |= running.wait(_POLL)
+        return [results[index] for index in range(len(calls))]
 
-    def _overdue(self, running: dict[Future[Any], tuple[int, float]]) -> list[Future[Any]]:
-        if self.timeout is None:
-            return []
-        before = time.monotonic() - self.timeout
-        return [future for future, (_, begin) in running.items() if begin < before]
-
-    def _start(self, call: Callable[[], Any]) -> Future[Any]:
+    def start(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run a call; the future has its result or exception."""
         if inspect.iscoroutinefunction(call):
             return self._schedule(call())
         future: Future[Any] = Future()
@@ -83,6 +72,57 @@ class Calls:
             return await awaitable
 
         return asyncio.run_coroutine_threadsafe(result(), self._loop)
+
+
+class RunningCalls(Generic[Key]):
+    """Calls that were started, by key, at most ``calls.most`` of them at the same time."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._waiting: deque[tuple[Key, Callable[[], Any]]] = deque()
+        self._running: dict[Future[Any], tuple[Key, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, key: Key, call: Callable[[], Any]) -> None:
+        """Start a call, as soon as there is room."""
+        self._waiting.append((key, call))
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._calls.most:
+            key, call = self._waiting.popleft()
+            self._running[self._calls.start(call)] = key, time.monotonic()
+
+    def wait(self, seconds: float) -> dict[Key, Any]:
+        """Results and exceptions by key; waits until there is one, at most ``seconds``."""
+        done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
+        results: dict[Key, Any] = {}
+        for future in done:
+            error = future.exception()
+            results[self._running.pop(future)[0]] = future.result() if error is None else error
+        timeout = self._calls.timeout
+        before = -math.inf if timeout is None else time.monotonic() - timeout
+        for future in [x for x, (_, begin) in self._running.items() if begin < before]:
+            future.cancel()
+            key, _ = self._running.pop(future)
+            results[key] = TimeoutError(f"no answer within {timeout:g} seconds")
+        self._start_waiting()
+        return results
+
+    def abandon(self, ended: Callable[[Key], None]) -> None:
+        """Forget all calls; ``ended`` gets the key of each once it does not run any more."""
+        for key, _ in self._waiting:
+            ended(key)
+        for future, (key, _) in self._running.items():
+            future.add_done_callback(partial(_call_with, ended, key))
+        self._waiting.clear()
+        self._running.clear()
+
+
+def _call_with(ended: Callable[[Key], None], key: Key, _: Future[Any]) -> None:
+    ended(key)
 
 
 def _settle(set_value: Callable[[Any], None], value: Any) -> None:

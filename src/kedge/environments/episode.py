@@ -30,7 +30,8 @@ class Episode:
     logprobs: list[float] | None = field(default_factory=list)
     allowed: list[Tensor] | None = None  # int64 [K] per token
     rewards: dict[int, float] = field(default_factory=dict)  # by position
-    version: int | None = None
+    version: int | None = None  # the oldest
+    versions: list[int] = field(default_factory=list)  # per token; -1: not of the policy
     turns: int = 0
     done: bool = False
     terminated: bool = False
@@ -59,6 +60,7 @@ class Episode:
             self.allowed += list(sampled.allowed_tokens[i, :length].cpu())
         self.ids += ids
         self.turn += [self.turns] * length
+        self.versions += sampled.token_versions[i, :length].tolist()
         self.turns += 1
         version = int(sampled.version[i])
         self.version = version if self.version is None else min(self.version, version)
@@ -69,6 +71,7 @@ class Episode:
         """Append tokens of the environment."""
         self.ids += ids
         self.turn += [-1] * len(ids)
+        self.versions += [-1] * len(ids)
         if self.logprobs is not None:
             self.logprobs += [0.0] * len(ids)
         if self.allowed is not None:
@@ -170,6 +173,9 @@ def build_rollout(
     if len(recorded) == len(episodes):
         logprobs = padded(recorded, torch.float32, 0.0)
     trained = turn >= 0
+    versions = None  # those of the rows
+    if any(v not in (-1, e.version) for e in episodes for v in e.versions):
+        versions = padded([e.versions for e in episodes], torch.int64, -1)
     return Rollout(
         prompts=_with_observations(prompts, episodes, pad_id),
         ids=ids,
@@ -181,6 +187,7 @@ def build_rollout(
         ),
         behavior_logprobs=logprobs,
         allowed_tokens=_allowed(episodes, width, device),
+        token_version=versions,
         episodes=Episodes(
             turn=turn,
             rewards=rewards.to(device),

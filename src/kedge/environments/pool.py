@@ -45,9 +45,11 @@ class EnvironmentPool:
     ) -> None:
         if on_error not in ("raise", "drop", "score"):
             raise ConfigError(f"on_env_error must be 'raise', 'drop' or 'score', got {on_error!r}")
-        self._make, self._calls, self._tokens = make, calls, tokens
+        self.calls, self._make, self._tokens = calls, make, tokens
         self._on_error, self._error_score = on_error, error_score
         self._idle: dict[object, list[Any]] = {}  # environments without an episode
+        self._lock = threading.Lock()  # of these: several engines share them
+        self._closed = False
 
     def episodes(self, prompts: PromptBatch) -> list[Episode]:
         """New episodes, with idle environments as far as there are."""
@@ -55,12 +57,15 @@ class EnvironmentPool:
         episodes = []
         for i in range(len(prompts)):
             options = {name: values[i] for name, values in prompts.columns.items()}
-            idle = self._idle.get(self._name(options))
+            name = self._name(options)
+            with self._lock:
+                idle = self._idle.get(name)
+                environment = idle.pop() if idle else None
             episode = Episode(
                 row=int(prompts.row[i]),
                 prompt=raw[i],
                 options=options,
-                environment=idle.pop() if idle else None,
+                environment=environment,
                 prompt_ids=prompts.ids[i][prompts.mask[i]].tolist(),
             )
             episodes.append(episode)
@@ -82,37 +87,47 @@ class EnvironmentPool:
         environment, episode.environment = episode.environment, None
         if environment is None:
             return
-        if not episode.error:
-            self._idle.setdefault(self._name(episode.options), []).append(environment)
-        elif hasattr(environment, "close"):  # it may hang, as the call before
+        with self._lock:
+            if not (episode.error or self._closed):
+                self._idle.setdefault(self._name(episode.options), []).append(environment)
+                return
+        if hasattr(environment, "close"):  # it may hang, as the call before
             threading.Thread(target=_close_failed, args=(environment,), daemon=True).start()
 
     def reset(self, prompts: PromptBatch, episodes: list[Episode], seed: int) -> None:
         """Begin all episodes; their prompts get the first observations."""
         calls = [
-            partial(self._begin, episode, environment_seed(seed, group))
+            self.begin(episode, environment_seed(seed, group))
             for episode, group in zip(episodes, prompts.group.tolist(), strict=True)
         ]
-        for episode, result in zip(episodes, self._calls(calls), strict=True):
-            with _Failing(self, episode, "reset"):
-                observation, info = read_reset(_checked(result))
-                environment = episode.environment
-                episode.prompt_ids = self._tokens.prompt(
-                    episode.prompt,
-                    episode.prompt_ids,
-                    observation,
-                    tools=getattr(environment, "tools", None),
-                    separator=getattr(environment, "separator", "\n\n"),
-                )
-                episode.measure(info)
+        for episode, result in zip(episodes, self.calls(calls), strict=True):
+            self.began(episode, result)
 
-    def _begin(self, episode: Episode, seed: int) -> Any:
-        """Reset the environment, which is made if there is none; runs in a thread."""
-        if episode.environment is None:
-            name = self._name(episode.options)
-            make = self._make[name] if isinstance(self._make, Mapping) else self._make
-            episode.environment = make()
-        return episode.environment.reset(seed=seed, options=episode.options)
+    def begin(self, episode: Episode, seed: int) -> Callable[[], Any]:
+        """The call that resets the environment, which is made if there is none."""
+
+        def call() -> Any:
+            if episode.environment is None:
+                name = self._name(episode.options)
+                make = self._make[name] if isinstance(self._make, Mapping) else self._make
+                episode.environment = make()
+            return episode.environment.reset(seed=seed, options=episode.options)
+
+        return call
+
+    def began(self, episode: Episode, result: Any) -> None:
+        """Add the first observation to the prompt."""
+        with _Failing(self, episode, "reset"):
+            observation, info = read_reset(_checked(result))
+            environment = episode.environment
+            episode.prompt_ids = self._tokens.prompt(
+                episode.prompt,
+                episode.prompt_ids,
+                observation,
+                tools=getattr(environment, "tools", None),
+                separator=getattr(environment, "separator", "\n\n"),
+            )
+            episode.measure(info)
 
     def step(
         self, live: list[Episode], responses: Sequence[Response], *, room: int, last: bool
@@ -126,42 +141,54 @@ class EnvironmentPool:
             last: whether no further turn may follow.
         """
         calls = [partial(e.environment.step, r) for e, r in zip(live, responses, strict=True)]
-        for episode, response, result in zip(live, responses, self._calls(calls), strict=True):
-            with _Failing(self, episode, "step"):
-                observation, reward, terminated, truncated, info = read_step(_checked(result))
-                episode.reward(reward)
-                episode.measure(info)
-                if terminated or truncated:
-                    episode.end(terminated=terminated)
-                    continue
-                if last:
-                    episode.end(cut_off=True)
-                    continue
-                ids = self._tokens.between(
-                    episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
-                )
-                if len(episode.ids) + len(ids) < room:
-                    episode.add_observation(ids)
-                    episode.observations.append(as_messages(observation))
-                else:
-                    episode.end(cut_off=True)
-        self._reward_cut_off(live)
+        for episode, response, result in zip(live, responses, self.calls(calls), strict=True):
+            self.stepped(episode, response, result, room=room, last=last)
+        cut_off = [e for e in live if self.final_reward(e) is not None]
+        calls = [e.environment.final_reward for e in cut_off]
+        for episode, result in zip(cut_off, self.calls(calls), strict=True):
+            self.add_final_reward(episode, result)
+
+    def stepped(
+        self, episode: Episode, response: Response, result: Any, *, room: int, last: bool
+    ) -> None:
+        """Append the answer to a turn, or end the episode; see ``step``."""
+        with _Failing(self, episode, "step"):
+            observation, reward, terminated, truncated, info = read_step(_checked(result))
+            episode.reward(reward)
+            episode.measure(info)
+            if terminated or truncated:
+                episode.end(terminated=terminated)
+                return
+            if last:
+                episode.end(cut_off=True)
+                return
+            ids = self._tokens.between(
+                episode.prompt, observation, last=response.ids[-1], stopped=response.terminated
+            )
+            if len(episode.ids) + len(ids) < room:
+                episode.add_observation(ids)
+                episode.observations.append(as_messages(observation))
+            else:
+                episode.end(cut_off=True)
+
+    def final_reward(self, episode: Episode) -> Callable[[], Any] | None:
+        """The call for the final reward of an episode that a limit of this engine ended."""
+        return getattr(episode.environment, "final_reward", None) if episode.cut_off else None
+
+    def add_final_reward(self, episode: Episode, result: Any) -> None:
+        """Add the result of ``final_reward``."""
+        with _Failing(self, episode, "final_reward"):
+            episode.reward(read_reward(_checked(result)))
 
     def close(self) -> None:
         """Close the idle environments."""
-        idle = [environment for environments in self._idle.values() for environment in environments]
-        self._idle.clear()
+        with self._lock:
+            self._closed = True
+            idle = [x for environments in self._idle.values() for x in environments]
+            self._idle.clear()
         for environment in idle:
             if hasattr(environment, "close"):
                 environment.close()
-
-    def _reward_cut_off(self, live: list[Episode]) -> None:
-        """Add ``final_reward`` of environments whose episodes a limit of this engine ended."""
-        cut_off = [e for e in live if e.cut_off and hasattr(e.environment, "final_reward")]
-        calls = [episode.environment.final_reward for episode in cut_off]
-        for episode, result in zip(cut_off, self._calls(calls), strict=True):
-            with _Failing(self, episode, "final_reward"):
-                episode.reward(read_reward(_checked(result)))
 
     def failed(self, episode: Episode, method: str, error: Exception) -> None:
         """End an episode whose environment failed.

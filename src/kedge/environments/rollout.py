@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kedge.environments.calls import Calls
 from kedge.environments.episode import Episode, build_rollout, episode_metrics, stack_rows
-from kedge.environments.pool import EnvironmentPool, MakeEnvironment, OnError, derive_seed
+from kedge.environments.held import HeldEpisodes
+from kedge.environments.pool import EnvironmentPool, MakeEnvironment, OnError
 from kedge.environments.tool_calls import tool_parser
 from kedge.environments.turn_tokens import TurnTokens
-from kedge.errors import ConfigError
+from kedge.environments.turns import Turns, turn_seed
 from kedge.protocols import RolloutEngine
 from kedge.types import PromptBatch, Receipt, Response, Rollout, Sampling
 
@@ -27,8 +28,9 @@ class EnvironmentRollouts:
     """Samples episodes: turns of another engine, answered by environments.
 
     A row is one episode: the tokens of the policy's turns, which are trained on, and between them
-    those of the environment, which are not (loss mask False).  Each turn is sampled for all live
-    episodes at once; then the environments of all of them step at the same time.
+    those of the environment, which are not (loss mask False).  ``generate`` samples each turn for
+    all live episodes at once; then the environments of all of them step at the same time.  Around
+    an engine with slots, ``submit`` and ``advance`` play each episode at its own pace.
 
     ``sampling.max_new_tokens`` limits the tokens of a whole episode after its prompt, those of the
     environment included.  An episode that reaches a limit is truncated.
@@ -77,10 +79,14 @@ class EnvironmentRollouts:
         extra_slot: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        _check_limits(max_turns=max_turns, max_turn_tokens=max_turn_tokens)
-        self.engine, self.tokenizer = engine, tokenizer
-        self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
-        self._max_seconds, self._clock = max_seconds, clock
+        self.engine, self.tokenizer, self._clock = engine, tokenizer, clock
+        self._turns = Turns(
+            tokenizer=tokenizer,
+            parse=tool_parser(getattr(tokenizer, "chat_template", None)),
+            max_turns=max_turns,
+            max_turn_tokens=max_turn_tokens,
+            max_seconds=max_seconds,
+        )
         self._environments = EnvironmentPool(
             make_environment,
             Calls(timeout=timeout, most=max_concurrency),
@@ -88,15 +94,15 @@ class EnvironmentRollouts:
             on_error=on_env_error,
             error_score=env_error_score,
         )
-        self._parse = tool_parser(getattr(tokenizer, "chat_template", None))
         self._pad = _pad_id(tokenizer) if pad_id is None else pad_id
         self._spare = int(extra_slot)
+        self._held: HeldEpisodes | None = None
         self.engines = tuple(self._around(part) for part in getattr(engine, "engines", ()))
 
     def _around(self, engine: RolloutEngine) -> EnvironmentRollouts:
         """The same with another engine; both share the environments."""
         part = copy.copy(self)
-        part.engine, part.engines = engine, ()
+        part.engine, part.engines, part._held = engine, (), None
         return part
 
     @property
@@ -114,7 +120,10 @@ class EnvironmentRollouts:
         return self.engine.load_weights(weights, version)
 
     def close(self) -> None:
-        """Close the idle environments and the engine."""
+        """Close the environments and the engine."""
+        for part in (self, *self.engines):
+            if part._held is not None:
+                part._held.cancel()
         self._environments.close()
         close = getattr(self.engine, "close", None)
         if close is not None:
@@ -140,6 +149,11 @@ class EnvironmentRollouts:
             for episode in episodes:
                 self._environments.release(episode)
         seconds = (in_environments, self._clock() - begin - in_environments)
+        return self._build(prompts, episodes, seconds)
+
+    def _build(
+        self, prompts: PromptBatch, episodes: list[Episode], seconds: tuple[float, float]
+    ) -> Rollout:
         return build_rollout(
             prompts,
             episodes,
@@ -147,6 +161,45 @@ class EnvironmentRollouts:
             spare=self._spare,
             metrics=episode_metrics(episodes, *seconds),
         )
+
+    @property
+    def slots(self) -> int:
+        """Responses that the engine samples at once; 0: only ``generate`` can be used."""
+        return getattr(self.engine, "slots", 0)
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether ``load_weights`` may be called while episodes are played."""
+        return getattr(self.engine, "updates_in_flight", False)
+
+    @property
+    def unfinished(self) -> int:
+        """Episodes that are being played."""
+        return 0 if self._held is None else self._held.unfinished
+
+    def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
+        """Play these rows as well; an episode continues as soon as its environment has answered."""
+        if self._held is None:
+            engine: Any = self.engine  # with slots
+            self._held = HeldEpisodes(
+                engine, self._environments, self._turns, pad_id=self._pad, clock=self._clock
+            )
+        self._held.submit(prompts, sampling=sampling, seed=seed)
+
+    def advance(self) -> Rollout | None:
+        """Play on; the groups whose episodes are complete.
+
+        Raises:
+            LostRequestsError: the engine was restarted, and holds nothing.
+            RolloutError: as for ``generate``.
+        """
+        complete = None if self._held is None else self._held.advance()
+        return None if complete is None else self._build(*complete)
+
+    def cancel(self) -> None:
+        """Drop all episodes."""
+        if self._held is not None:
+            self._held.cancel()
 
     def _play(
         self, prompts: PromptBatch, episodes: list[Episode], sampling: Sampling, seed: int
@@ -162,12 +215,12 @@ class EnvironmentRollouts:
             index = torch.tensor([i for i, episode in enumerate(episodes) if not episode.done])
             responses = self._sample(prompts.rows(index), live, sampling, seed, turn)
             ready = self._clock()
-            late = self._max_seconds is not None and ready - begin > self._max_seconds
+            late = self._turns.late(ready - begin)
             self._environments.step(
                 live,
                 responses,
                 room=sampling.max_new_tokens,
-                last=late or turn + 1 == self._max_turns,
+                last=late or turn + 1 == self._turns.max_turns,
             )
             in_environments += self._clock() - ready
         return in_environments
@@ -176,10 +229,11 @@ class EnvironmentRollouts:
         self, prompts: PromptBatch, live: list[Episode], sampling: Sampling, seed: int, turn: int
     ) -> list[Response]:
         """Sample a turn of every live episode and append its tokens."""
-        limits = [self._limit(episode, sampling) for episode in live]
+        limits = [self._turns.limit(episode, sampling) for episode in live]
         most = max(limits)
         if self.wait_for_other_ranks is not None:  # the same on all ranks
-            most = min(self._max_turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+            limit = self._turns.max_turn_tokens
+            most = min(limit or sampling.max_new_tokens, sampling.max_new_tokens)
         minimum = min(sampling.min_new_tokens, most) if turn == 0 else 0
         histories = [episode.history for episode in live]
         sampled = self.engine.generate(
@@ -191,24 +245,7 @@ class EnvironmentRollouts:
             episode.add_response(sampled, i, limit)
             for i, (episode, limit) in enumerate(zip(live, limits, strict=True))
         ]
-        return [self._response(ids, terminated, sampling) for ids, terminated in added]
-
-    def _limit(self, episode: Episode, sampling: Sampling) -> int:
-        left = sampling.max_new_tokens - len(episode.ids)
-        return min(left, self._max_turn_tokens or left)
-
-    def _response(self, ids: list[int], terminated: bool, sampling: Sampling) -> Response:
-        if self.tokenizer is None:
-            return Response("", ids=tuple(ids), terminated=terminated)
-        body = ids[:-1] if ids and ids[-1] in sampling.stop_ids else ids
-        decode = self.tokenizer.decode
-        return Response(
-            decode(body, skip_special_tokens=True),
-            ids=tuple(ids),
-            terminated=terminated,
-            raw=decode(body),
-            parse=self._parse,
-        )
+        return [self._turns.response(ids, terminated, sampling) for ids, terminated in added]
 
 
 def _same_group(prompts: PromptBatch, histories: Sequence[Sequence[int]]) -> Tensor:
@@ -219,17 +256,6 @@ def _same_group(prompts: PromptBatch, histories: Sequence[Sequence[int]]) -> Ten
         for group, ids in zip(prompts.group.tolist(), histories, strict=True)
     ]
     return torch.tensor(groups).to(prompts.group)
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn; the first has that of the episode."""
-    return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")
-
-
-def _check_limits(**limits: int | None) -> None:
-    for name, value in limits.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -77,7 +77,7 @@ class EmbeddedEngine:
         self._record_allowed_tokens = record_allowed_tokens
         self._version = 0
         self._prefixes: dict[int, Prefix] | None = None  # by row, within keep_prefixes()
-        self._continuous: SlotSampler | None = None
+        self._continuous: dict[Sampling, SlotSampler] = {}  # by distribution
 
     @contextlib.contextmanager
     def keep_prefixes(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class EmbeddedEngine:
     @property
     def unfinished(self) -> int:
         """Responses that are being sampled."""
-        return 0 if self._continuous is None else self._continuous.requests.unfinished
+        return sum(sampler.requests.unfinished for sampler in self._continuous.values())
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Hold these rows as well; each is sampled as by ``generate``, up to rounding.
@@ -152,32 +152,38 @@ class EmbeddedEngine:
             ConfigError: the sampling cannot work for this model.
             RolloutError: the prompts break the contract.
         """
-        if self._continuous is None or self._continuous.sampling != sampling:
+        distribution = replace(sampling, max_new_tokens=0)
+        sampler = self._continuous.get(distribution)
+        if sampler is None:
             record = self._record_allowed_tokens and sampling.truncates
-            self._continuous = SlotSampler(
-                self.model, sampling, self._tokenizer, slots=self._chunk_rows, record=record
+            sampler = self._continuous[distribution] = SlotSampler(
+                self.model, distribution, self._tokenizer, slots=self._chunk_rows, record=record
             )
-        self._continuous.submit(self._checked(prompts, sampling), seed)
+        sampler.submit(self._checked(prompts, sampling), seed, limit=sampling.max_new_tokens)
 
     def advance(self) -> Rollout | None:
         """Sample on; the groups that are complete."""
-        if self._continuous is None:
-            return None
+        parts = []
         with self._sampling_context(next(self.model.parameters()).device):
-            self._continuous.advance(self._version)
-        complete = self._continuous.responses()
+            for sampler in self._continuous.values():
+                sampler.advance(self._version)
+                parts += [] if (part := self._complete_groups(sampler)) is None else [part]
+        return Rollout.cat(parts) if parts else None
+
+    def _complete_groups(self, sampler: SlotSampler) -> Rollout | None:
+        complete = sampler.responses()
         if complete is None:
             return None
         prompts, responses, spans = complete
-        limit = self._continuous.sampling.max_new_tokens
-        rollout = self._assemble(prompts, torch.arange(len(prompts)), [responses], limit)
+        order = torch.arange(len(prompts))
+        rollout = self._assemble(prompts, order, [responses], sampler.max_new_tokens)
         oldest = torch.tensor([row[0][0] for row in spans])
         versions = token_versions(spans, rollout.ids.shape[1])
         return replace(rollout, version=oldest, token_version=versions)
 
     def cancel(self) -> None:
         """Drop all requests."""
-        self._continuous = None
+        self._continuous = {}
 
     def _checked(self, prompts: PromptBatch, sampling: Sampling) -> PromptBatch:
         """The prompts on the host, after checks."""

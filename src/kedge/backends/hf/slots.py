@@ -83,6 +83,7 @@ class _Waiting:
     prompt: Tensor  # int64 [P]; the same tensor for all rows of a group
     row: int  # selects the random numbers, with the seed
     seed: int
+    limit: int  # tokens of the response
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class SlotSampler:
 
     Args:
         model: a model for which ``CausalStepper.keeps_all`` is True.
-        sampling: distribution and stop conditions.
+        sampling: distribution and stop conditions; lengths are those of the rows.
         tokenizer: needed for stop strings.
         slots: responses sampled at once.
         record: record the allowed tokens.
@@ -118,28 +119,47 @@ class SlotSampler:
         self._stopper = Stopper(sampling, tokenizer, 0)
         self._waiting: deque[_Waiting] = deque()
         self._stepper: SlotStepper | None = None
-        steps = sampling.max_new_tokens
+        self.max_new_tokens = 0  # the largest of all rows
         # of the b rows in the batch, on the device: the last token, the index of the next one, and
         # the random numbers of all
         self._token = torch.empty(0, dtype=torch.int64, device=self._device)
         self._t = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._u = torch.empty(0, steps, dtype=torch.float64, device=self._device)
+        self._u = torch.empty(0, 0, dtype=torch.float64, device=self._device)
         # on the host
         self._keys: list[int] = []
         self._spans: list[list[tuple[int, int]]] = []  # version, and index of its first token
         self._running = torch.empty(0, dtype=torch.bool)
         self._length = torch.empty(0, dtype=torch.int64)
-        self._tokens = torch.empty(0, steps, dtype=torch.int64)
-        self._logprobs = torch.empty(0, steps)
-        self._allowed = torch.empty(0, steps, 0, dtype=torch.int64)
+        self._limit = torch.empty(0, dtype=torch.int64)
+        self._tokens = torch.empty(0, 0, dtype=torch.int64)
+        self._logprobs = torch.empty(0, 0)
+        self._allowed = torch.empty(0, 0, 0, dtype=torch.int64)
 
-    def submit(self, prompts: PromptBatch, seed: int) -> None:
-        """Hold these rows, on the host; rows of a group have one prompt."""
+    def submit(self, prompts: PromptBatch, seed: int, *, limit: int) -> None:
+        """Hold these rows, on the host; rows of a group have one prompt.
+
+        ``limit`` is the number of tokens that a response may have.
+        """
+        self._widen(limit)
         keys = self.requests.add(prompts)
         for rows in (index.tolist() for index in group_rows(prompts)[1]):
             # A pad token that was added to the tokenizer alone is beyond the model's vocabulary.
             prompt = prompts.ids[rows[0]][prompts.mask[rows[0]]]
-            self._waiting += [_Waiting(keys[i], prompt, int(prompts.row[i]), seed) for i in rows]
+            self._waiting += [
+                _Waiting(keys[i], prompt, int(prompts.row[i]), seed, limit) for i in rows
+            ]
+
+    def _widen(self, limit: int) -> None:
+        """Make place for responses of up to ``limit`` tokens."""
+        missing = limit - self.max_new_tokens
+        if missing <= 0:
+            return
+        self.max_new_tokens = limit
+        pad = nn.functional.pad
+        self._u, self._tokens, self._logprobs = (
+            pad(x, (0, missing)) for x in (self._u, self._tokens, self._logprobs)
+        )
+        self._allowed = pad(self._allowed, (0, 0, 0, missing), value=-1)
 
     def advance(self, version: int) -> None:
         """Sample up to 16 tokens per slot, or until a response is complete."""
@@ -166,7 +186,7 @@ class SlotSampler:
             banned = logits.index_fill(-1, self._stop_ids, -math.inf)
             logits = torch.where(early, banned, logits)
         logits = restrict(logits, s, s.min_new_tokens, self._stop_ids)
-        at = self._t.clamp(max=s.max_new_tokens - 1)[:, None]
+        at = self._t.clamp(max=self.max_new_tokens - 1)[:, None]
         u = self._u.gather(1, at)[:, 0]
         return sample_step(logits, u, s, record=self._record)
 
@@ -201,6 +221,7 @@ class SlotSampler:
         self._keys = [self._keys[i] for i in rows.tolist()]
         self._spans = [self._spans[i] for i in rows.tolist()]
         self._running, self._length = self._running[rows], self._length[rows]
+        self._limit = self._limit[rows]
         self._tokens, self._logprobs = self._tokens[rows], self._logprobs[rows]
         self._allowed = self._allowed[rows]
 
@@ -217,8 +238,8 @@ class SlotSampler:
             self._stepper = stepper
         else:
             self._stepper.join(stepper)
-        count, steps = len(new), self.sampling.max_new_tokens
-        every = torch.arange(steps, device=self._device)
+        count = len(new)
+        every = torch.arange(self.max_new_tokens, device=self._device)
         u = [uniforms(x.seed, torch.tensor([x.row], device=self._device), every) for x in new]
         self._stopper.add(count)
         self._token = _more(self._token, count)
@@ -228,6 +249,7 @@ class SlotSampler:
         self._spans += [[] for _ in new]
         self._running = torch.cat([self._running, torch.ones(count, dtype=torch.bool)])
         self._length = _more(self._length, count)
+        self._limit = torch.cat([self._limit, torch.tensor([x.limit for x in new])])
         self._tokens, self._logprobs = _more(self._tokens, count), _more(self._logprobs, count)
         self._allowed = _more(self._allowed, count)
         return logits
@@ -236,7 +258,7 @@ class SlotSampler:
         """Store the tokens of a window int64 [w, b, ...]; True if a response is complete."""
         steps = len(window)
         columns = self._length[:, None] + torch.arange(steps)  # [b, w]
-        inside = (columns < self.sampling.max_new_tokens) & self._running[:, None]
+        inside = (columns < self._limit[:, None]) & self._running[:, None]
         rows = torch.arange(len(columns))[:, None].expand_as(columns)[inside]
         at = rows, columns[inside]
         recorded = window.transpose(0, 1)[inside]
@@ -245,7 +267,7 @@ class SlotSampler:
         if self._record and len(recorded):
             self._store_allowed(at, recorded[:, 2:])
         stopped = self._stopper.ended(window[..., 0]).t()
-        ended = inside & (stopped | (columns + 1 == self.sampling.max_new_tokens))
+        ended = inside & (stopped | (columns + 1 == self._limit[:, None]))
         first = ended.int().argmax(1)
         now = ended.any(1)
         for i in now.nonzero()[:, 0].tolist():
@@ -281,15 +303,16 @@ class SlotSampler:
     def responses(self) -> tuple[PromptBatch, Responses, list[list[tuple[int, int]]]] | None:
         """The groups that are complete: prompts, responses, and spans of versions."""
         complete = self.requests.complete()
-        if complete is None:
+        if not complete:
             return None
-        prompts, results = complete
+        (groups,) = complete  # of one distribution
+        results = groups.results
         joined = partial(nn.utils.rnn.pad_sequence, batch_first=True)
         allowed = [x.allowed for x in results if x.allowed is not None]
         width = max((x.shape[1] for x in allowed), default=0)
         wide = [nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in allowed]
         return (
-            prompts,
+            groups.prompts,
             Responses(
                 tokens=joined([x.tokens for x in results]),
                 logprobs=joined([x.logprobs for x in results]),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kedge.backends.ray.cluster import ControlStore, cause
+from kedge.backends.shutdown import exit_with
 from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 
 logger = logging.getLogger(__name__)
@@ -227,6 +229,7 @@ class ActorHost:
 
     def __init__(self) -> None:
         self._object: Any = None
+        threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
 
     def ping(self) -> int:
         """Process id."""

@@ -307,7 +307,8 @@ class _LearnerGroup:
         root, *others = sorted(failures, key=lambda failure: failure.order)
         if isinstance(root.error, KedgeError):
             return root.error
-        lines = [f"learner {root.rank} of {len(self.ranks)}: {root.text}", root.trace.rstrip()]
+        what = f"learner {root.rank} of {len(self.ranks)}: {root.text}"
+        lines = [what, root.trace.rstrip()] if root.trace else [f"{what.rstrip('.')};"]
         lines += [
             f"then on learner {failure.rank}: {failure.text.splitlines()[0]}" for failure in others
         ]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 
-from kedge.types import PromptBatch, group_rows
+from kedge.types import PromptBatch, Sampling, group_rows
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteGroups(Generic[T]):
+    """Whole groups, and the result of each row."""
+
+    prompts: PromptBatch
+    results: list[T]
+    sampling: Sampling | None  # of all of them, with the largest max_new_tokens
 
 
 class GroupRequests(Generic[T]):
@@ -25,8 +35,12 @@ class GroupRequests(Generic[T]):
         """Rows without a result."""
         return len(self._of_row)
 
-    def add(self, prompts: PromptBatch) -> range:
+    def add(self, prompts: PromptBatch, sampling: Sampling | None = None) -> range:
         """Hold whole groups; returns a key for each row, in their order.
+
+        Args:
+            prompts: the rows.
+            sampling: of these rows, to be returned with their results.
 
         Raises:
             ValueError: a group with this id is held.
@@ -36,7 +50,7 @@ class GroupRequests(Generic[T]):
         for number, rows in zip(*group_rows(prompts), strict=True):
             if number in self._groups:
                 raise ValueError(f"group {number} is being sampled; ids of groups must differ")
-            self._groups[number] = _Group(prompts.rows(rows))
+            self._groups[number] = _Group(prompts.rows(rows), sampling)
             self._of_row |= {keys[i]: (number, n) for n, i in enumerate(rows.tolist())}
         return keys
 
@@ -48,14 +62,14 @@ class GroupRequests(Generic[T]):
         if len(group.results) == len(group.prompts):
             self._done.append(number)
 
-    def complete(self) -> tuple[PromptBatch, list[T]] | None:
-        """Remove the groups of which all rows have results: their prompts and results."""
-        if not self._done:
-            return None
-        groups = [self._groups.pop(number) for number in self._done]
+    def complete(self) -> list[CompleteGroups[T]]:
+        """Remove the groups of which all rows have results, by their distribution."""
+        by_distribution: dict[Sampling | None, list[_Group[T]]] = {}
+        for group in (self._groups.pop(number) for number in self._done):
+            kind = group.sampling and replace(group.sampling, max_new_tokens=0)
+            by_distribution.setdefault(kind, []).append(group)
         self._done = []
-        prompts = PromptBatch.cat([group.prompts for group in groups])
-        return prompts, [group.results[i] for group in groups for i in range(len(group.prompts))]
+        return [_joined(groups) for groups in by_distribution.values()]
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -65,9 +79,18 @@ class GroupRequests(Generic[T]):
 
 
 class _Group(Generic[T]):
-    def __init__(self, prompts: PromptBatch) -> None:
-        self.prompts = prompts
+    def __init__(self, prompts: PromptBatch, sampling: Sampling | None) -> None:
+        self.prompts, self.sampling = prompts, sampling
         self.results: dict[int, T] = {}
+
+
+def _joined(groups: list[_Group[T]]) -> CompleteGroups[T]:
+    sampling = [group.sampling for group in groups if group.sampling is not None]
+    return CompleteGroups(
+        prompts=PromptBatch.cat([group.prompts for group in groups]),
+        results=[group.results[i] for group in groups for i in range(len(group.prompts))],
+        sampling=max(sampling, key=lambda s: s.max_new_tokens) if sampling else None,
+    )
 
 
 def token_versions(spans: list[list[tuple[int, int]]], size: int) -> torch.Tensor | None:

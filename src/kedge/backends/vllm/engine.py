@@ -69,7 +69,6 @@ class VLLMEngine:
         self._sent: int | None = None  # version
         self._requests = GroupRequests[GenerationResult]()
         self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
-        self._sampling: Sampling | None = None  # of these
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed).
@@ -142,8 +141,7 @@ class VLLMEngine:
             RolloutError: the prompts break the contract, or vLLM failed.
         """
         requests = self._checked_requests(prompts, sampling, seed)
-        self._sampling = sampling
-        keys = self._requests.add(prompts)
+        keys = self._requests.add(prompts, sampling)
         self._new |= dict(zip(keys, requests, strict=True))
 
     def advance(self) -> Rollout | None:
@@ -160,12 +158,12 @@ class VLLMEngine:
             raise
         for key, result in sampled.items():
             self._requests.put(key, result)
-        complete = self._requests.complete()
-        if complete is None:
-            return None
-        prompts, results = complete
-        assert self._sampling is not None  # since the first submit
-        return self._build_rollout(results, prompts, self._sampling)
+        parts = [
+            self._build_rollout(x.results, x.prompts, x.sampling)
+            for x in self._requests.complete()
+            if x.sampling is not None
+        ]
+        return Rollout.cat(parts) if parts else None
 
     def cancel(self) -> None:
         """Drop all requests."""

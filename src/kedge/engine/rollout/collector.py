@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
 from kedge.engine.rollout.dynamic_sampling import REPLACED, resample_uniform_groups, spare_step
+from kedge.engine.rollout.greedy import add_greedy_scores
 from kedge.engine.seeds import seed_for
 from kedge.engine.stages import collect
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
@@ -102,10 +103,18 @@ class RolloutCollector:
         self._release(engine)
         return rollout, reward_output, times
 
-    def score(self, rollout: Rollout) -> Sample:
-        """Score responses that were sampled before."""
+    def score(self, rollout: Rollout, greedy: Rollout | None = None) -> Sample:
+        """Score responses that were sampled before.
+
+        Args:
+            rollout: the responses.
+            greedy: greedy responses, one per group in ascending order of their ids.
+        """
         begin = self.clock()
         reward_output = self.reward.score(rollout)
+        if greedy is not None:
+            scores = self.reward.score(greedy)
+            reward_output = add_greedy_scores(reward_output, rollout.prompts, scores)
         return rollout, reward_output, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
 
     def _release(self, engine: RolloutEngine) -> None:

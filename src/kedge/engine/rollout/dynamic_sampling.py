@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from kedge.math.advantage import group_std
 from kedge.types import PromptBatch, RewardOutput, Rollout
 
@@ -19,6 +21,13 @@ Draw = Callable[[PromptBatch, int], tuple[Rollout, RewardOutput]]
 def spare_step(step: int, turn: int, rounds: int) -> int:
     """The step number that selects replacement prompts for ``step`` in round ``turn``."""
     return _FIRST + step * rounds + turn
+
+
+def uniform_rows(rollout: Rollout, reward_output: RewardOutput) -> Tensor:
+    """The rows int64 [n] of groups whose scores are all equal."""
+    group = rollout.prompts.group
+    uniform = ~(group_std(reward_output.scores, group, reward_output.valid) > 0)
+    return uniform.nonzero()[:, 0]
 
 
 def resample_uniform_groups(
@@ -43,11 +52,10 @@ def resample_uniform_groups(
     """
     replaced = 0
     for turn in range(rounds):
-        group = rollout.prompts.group
-        uniform = ~(group_std(reward_output.scores, group, reward_output.valid) > 0)
-        index = uniform.nonzero().squeeze(1)
+        index = uniform_rows(rollout, reward_output)
         if not len(index):
             break
+        group = rollout.prompts.group
         new_rollout, new_reward = draw(prompts(turn).rows(index), turn)
         rollout = rollout.put_rows(
             index, new_rollout, names=("the first sampling", "a later round")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.rollout.collector import PendingSample, Sample
+from kedge.engine.rollout.dynamic_sampling import spare_step
 from kedge.engine.rollout.weight_sync import SYNC_GAP
 from kedge.errors import CheckpointError
 from kedge.protocols import PromptSource
@@ -22,16 +23,32 @@ class GroupPrompts:
     Args:
         source: of the prompts.
         step: any iteration; all have as many groups.
+        rounds: how often dynamic sampling replaces the prompt of a group at most.
     """
 
-    def __init__(self, source: PromptSource, step: int) -> None:
-        self._source, self._batches = source, {step: _with_rows(source, step)}
-        groups = self._batches[step][1]
+    def __init__(self, source: PromptSource, step: int, *, rounds: int = 0) -> None:
+        self._source, self._rounds = source, rounds
+        self._turns: dict[int, int] = {}  # how often the prompt of a group was replaced
+        self._batches: dict[tuple[int, int], tuple[PromptBatch, Sequence[Tensor]]] = {}
+        groups = self._batch(step)[1]
         self.per_step, self.rows_per_group = len(groups), len(groups[0])
 
     def batch(self, step: int) -> PromptBatch:
         """All prompts of an iteration."""
         return self._batch(step)[0]
+
+    def turn(self, number: int) -> int:
+        """How often the prompt of a group was replaced."""
+        return self._turns.get(number, 0)
+
+    def pop_turns(self, numbers: Iterable[int]) -> int:
+        """How often the prompts of these groups were replaced; they are not needed any more."""
+        return sum(self._turns.pop(number, 0) for number in numbers)
+
+    def replace(self, numbers: Iterable[int]) -> None:
+        """Give these groups other prompts, those of the next round of dynamic sampling."""
+        for number in numbers:
+            self._turns[number] = self.turn(number) + 1
 
     def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[int], Tensor]]:
         """Of each iteration among the groups: its number, its groups, and their rows int64 [n]."""
@@ -40,19 +57,21 @@ class GroupPrompts:
             rows = self._batch(step)[1]
             yield step, groups, torch.cat([rows[number % self.per_step] for number in groups])
 
-    def prompts(self, numbers: Iterable[int]) -> Iterator[tuple[int, PromptBatch]]:
-        """Of each iteration among the groups: its number, and their prompts."""
-        for step, groups, rows in self.rows(numbers):
-            yield step, with_groups(self.batch(step).rows(rows), groups)
+    def prompts(self, numbers: Iterable[int]) -> Iterator[tuple[int, int, PromptBatch]]:
+        """Of each iteration and round among the groups: their numbers, and the prompts."""
+        for turn, of_turn in itertools.groupby(sorted(numbers, key=self.turn), self.turn):
+            for step, groups, rows in self.rows(list(of_turn)):
+                yield step, turn, with_groups(self._batch(step, turn)[0].rows(rows), groups)
 
     def forget_before(self, step: int) -> None:
         """Drop the prompts of earlier iterations from memory."""
-        self._batches = {n: batch for n, batch in self._batches.items() if n >= step}
+        self._batches = {key: batch for key, batch in self._batches.items() if key[0] >= step}
 
-    def _batch(self, step: int) -> tuple[PromptBatch, Sequence[Tensor]]:
-        if step not in self._batches:
-            self._batches[step] = _with_rows(self._source, step)
-        return self._batches[step]
+    def _batch(self, step: int, turn: int = 0) -> tuple[PromptBatch, Sequence[Tensor]]:
+        if (step, turn) not in self._batches:
+            number = spare_step(step, turn - 1, self._rounds) if turn else step
+            self._batches[step, turn] = _with_rows(self._source, number)
+        return self._batches[step, turn]
 
 
 def _with_rows(source: PromptSource, step: int) -> tuple[PromptBatch, Sequence[Tensor]]:
@@ -98,19 +117,31 @@ class SampleStore:
         self._places.clear()
 
 
-@dataclass(slots=True)
 class _Stored:
-    """A sample from which groups are taken; seconds and metrics leave with the first of them."""
+    """A sample from which groups are taken; seconds leave with the first, metrics with all."""
 
-    sample: Sample
+    def __init__(self, sample: Sample) -> None:
+        self._rollout, self._reward_output, self._times = sample
 
     def take(self, rows: Tensor) -> Sample:
-        rollout, reward_output, times = self.sample
-        taken = rollout.rows(rows), reward_output.rows(rows), times
+        """These rows, with their share of the metrics."""
+        share = len(rows) / len(self._rollout)
+        rollout, reward_output = self._rollout.rows(rows), self._reward_output.rows(rows)
+        reward_output = replace(reward_output, metrics=_scaled(reward_output.metrics, share))
         if rollout.episodes is not None:
-            rollout = replace(rollout, episodes=replace(rollout.episodes, metrics={}))
-        self.sample = rollout, replace(reward_output, metrics={}), {}
-        return taken
+            metrics = _scaled(rollout.episodes.metrics, share)
+            rollout = replace(rollout, episodes=replace(rollout.episodes, metrics=metrics))
+        times, self._times = self._times, {}
+        return rollout, reward_output, times
+
+
+def _scaled(
+    totals: Mapping[str, tuple[float, float]], share: float
+) -> Mapping[str, tuple[float, float]]:
+    """A share of sums and counts."""
+    if share == 1:
+        return totals
+    return {name: (total * share, count * share) for name, (total, count) in totals.items()}
 
 
 @dataclass(frozen=True, slots=True)

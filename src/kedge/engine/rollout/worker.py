@@ -6,15 +6,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kedge.engine.rollout.collector import RolloutCollector, Sample
+from kedge.engine.rollout.greedy import first_rows
 from kedge.engine.rollout.joining import GroupPrompts, with_groups
 from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
 from kedge.engine.seeds import seed_for
 from kedge.errors import SyncError
 from kedge.protocols import RolloutEngine
-from kedge.types import Rollout, group_rows
+from kedge.types import PromptBatch, Rollout, Sampling, group_rows
 
-# Not scored yet, their numbers, and seconds and metrics.
-SampledGroups = tuple[Rollout, list[int], dict[str, float]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGroups:
+    """Groups that are to be scored."""
+
+    rollout: Rollout
+    greedy: Rollout | None  # one greedy response per group, in ascending order of their numbers
+    numbers: list[int]
+    times: dict[str, float]  # and metrics
+    step: int  # iterations that the engine's weights have seen
 
 
 def num_workers(rollouts: RolloutEngine) -> tuple[RolloutEngine, ...]:
@@ -44,6 +53,9 @@ class EngineWorker:
     _fingerprint: str = ""
     _seconds: float = 0.0  # of sampling since groups were done
     _gap: dict[str, float] = field(default_factory=dict)  # metric of the last weight sync
+    # with greedy baselines: groups that follow their greedy response, and complete responses
+    _deferred: dict[int, tuple[PromptBatch, int]] = field(default_factory=dict)
+    _greedy: dict[int, Rollout] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Hold nothing, and load weights before sampling again."""
@@ -67,11 +79,14 @@ class EngineWorker:
     def release_all(self) -> None:
         """It holds nothing any more."""
         self.release(list(self.held))
+        self._deferred.clear()
+        self._greedy.clear()
         self._set_unfinished(0)
 
     def count_unfinished(self) -> None:
-        """Ask the engine which responses are left."""
-        self._set_unfinished(self.engine.unfinished)
+        """Ask the engine which responses are left, and count those that follow."""
+        deferred = sum(len(batch) for batch, _ in self._deferred.values())
+        self._set_unfinished(self.engine.unfinished + deferred)
 
     def _set_unfinished(self, responses: int) -> None:
         self.all.responses += responses - self.unfinished
@@ -94,19 +109,54 @@ class EngineWorker:
     def advance(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts
     ) -> SampledGroups | None:
-        """Start these groups and sample on; groups that are done, and their seconds and metrics."""
-        begin = collector.clock()
-        for step, batch in prompts.prompts(numbers):
-            seed = seed_for(collector.seed, "rollout", step)
-            self.engine.submit(batch, sampling=collector.sampling, seed=seed)
+        """Start these groups and sample on; the groups that are done."""
+        begin, greedy = collector.clock(), collector.algorithm.needs_greedy
+        for step, turn, batch in prompts.prompts(numbers):
+            purpose = f"rollout again {turn - 1}" if turn else "rollout"
+            seed = seed_for(collector.seed, purpose, step)
+            if greedy:
+                self._submit_greedy(batch, collector.sampling, seed)
+            else:
+                self.engine.submit(batch, sampling=collector.sampling, seed=seed)
         rollout: Rollout | None = self.engine.advance()
+        if greedy and rollout is not None:
+            rollout = self._continue(rollout, collector.sampling)
         self._seconds += collector.clock() - begin
         if rollout is None:
             return None
         self._check(rollout)
         seconds, self._seconds = self._seconds, 0.0
+        assert self.update is not None
         groups = group_rows(rollout.prompts)[0]
-        return rollout, groups, {"time/rollout": seconds, **self._gap}
+        return SampledGroups(
+            rollout=rollout,
+            greedy=Rollout.cat([self._greedy.pop(n) for n in groups]) if greedy else None,
+            numbers=groups,
+            times={"time/rollout": seconds, **self._gap},
+            step=self.update.step,
+        )
+
+    def _submit_greedy(self, batch: PromptBatch, sampling: Sampling, seed: int) -> None:
+        """Start the greedy responses; the groups follow as soon as these are complete."""
+        for number, rows in zip(*group_rows(batch), strict=True):
+            self._deferred[number] = batch.rows(rows), seed
+        first = batch.rows(first_rows(batch))
+        first = replace(first, group=-1 - first.group)  # ids of groups are not negative
+        # Top-k, top-p and min-p keep the most likely token, and rows that are joined must agree on
+        # whether allowed tokens are recorded.
+        self.engine.submit(first, sampling=replace(sampling, temperature=0.0), seed=seed)
+
+    def _continue(self, rollout: Rollout, sampling: Sampling) -> Rollout | None:
+        """Start the groups whose greedy responses are complete; returns the complete groups."""
+        group = rollout.prompts.group
+        for i in (group < 0).nonzero()[:, 0].tolist():
+            number = -1 - int(group[i])
+            answer = rollout.rows(slice(i, i + 1))
+            self._greedy[number] = replace(answer, prompts=with_groups(answer.prompts, [number]))
+            batch, seed = self._deferred.pop(number)
+            self.engine.submit(batch, sampling=sampling, seed=seed)
+        rows = (group >= 0).nonzero()[:, 0]
+        return rollout.rows(rows) if len(rows) else None
 
     def draw(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts

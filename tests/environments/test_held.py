@@ -1,0 +1,184 @@
+"""Episodes that an engine with slots plays, each at its own pace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.backends.hf.fingerprint import policy_weights
+from kedge.environments import EnvironmentRollouts
+from kedge.errors import LostRequestsError, RolloutError
+from kedge.types import Rollout
+from tests.environments.toys import Echo, engine, policy, prompts, rollouts, sampling
+
+
+def drained(played: EnvironmentRollouts, *, unsorted: bool = False) -> Rollout:
+    """Everything that is held, in the order of the rows."""
+    parts = []
+    while played.unfinished:
+        part = played.advance()
+        parts += [] if part is None else [part]
+    whole = Rollout.cat(parts)
+    return whole if unsorted else whole.rows(whole.prompts.row.argsort())
+
+
+class Cut(Echo):
+    """Gives a reward at the end if a limit ended the episode."""
+
+    def final_reward(self) -> float:
+        return 7.0
+
+
+class Slow(Echo):
+    """Takes its time if its seed is odd."""
+
+    def reset(self, *, seed: int, options: Any) -> Any:
+        self.slow = seed % 2
+        return super().reset(seed=seed, options=options)
+
+    def step(self, response: Any) -> Any:
+        time.sleep(0.3 * self.slow)
+        return super().step(response)
+
+
+class Failing(Echo):
+    def step(self, response: Any) -> Any:
+        if self.turn == 1:
+            raise ValueError("out of order")
+        return super().step(response)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_turns": 2, "max_turn_tokens": 4}, {"max_turns": 1}])
+def test_held_episodes_are_those_of_whole_batches(limits: dict[str, int]) -> None:
+    played, batch = rollouts(Cut, engine(chunk_rows=3), **limits), prompts(8)
+    want = played.generate(batch, sampling=sampling(min_new_tokens=2), seed=5)
+    assert played.slots == 3
+    played.submit(batch, sampling=sampling(min_new_tokens=2), seed=5)
+    assert played.unfinished == 8
+    got = drained(played)
+    assert got.response_mask.tolist() == want.response_mask.tolist()
+    assert got.ids[got.response_mask].tolist() == want.ids[want.response_mask].tolist()
+    assert got.prompts.ids.tolist() == want.prompts.ids.tolist()
+    assert got.terminated.tolist() == want.terminated.tolist()
+    assert got.episodes is not None
+    assert want.episodes is not None
+    assert got.episodes.turn.tolist() == want.episodes.turn.tolist()
+    assert got.episodes.rewards.tolist() == want.episodes.rewards.tolist()
+    assert bool((want.episodes.rewards >= 7.0).any()) or not limits
+    assert got.episodes.columns == want.episodes.columns
+    for name in ("environment/turns", "environment/words"):
+        assert got.episodes.metrics[name] == want.episodes.metrics[name]
+    torch.testing.assert_close(got.behavior_logprobs, want.behavior_logprobs, rtol=0, atol=2e-5)
+
+
+def test_slow_environments_do_not_delay_other_episodes() -> None:
+    played = rollouts(Slow, engine(chunk_rows=16))
+    played.submit(prompts(8), sampling=sampling(max_new_tokens=60), seed=5)
+    order = drained(played, unsorted=True).prompts.row.tolist()
+    assert sorted(order) == list(range(8)) != order
+
+
+def test_groups_are_complete_with_their_last_episode() -> None:
+    played, seeds = rollouts(Slow), set()
+    played.submit(prompts(8, 4), sampling=sampling(), seed=1)
+    while played.unfinished:
+        part = played.advance()
+        if part is not None:
+            assert sorted(part.prompts.group.tolist()) in ([0] * 4, [1] * 4, [0] * 4 + [1] * 4)
+            seeds |= {tuple(row[:1]) for row in part.prompts.ids[:, -4:].tolist()}
+    assert seeds
+
+
+def test_failures_cost_their_episodes() -> None:
+    played = rollouts(Failing, on_env_error="drop")
+    played.submit(prompts(4), sampling=sampling(), seed=5)
+    rollout = drained(played)
+    assert rollout.episodes is not None
+    assert not rollout.episodes.valid.any()
+    played = rollouts(Failing)
+    played.submit(prompts(4), sampling=sampling(), seed=5)
+    with pytest.raises(RolloutError, match="step failed in turn 2 of row"):
+        drained(played)
+    played.cancel()
+    assert played.unfinished == 0
+    assert played.advance() is None
+
+
+def test_tokens_have_the_version_that_sampled_them() -> None:
+    model = policy()
+    played = rollouts(Echo, engine(model, shares_weights=False), max_turn_tokens=20)
+    played.load_weights(policy_weights(model), 3)
+    played.submit(prompts(4), sampling=sampling(max_new_tokens=100), seed=5)
+    parts: list[Rollout] = []
+    for version in range(4, 40):
+        part = played.advance()
+        parts += [] if part is None else [part]
+        played.load_weights(policy_weights(model), version)
+    rollout = Rollout.cat([*parts, *([drained(played)] if played.unfinished else [])])
+    assert rollout.token_version is not None
+    assert rollout.episodes is not None
+    of_policy = rollout.episodes.turn >= 0
+    assert rollout.token_version[~of_policy].unique().tolist() == [-1]
+    for row, own in zip(rollout.token_version, of_policy, strict=True):
+        versions = row[own].tolist()
+        assert versions == sorted(versions)
+        assert len(set(versions)) > 1
+    first = rollout.token_version.where(of_policy, 99).amin(1)
+    assert rollout.version.tolist() == first.tolist()
+
+
+def test_dropped_episodes_give_their_environments_back() -> None:
+    made: list[Echo] = []
+    gate = threading.Event()
+
+    class Waiting(Echo):
+        def step(self, response: Any) -> Any:
+            gate.wait(10)
+            return super().step(response)
+
+    def make() -> Echo:
+        made.append(Waiting())
+        return made[-1]
+
+    played = rollouts(make)
+    for _ in range(2):
+        played.submit(prompts(4), sampling=sampling(), seed=5)
+        for _ in range(8):
+            played.advance()
+        played.cancel()
+        gate.set()
+        time.sleep(0.1)  # until the calls have returned
+        gate.clear()
+    assert len(made) == 4
+    gate.set()
+    played.submit(prompts(4), sampling=sampling(), seed=5)
+    assert len(drained(played)) == 4
+    assert len(made) == 4
+
+
+def test_an_engine_that_dies_drops_the_episodes() -> None:
+    class Dying:
+        def __init__(self) -> None:
+            self.inner, self.dead = engine(), False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def advance(self) -> Any:
+            if not self.dead:
+                self.dead = True
+                self.inner.cancel()
+                raise LostRequestsError("the engine was restarted")
+            return self.inner.advance()
+
+    played = rollouts(Echo, Dying())
+    played.submit(prompts(4), sampling=sampling(), seed=5)
+    with pytest.raises(LostRequestsError):
+        drained(played)
+    assert played.unfinished == 0
+    played.submit(prompts(4), sampling=sampling(), seed=5)
+    assert len(drained(played)) == 4

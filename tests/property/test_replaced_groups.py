@@ -1,0 +1,77 @@
+"""Dynamic sampling and greedy baselines group by group: nothing is too old, lost, or used twice."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.engine.rollout.dynamic_sampling import spare_step
+from kedge.types import RewardOutput, Rollout, group_rows
+
+from .test_as_completed import Writing, threads
+
+ROUNDS = 2
+
+
+class Scores:
+    """Scores the first row of a group by its prompt; the second equally, or one more."""
+
+    def __init__(self, number: int) -> None:
+        self.rng = random.Random(number)
+
+    def score(self, rollout: Rollout) -> RewardOutput:
+        scores = expected(rollout)
+        for rows in group_rows(rollout.prompts)[1]:
+            scores[rows[1:]] = scores[rows[0]] + self.rng.choice([0.0, 1.0])
+        return RewardOutput(scores=scores, valid=torch.ones(len(scores), dtype=torch.bool))
+
+
+def expected(rollout: Rollout) -> torch.Tensor:
+    """The score of a greedy response to the prompt of each row."""
+    prompt = rollout.prompts.ids[:, 0]
+    return ((prompt - prompt % 2) % 997).float()
+
+
+class Checking(Writing):
+    """Looks at the scores, too."""
+
+    def train_on(self, rollout: Rollout, reward_output: Any, times: Any, **begin: Any) -> Any:
+        if self.algorithm.needs_greedy:
+            assert reward_output.greedy_scores.tolist() == expected(rollout).tolist()
+        if self.algorithm.resample:
+            uniform = reward_output.scores[::2] == reward_output.scores[1::2]
+            last = [number_of(int(x))[1] == ROUNDS for x in rollout.prompts.ids[::2, 0]]
+            assert all(ended for equal, ended in zip(uniform.tolist(), last, strict=True) if equal)
+            assert times["rollout/resampled_groups"] >= 0
+        return super().train_on(rollout, reward_output, times, **begin)
+
+
+def number_of(prompt: int) -> tuple[int, int]:
+    """The place of a prompt in the run, and how often the one before was replaced."""
+    step, row = divmod(prompt, 100)
+    spare = step - spare_step(0, 0, ROUNDS)
+    if spare < 0:
+        return prompt, 0
+    return spare // ROUNDS * 100 + row, spare % ROUNDS + 1
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize(("resample", "greedy"), [(ROUNDS, False), (0, True), (ROUNDS, True)])
+def test_groups_are_replaced_within_the_bound(resample: int, greedy: bool, in_flight: bool) -> None:
+    algorithm = SimpleNamespace(
+        needs_greedy=greedy, resample=resample, min_group=1, name="group by group"
+    )
+    replaced = 0
+    for number in range(12):
+        parts = {"kind": Checking, "algorithm": algorithm, "reward": Scores(number)}
+        log, updates = threads(number, slots=True, in_flight=in_flight, **parts)
+        places = [number_of(prompt) for _, prompt, _ in log]
+        assert sorted(place for place, _ in places) == [
+            step * 100 + row for step in range(updates) for row in range(12)
+        ]
+        replaced += sum(turn > 0 for _, turn in places)
+    assert (replaced > 0) == (resample > 0)
