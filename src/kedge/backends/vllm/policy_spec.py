@@ -89,6 +89,12 @@ class PolicySpec:
         return wrapped.get_base_model() if self.adapter is not None else self.skeleton
 
     @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        config: Any = self.skeleton.config
+        return int(config.get_text_config().vocab_size)
+
+    @property
     def config(self) -> Any:
         """The model's configuration for vLLM.
 

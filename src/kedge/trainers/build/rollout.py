@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from kedge.backends.hf.learner import HFLearner
+from kedge.backends.ray.rollout_store import exchange_of_launch
 from kedge.backends.rollout import EngineInputs, build_shared_engine
 from kedge.config.rollout_engines import RolloutEngineSpec, load_function
 from kedge.engine.checkpoint.replay import Replay, Replayed
@@ -87,6 +88,7 @@ class RolloutStage:
             ranks=learner.world_size,
             timeout=args.rollout_timeout + args.worker_start_timeout,
             extra_slots=int(setup.algorithm.extra_slot),
+            exchange=exchange_of_launch(setup.pad_id) if self.spec.actors else None,
         )
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:
