@@ -54,7 +54,9 @@ class RayService:
     ) -> None:
         self._shared_weights, self._limits, self._group = shared_weights, limits, group
         self._version: int | None = None
-        self._weights: StoredWeights | WeightPayload = shared_weights.store(payload)
+        # The current weights in the object store, for a restart; those that were sent over NCCL
+        # are stored in the background, so that no GPU holds a copy of them.
+        self._stored = shared_weights.begin(payload)
         self._restarts = 0
         self.actor = Actor(
             name,
@@ -62,7 +64,7 @@ class RayService:
                 hosted_vllm,
                 InProcess,
                 spec,
-                self._stored(),
+                self._stored.result(),
                 dict(engine_args),
                 shares_gpu=options.get("num_gpus", 0) < 1,
             ),
@@ -148,11 +150,11 @@ class RayService:
                     f"{error} while weights were sent to it over NCCL, which cannot be interrupted;"
                     " resume the run from its latest checkpoint"
                 ) from error
-            self._weights, self._version = payload, version
+            self._stored, self._version = self._shared_weights.begin(payload), version
             return
-        stored = self._shared_weights.store(payload)
-        self.actor.call("load_stored", stored, version, within=self._limits.start)
-        self._weights, self._version = stored, version
+        stored = self._shared_weights.begin(payload)
+        self.actor.call("load_stored", stored.result(), version, within=self._limits.start)
+        self._stored, self._version = stored, version
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -183,13 +185,6 @@ class RayService:
             if self._group is not None:
                 self._group.fail(error)
             raise
-
-    def _stored(self) -> StoredWeights:
-        """The current weights; those that were sent over NCCL are stored for one restart."""
-        current = self._weights
-        if isinstance(current, WeightPayload):
-            return StoredWeights.put(current.named, current.dtype)
-        return current
 
     def _revive(self, actor: Actor) -> None:
         if self._group is not None:

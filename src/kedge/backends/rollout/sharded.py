@@ -83,6 +83,12 @@ class ShardedEngine:
         """The kind of log-probabilities that the engines record."""
         return self.engines[0].logprobs
 
+    @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which engines are sent weights; None: as they are."""
+        dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
+        return dtype
+
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -84,6 +85,12 @@ class RankSharedEngine:
     def shares_weights(self) -> Literal[False]:
         """False: it holds a copy of the policy."""
         return False
+
+    @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which the engine is sent weights; None: as they are, or by rank 0."""
+        dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
+        return dtype
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.

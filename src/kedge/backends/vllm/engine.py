@@ -140,6 +140,11 @@ class VLLMEngine:
         self._check_length(prompts, sampling)
 
     @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which it is sent weights; None: as they are."""
+        return self.spec.dtype if self.spec.adapter is None else None
+
+    @property
     def slots(self) -> int:
         """Requests that vLLM runs at once; 0 if its service samples whole batches only."""
         return 0 if self._sleeps else self._abilities[0]
