@@ -157,18 +157,19 @@ class Job:
         """Engines in actors, without a model."""
         from kedge.backends.ray import engine
         from kedge.backends.ray.actor import ActorLimits
+        from kedge.backends.ray.resources import SharedArgument
         from kedge.backends.ray.weight_store import SharedWeights
         from kedge.backends.rollout import ShardedEngine, start_all
         from kedge.backends.vllm.weight_payload import WeightPayload
 
         engine.HostedEngine = RandomEngine
         payload = WeightPayload((("w", torch.zeros(1)),))
-        shared = SharedWeights(self.engines)
+        shared, nothing = SharedWeights(self.engines), SharedArgument(str, self.engines)
 
         def start(index: int) -> engine.RayEngine:
             return engine.RayEngine(
                 f"engine {index}",
-                None,
+                nothing,
                 payload,
                 {"pad_id": 0},
                 options={"num_cpus": 0},

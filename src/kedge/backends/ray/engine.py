@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.backends.ray.resources import SharedArgument
 from kedge.backends.ray.rollout_store import PackedRollout, pack_shares
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.rollout.rows import with_prompts, without_columns
@@ -29,7 +30,7 @@ class RayEngine:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        skeleton: ``ray.ObjectRef`` of the policy without its trained weights, on the CPU.
+        skeleton: the policy without its trained weights, on the CPU; of all engines.
         payload: the trained weights, version 0.
         settings: keyword arguments of ``EmbeddedEngine``.
     """
@@ -41,7 +42,7 @@ class RayEngine:
     def __init__(
         self,
         name: str,
-        skeleton: Any,
+        skeleton: SharedArgument,
         payload: WeightPayload,
         settings: Mapping[str, Any],
         *,
@@ -59,7 +60,9 @@ class RayEngine:
         self._new: list[tuple[PromptBatch, Sampling, int]] = []  # not sent yet
         self.actor = Actor(
             name,
-            lambda handle: handle.build.remote(HostedEngine, skeleton, self._stored, settings),
+            lambda handle: handle.build.remote(
+                HostedEngine, skeleton.reference(), self._stored, settings
+            ),
             options=options,
             limits=limits,
             revive=self._revive,

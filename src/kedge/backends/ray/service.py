@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.backends.ray.resources import SharedArgument
 from kedge.backends.ray.rollout_store import pack_shares
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.rollout.rows import without_columns
@@ -34,7 +35,7 @@ class RayService:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        spec: ``ray.ObjectRef`` of the ``PolicySpec``.
+        spec: the ``PolicySpec``, of all engines.
         payload: the initial weights, version 0.
         shared_weights: of all engines.
         group: of the engines that load the same versions at the same time.
@@ -43,7 +44,7 @@ class RayService:
     def __init__(
         self,
         name: str,
-        spec: Any,
+        spec: SharedArgument,
         payload: WeightPayload,
         engine_args: Mapping[str, Any],
         *,
@@ -63,7 +64,7 @@ class RayService:
             lambda handle: handle.build.remote(
                 hosted_vllm,
                 InProcess,
-                spec,
+                spec.reference(),
                 self._stored.result(),
                 dict(engine_args),
                 shares_gpu=options.get("num_gpus", 0) < 1,
