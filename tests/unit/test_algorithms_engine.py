@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.engine.stages import collect, cut, make_experience, rows_within
+from kedge.engine.rollout.sampling import collect
+from kedge.engine.stages import cut, make_experience, rows_within
 from kedge.types import (
     AdvantageOutput,
     Experience,

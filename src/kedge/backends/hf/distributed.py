@@ -17,7 +17,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from kedge.records import widen_field
 from kedge.types import Experience
 
-
 _SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # integers are token ids
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kedge.algorithms.base import Algorithm
 from kedge.engine.rollout.dynamic_sampling import REPLACED, resample_uniform_groups, spare_step
+from kedge.engine.rollout.sampling import collect, sample_responses
 from kedge.engine.seeds import seed_for
-from kedge.engine.stages import collect
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sampling
 
@@ -102,11 +102,25 @@ class RolloutCollector:
         self._release(engine)
         return rollout, reward_output, times
 
-    def score(self, rollout: Rollout) -> Sample:
-        """Score responses that were sampled before."""
+    def sample(
+        self, step: int, engine: RolloutEngine, *, on_rollout: Callable[[Rollout], None]
+    ) -> tuple[Rollout, float]:
+        """Responses to the prompts of ``step``, to be scored later; and seconds."""
+        begin = self.clock()
+        prompts, seed = self.source.batch(step), seed_for(self.seed, "rollout", step)
+        try:
+            rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
+        finally:
+            self._release(engine)
+        on_rollout(rollout)
+        return rollout, self.clock() - begin
+
+    def score(self, rollout: Rollout, seconds: float = 0.0) -> Sample:
+        """Score responses that were sampled before, in the given seconds."""
         begin = self.clock()
         reward_output = self.reward.score(rollout)
-        return rollout, reward_output, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
+        times = {"time/rollout": seconds, "time/reward": self.clock() - begin}
+        return rollout, reward_output, times
 
     def _release(self, engine: RolloutEngine) -> None:
         """Let the other ranks of a shared engine sample further rounds or turns."""
