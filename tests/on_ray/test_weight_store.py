@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
 from kedge.backends.ray import weight_store
+from kedge.backends.ray.resources import SharedArgument
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.weight_payload import WeightPayload
@@ -104,6 +105,32 @@ def test_bytes_moved_do_not_depend_on_the_number_of_engines(engines: int, puts: 
         assert puts == [size] * (version + 1)
         assert shared._stored is None  # nothing is kept once the last engine has it
         assert shared._payload.named == ()
+
+
+def test_weights_sent_over_nccl_are_stored_once_in_the_background(puts: list[int]) -> None:
+    shared = SharedWeights(2)
+    payload = WeightPayload((("w", torch.ones(1 << 12)),), dtype=torch.bfloat16)
+    stored = [shared.begin(payload) for _ in range(2)]
+    assert shared._payload.named == ()  # the tensors may be freed once they are stored
+    assert stored[0] is stored[1]
+    assert dict(stored[0].result().tensors())["w"].dtype == torch.bfloat16
+    assert puts == [2 << 12]
+
+
+def test_what_actors_are_built_from_stays_in_the_store_until_all_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    put, objects = ray.put, list[Any]()
+    monkeypatch.setattr(ray, "put", lambda x: (objects.append(x), put(x))[1])
+    argument = SharedArgument(lambda: "skeleton", 3)
+    first = {argument.reference() for _ in range(3)}
+    assert (len(first), objects) == (1, ["skeleton"])
+    assert argument._reference is None
+    assert ray.get(argument.reference()) == "skeleton"  # for an actor that is restarted
+    assert argument._reference is None
+    assert len(objects) == 2
 
 
 def test_an_adapter_is_sent_alone(puts: list[int]) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from kedge.algorithms import BUILTIN, grpo
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.engine.micro_batches import cut, rows_within
-from kedge.engine.stages import collect, make_experience
+from kedge.engine.rollout.sampling import collect
+from kedge.engine.stages import make_experience
 from kedge.types import (
     AdvantageOutput,
     Experience,

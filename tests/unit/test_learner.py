@@ -8,6 +8,7 @@ import torch
 
 from kedge.algorithms import ppo
 from kedge.backends.hf.fingerprint import fingerprint
+from kedge.backends.hf.learner_state import WeightCopier
 from kedge.backends.hf.model import no_dropout
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.value_head import ScalarHead, load_value
@@ -291,6 +292,16 @@ def test_weights_are_copies_under_the_names_of_the_fingerprint():
     assert fingerprint(copied) == found.fingerprint()
     take_step(found)
     assert fingerprint(copied) != found.fingerprint()
+
+
+def test_weights_in_another_dtype_keep_the_fingerprint_of_the_weights():
+    found = learner()
+    exact = found.weights()
+    found.copy_weights = WeightCopier(dtype=torch.bfloat16)
+    copied = found.weights()
+    assert copied.fingerprint == found.fingerprint()
+    assert copied.keys() == exact.keys()
+    assert all(torch.equal(x, exact[name].bfloat16()) for name, x in copied.items())
 
 
 def test_gradient_checkpointing_really_happens_and_changes_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -245,6 +246,29 @@ def test_an_exception_in_the_sampler_reaches_the_caller(max_lag: int) -> None:
 
     with pytest.raises(RolloutError, match="out of paper"):
         engine(max_lag, rollout_engine=Broken()).run(2)
+
+
+def test_the_next_batch_is_sampled_while_rewards_are_computed() -> None:
+    begun: list[int] = []
+    second = threading.Event()
+
+    class Noting(ToyEngine):
+        def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
+            begun.append(seed)
+            if len(begun) == 2:
+                second.set()
+            return super().generate(prompts, sampling=sampling, seed=seed)
+
+    def waiting(rollout: Rollout) -> Tensor:
+        assert second.wait(20), "the second batch was not sampled"
+        return count_threes(rollout)
+
+    ahead = engine(1, rollout_engine=Noting(), reward=FunctionReward(waiting))
+    ahead.run(4)
+    undisturbed = engine(1)
+    undisturbed.run(4)
+    assert len(begun) == 4
+    assert torch.equal(ahead.learner.logits, undisturbed.learner.logits)
 
 
 def test_value_warm_up_leaves_the_policy_alone() -> None:

@@ -52,7 +52,7 @@ def flags_of(script: Path, tmp_path: Path) -> list[str]:
             "tulu3/ppo_8b.sh",
             {"actor_num_gpus_per_node": [4, 8], "vllm_tensor_parallel_size": 4,
              "report_to": ["wandb"], "num_ppo_epochs": 4,
-             "gradient_accumulation_steps": 16, "max_lag": 1},
+             "gradient_accumulation_steps": 8, "max_lag": 1},
         ),
     ],
 )  # fmt: skip
@@ -107,15 +107,17 @@ def test_the_8b_recipe_fits_gpus_of_80_gb(
     text = planned()
     # (16 bytes of 8.03 and of 7.50 billion trained weights, and 4 of the reference) / 12 learners
     shards = ((8.03 + 7.50) * 16 + 8.03 * 4) * 1e9 / 12 / 2**30
-    copy = 8.03e9 * 4 / 2**30  # float32, gathered on the first GPU
+    copy = 8.03e9 * 2 / 2**30  # bfloat16, gathered on the first GPU
+    # embedding, head and a layer of 218 million weights, in float32 while they are verified
+    widened = (2 * 128_264 * 4096 + 218e6) * 4 / 2**30
     sync = re.search(r"weight sync ([0-9.]+) GiB", text.partition("first of 12 GPUs")[2])
     assert sync is not None
-    assert float(sync[1]) == pytest.approx(shards + copy, rel=0.01)
+    assert float(sync[1]) == pytest.approx(shards + copy + widened, rel=0.01)
     assert "fits a GPU of 79.0 GiB" in text
     assert "does not fit" not in text
-    upstream = planned("--deepspeed_stage", "2", "--vllm_sync_backend", "nccl")
+    upstream = planned("--deepspeed_stage", "2")
     assert "does not fit a GPU of 79.0 GiB" in upstream
-    assert "set --deepspeed_stage 3 --vllm_sync_backend gloo" in upstream
+    assert "set --deepspeed_stage 3" in upstream
 
 
 # Flags that upstream's scripts use, and the option that each one sets.

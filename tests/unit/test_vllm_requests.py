@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kedge.backends.vllm.requests import (
@@ -52,7 +53,10 @@ def record(answers, sampling, **options):
 
 def answer(tokens, stopped=False, version=3):
     return GenerationResult(
-        tokens=tokens, logprobs=[-0.5] * len(tokens), stopped=stopped, version=version
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -0.5, np.float32),
+        stopped=stopped,
+        version=version,
     )
 
 
@@ -92,7 +96,7 @@ def test_too_little_or_too_much_is_an_error(tokens):
 
 
 def test_nan_is_an_error_that_names_row_and_version():
-    bad = GenerationResult(tokens=[1], logprobs=[float("nan")], stopped=False, version=4)
+    bad = replace(answer([1]), logprobs=np.array([math.nan], np.float32), version=4)
     with pytest.raises(RolloutError, match="NaN for row 1, sampled by version 4"):
         record([answer([1]), bad], Sampling(max_new_tokens=1))
 
@@ -122,8 +126,8 @@ def test_allowed_tokens_are_those_of_positive_probability():
 
 def test_a_rollout_records_what_could_be_sampled():
     results = [
-        replace(answer([5, 6]), allowed=[[5, 1, 2], [6]]),
-        replace(answer([7], stopped=True), allowed=[[8, 7]]),
+        replace(answer([5, 6]), allowed=np.array([[5, 1, 2], [6, -1, -1]])),
+        replace(answer([7], stopped=True), allowed=np.array([[8, 7]])),
     ]
     rollout = record(results, Sampling(max_new_tokens=2, top_p=0.9))
     none = [-1, -1, -1]

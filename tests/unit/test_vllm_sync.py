@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -214,7 +215,9 @@ class Sleeper(Ours):
     def generate(self, requests):
         self.calls.append("generate")
         return [
-            GenerationResult(tokens=[1], logprobs=[-1.0], stopped=False, version=self.said)
+            GenerationResult(
+                tokens=np.array([1]), logprobs=np.array([-1.0]), stopped=False, version=self.said
+            )
             for _ in requests
         ]
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # PPO from Llama-3.1-Tulu-3-8B-DPO on verifiable rewards: two machines of eight GPUs, twelve learners and
-# one vLLM on four GPUs.  open-instruct's command for Llama-3.1-Tulu-3-8B, with three changes of memory and
+# one vLLM on four GPUs.  open-instruct's command for Llama-3.1-Tulu-3-8B, with one change of memory and
 # none of the objective, so that it fits GPUs of 80 GB by `kedge plan async-ppo`: deepspeed_stage 3 instead
-# of 2, vllm_sync_backend gloo, which keeps no second copy of the weights on the first GPU, and one row per
-# pass instead of two.  Not run by us: the flags were tried with tiny models in one process.  Start Ray on both, with RAY_AUTH_MODE=token and the same
+# of 2.  Not run by us: the flags were tried with tiny models in one process.
+# Start Ray on both, with RAY_AUTH_MODE=token and the same
 # ~/.ray/auth_token (`ray start --head --port=6379`, `ray start --address=HEAD:6379`; see docs/ray.md),
 # then on the first:
 #   bash scripts/train/tulu3/ppo_8b.sh [more flags of kedge async-ppo; the last of a kind wins]
@@ -18,7 +18,7 @@ exec kedge async-ppo \
     --local_mini_batch_size 16 \
     --local_rollout_batch_size 16 \
     --local_rollout_forward_batch_size 2 \
-    --per_device_train_batch_size 1 \
+    --per_device_train_batch_size 2 \
     --dataset_mixer_list allenai/RLVR-GSM-MATH-IF-Mixed-Constraints 1.0 \
     --dataset_mixer_list_splits train \
     --dataset_mixer_eval_list allenai/RLVR-GSM-MATH-IF-Mixed-Constraints 16 \
@@ -36,7 +36,7 @@ exec kedge async-ppo \
     --sft_messages_key messages \
     --penalty_reward_value -10.0 \
     --deepspeed_stage 3 \
-    --vllm_sync_backend gloo \
+    --vllm_sync_backend nccl \
     --actor_num_gpus_per_node 4 8 \
     --vllm_num_engines 1 \
     --vllm_tensor_parallel_size 4 \

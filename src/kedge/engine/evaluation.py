@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kedge.engine.metrics import Tally, reduce_metrics
+from kedge.engine.rollout.sampling import collect
 from kedge.engine.seeds import seed_for
-from kedge.engine.stages import collect
 from kedge.protocols import Learner, PromptSource, RewardSource, RolloutEngine
 from kedge.types import Metrics, RewardOutput, Rollout, Sampling
 

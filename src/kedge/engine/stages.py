@@ -1,6 +1,7 @@
 """The stages of one iteration, each a function of the record before it.
 
-collect -> make_experience -> optimize (cut -> Learner.optimizer_step, per optimizer step)
+collect (rollout/sampling.py) -> make_experience
+    -> optimize (cut -> Learner.optimizer_step, per optimizer step)
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from kedge.engine.batch_metrics import batch_metrics, token_ages
 from kedge.engine.early_stopping import StepLimits
 from kedge.engine.metrics import Tally, reduce_metrics
 from kedge.engine.micro_batches import cut
-from kedge.engine.rollout.greedy import add_greedy_scores, first_rows, greedy_sampling
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.math.importance import Correction, importance_weights
-from kedge.protocols import Learner, LossFn, RewardSource, RolloutEngine
+from kedge.protocols import Learner, LossFn
 from kedge.types import (
     AdvantageOutput,
     Experience,
@@ -28,51 +28,9 @@ from kedge.types import (
     MicroBatch,
     ModelOutputs,
     PolicyOutput,
-    PromptBatch,
     RewardOutput,
     Rollout,
-    Sampling,
 )
-
-
-def collect(
-    prompts: PromptBatch,
-    engine: RolloutEngine,
-    reward_source: RewardSource,
-    *,
-    sampling: Sampling,
-    seed: int,
-    clock: Callable[[], float],
-    greedy: bool = False,
-    on_rollout: Callable[[Rollout], None] = lambda rollout: None,
-) -> tuple[Rollout, RewardOutput, dict[str, float]]:
-    """Sample and score one response per prompt row; also returns the seconds of each.
-
-    With ``greedy`` the greedy response to each prompt is scored as well, for the baseline.
-    ``on_rollout`` receives the responses before they are scored.
-    """
-    begin = clock()
-    rollout = engine.generate(prompts, sampling=sampling, seed=seed)
-    if len(rollout) != len(prompts):
-        raise RolloutError(
-            f"{type(engine).__name__}.generate returned {len(rollout)} rows for {len(prompts)}"
-            " prompts; it must return one response per prompt row, in order"
-        )
-    if not rollout.ids.shape[1]:
-        raise RolloutError(
-            f"{type(engine).__name__}.generate returned responses without tokens; a response needs"
-            " at least one token, the stop token included"
-        )
-    on_rollout(rollout)
-    sampled = clock()
-    reward_output = reward_source.score(rollout)
-    if greedy and reward_output.greedy_scores is None:
-        answers = engine.generate(
-            prompts.rows(first_rows(prompts)), sampling=greedy_sampling(sampling), seed=seed
-        )
-        reward_output = add_greedy_scores(reward_output, prompts, reward_source.score(answers))
-    times = {"time/rollout": sampled - begin, "time/reward": clock() - sampled}
-    return rollout, reward_output, times
 
 
 def make_experience(

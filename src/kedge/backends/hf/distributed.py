@@ -17,6 +17,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from kedge.records import widen_field
 from kedge.types import Experience
 
+_SENT_AS = {torch.bool: torch.uint8, torch.int64: torch.int32}  # integers are token ids
+
 
 def broadcast_parameters(models: Iterable[nn.Module]) -> None:
     """Broadcast the weights and buffers of rank 0 to all ranks, shared ones once."""
@@ -43,8 +45,8 @@ def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Expe
             continue
         sizes = torch.tensor(x.shape[1:], device=device)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-        padded = x.byte() if x.dtype == torch.bool else x
-        padded = widen_field(f, padded, sizes.tolist()).to(device).contiguous()
+        padded = widen_field(f, x.to(_SENT_AS.get(x.dtype, x.dtype)), sizes.tolist())
+        padded = padded.to(device).contiguous()
         parts = [torch.empty_like(padded) for _ in range(ranks)]
         dist.all_gather(parts, padded)
         pooled[f.name] = torch.cat(parts).to(device=x.device, dtype=x.dtype)

@@ -26,17 +26,27 @@ def fingerprint(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> s
     do not depend on the order of addition, so devices agree.
 
     Args:
-        named: names and tensors of any type and device, in any order.
+        named: names and tensors of any type and device, in any order; read one at a time.
     """
-    pairs = sorted(named.items() if isinstance(named, Mapping) else named, key=lambda x: x[0])
-    digest = hashlib.blake2b(digest_size=8)
-    sums = []
-    for _, tensor in pairs:
+    heads, sums = [], []
+    for name, tensor in named.items() if isinstance(named, Mapping) else named:
         tensor = full(tensor)  # noqa: PLW2901
+        heads.append((name, f"{name} {tuple(tensor.shape)} {tensor.dtype}"))
         sums.append(_sum(tensor.detach(), _factors(tensor.device)))
-    for (name, tensor), total in zip(pairs, _to_host(sums), strict=True):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode())
+    digest = hashlib.blake2b(digest_size=8)
+    for (_, head), total in sorted(zip(heads, _to_host(sums), strict=True)):
+        digest.update(f"{head} {total}\n".encode())
     return digest.hexdigest()
+
+
+class WeightsCopy(dict[str, Tensor]):
+    """Weights by name in the dtype of a rollout engine.
+
+    Args:
+        fingerprint: of the weights before they were rounded.
+    """
+
+    fingerprint = ""
 
 
 def full(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from kedge.backends.hf.distributed import (
 )
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
 from kedge.backends.hf.forward_plan import ForwardPlan
-from kedge.backends.hf.learner_state import copy_weights, load_weights, read_state, save_models
+from kedge.backends.hf.learner_state import WeightCopier, load_weights, read_state, save_models
 from kedge.backends.hf.logprobs import compute_logprobs, compute_sharded, sampled_by
 from kedge.backends.hf.model import (
     LanguageModelParts,
@@ -116,7 +116,7 @@ class HFLearner:
         )
         self._bucket_mb = args.ddp_bucket_cap_mb or 25
         self.version = self.skipped = self._skips_in_row = 0
-        self.only_first_sends = False  # one rollout engine, on rank 0, gets all weights
+        self.copy_weights = WeightCopier()  # for rollout engines
         self._stepped = False  # the weights have changed since the last version
 
     def _prepare(self) -> None:
@@ -345,7 +345,7 @@ class HFLearner:
 
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the policy's trainable weights; empty on ranks that do not send them."""
-        return copy_weights(self.policy, first_only=self.only_first_sends)
+        return self.copy_weights(self.policy)
 
     def fingerprint(self) -> str:
         """A short hash of the policy's weights."""

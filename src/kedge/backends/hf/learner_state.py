@@ -5,7 +5,8 @@ Of a sharded model rank 0 alone holds full tensors, and only where a copy or a f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from kedge.backends.hf.actor_critic import Value
-from kedge.backends.hf.fingerprint import full, policy_weights
+from kedge.backends.hf.fingerprint import WeightsCopy, fingerprint, full, policy_weights
 from kedge.backends.hf.peft import own_adapters
 from kedge.backends.hf.sharding import shard_like
 from kedge.backends.hf.value_head import ScalarModel, save_value
@@ -24,19 +25,40 @@ from kedge.errors import CheckpointError
 from kedge.types import StoredTensor
 
 
-def copy_weights(policy: nn.Module, *, first_only: bool) -> dict[str, Tensor]:
-    """Copies of the trainable weights, full ones.  Collective.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCopier:
+    """Copies the trainable weights of a policy for rollout engines.
 
     Args:
-        policy: possibly sharded.
-        first_only: ranks above 0 gather nothing and get no weights.
+        first_only: one engine, on rank 0, gets them: other ranks gather nothing and get no weights.
+        dtype: of the copies; None: as the weights are.
     """
-    weights = {}
-    for name, p in policy_weights(policy).items():
-        x = full_on_first(p) if first_only else full(p)
-        if x is not None:
-            weights[name] = x.clone() if x is p else x
-    return weights
+
+    first_only: bool = False
+    dtype: torch.dtype | None = None
+
+    def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
+        """Full weights of a possibly sharded policy, gathered one at a time.  Collective.
+
+        In another dtype they are ``WeightsCopy``, with the fingerprint of the weights.
+        """
+        if self.dtype is None:
+            return {name: x.clone() if x is p else x for name, p, x in self._full(policy)}
+        copies = WeightsCopy()
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, _, x in self._full(policy):
+                copies[name] = x.to(self.dtype, copy=True)
+                yield name, x
+
+        copies.fingerprint = fingerprint(weights())
+        return copies
+
+    def _full(self, policy: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for name, p in policy_weights(policy).items():
+            x = full_on_first(p) if self.first_only else full(p)
+            if x is not None:
+                yield name, p, x
 
 
 def full_on_first(x: Tensor) -> Tensor | None:

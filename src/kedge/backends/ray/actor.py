@@ -8,16 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kedge.backends.ray.cluster import ControlStore, cause
 from kedge.backends.shutdown import exit_with
 from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
 _NODE_PATIENCE = 5.0  # seconds without a node for a restart
-_HEALTH = "health"  # concurrency group: a separate thread inside the actor
+HEALTH = "health"  # concurrency group: a separate thread inside the actor
 
 
 class LostActorError(RolloutError):
@@ -84,12 +85,30 @@ class Actor:
             RolloutError: the process was lost several times in a row.
             KedgeError: raised by the method.
         """
-        tries = 0
-        while True:
-            try:
-                return self.once(method, *args, within=within, **named)
-            except LostActorError as error:  # noqa: PERF203
-                tries = self._restart(error, tries)
+        return self._repeat(lambda: self.once(method, *args, within=within, **named))
+
+    def call_stored(self, method: str, *args: Any, parts: int, **named: Any) -> tuple[Any, ...]:
+        """``call`` a method that returns a tuple of which only the first item is read here.
+
+        Args:
+            method: of the object.
+            args: as for ``call``.
+            parts: number of the other items.
+            named: as for ``call``.
+
+        Returns:
+            The first item, and a ``ray.ObjectRef`` of each other one.
+
+        Raises:
+            KedgeError: as for ``call``.
+        """
+
+        def once() -> tuple[Any, ...]:
+            call = self._handle_call.options(num_returns=1 + parts)
+            first, *others = call.remote(method, *args, **named)
+            return self._wait(first, self._limits.call), *others
+
+        return self._repeat(once)
 
     def once(self, method: str, *args: Any, within: float | None = None, **named: Any) -> Any:
         """Call ``method`` of the object once.
@@ -98,16 +117,28 @@ class Actor:
             LostActorError: the process was lost.
             KedgeError: raised by the method.
         """
-        if self._handle is None:
-            raise LostActorError(f"{self.name} is not running")
         limit = self._limits.call if within is None else within
-        return self._wait(self._handle.call.remote(method, *args, **named), limit)
+        return self._wait(self._handle_call.remote(method, *args, **named), limit)
 
     def close(self) -> None:
         """Kill the process; may be called again."""
         self._kill()
 
     # -- below ----------------------------------------------------------------------------------
+
+    @property
+    def _handle_call(self) -> Any:
+        if self._handle is None:
+            raise LostActorError(f"{self.name} is not running")
+        return self._handle.call
+
+    def _repeat(self, once: Callable[[], T]) -> T:
+        tries = 0
+        while True:
+            try:
+                return once()
+            except LostActorError as error:  # noqa: PERF203
+                tries = self._restart(error, tries)
 
     def _restart(self, error: LostActorError, tries: int) -> int:
         if tries >= _MAX_RESTARTS:
@@ -131,7 +162,7 @@ class Actor:
     def _start(self) -> None:
         import ray
 
-        groups = {_HEALTH: 1}
+        groups = {HEALTH: 1}
         actor = ray.remote(concurrency_groups=groups)(ActorHost)
         self._handle = actor.options(**self._options).remote()
         ping = self._ping()
@@ -174,7 +205,7 @@ class Actor:
         return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))
 
     def _ping(self) -> Any:
-        return self._handle.ping.options(concurrency_group=_HEALTH).remote()
+        return self._handle.ping.options(concurrency_group=HEALTH).remote()
 
     def _wait(self, call: Any, limit: float) -> Any:
         """The result of a call, with health checks while it is computed."""

@@ -12,7 +12,7 @@ from kedge.backends.hf.fingerprint import policy_weights
 from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.ray.engine import RayEngine
 from kedge.backends.ray.placement import plan_seats
-from kedge.backends.ray.resources import ActorResources, RayCluster, from_launch
+from kedge.backends.ray.resources import ActorResources, RayCluster, SharedArgument, from_launch
 from kedge.backends.ray.weight_store import SharedWeights
 from kedge.backends.rollout import EngineInputs, ShardedEngine, start_all
 from kedge.backends.vllm.nccl_transfer import (
@@ -39,8 +39,6 @@ def build_embedded(
     Raises:
         ConfigError: the cluster lacks resources, or an engine does not start.
     """
-    import ray
-
     resources = _resources(cluster, vllm_num_engines, inputs.rank)
     settings = {
         "pad_id": inputs.pad_id,
@@ -49,7 +47,7 @@ def build_embedded(
         "chunk_rows": inputs.chunk_rows,
         "autocast": inputs.dtype,
     }
-    model = ray.put(on_cpu(skeleton(inputs.policy)))
+    model = SharedArgument(partial(on_cpu, skeleton(inputs.policy)), len(resources.seats))
     payload = WeightPayload(tuple(policy_weights(inputs.policy).items()))
     shared_weights = SharedWeights(len(resources.seats))
     makers = [
@@ -142,8 +140,6 @@ def _vllm_starts(
     together: bool,
 ) -> list[Callable[[], Any]]:
     """``together``: all engines load the same versions at the same time."""
-    import ray
-
     from kedge.backends.ray.service import RayService
 
     seats = resources.seats
@@ -156,13 +152,14 @@ def _vllm_starts(
             groups = [_group(len(seats), int(gpus), limit)] * len(seats)
         else:
             groups = [_group(1, int(gpus), limit) for _ in seats]
-    spec_ref, shared_weights = ray.put(spec.on_cpu()), SharedWeights(len(seats))
+    shared_spec = SharedArgument(spec.on_cpu, len(seats))
+    shared_weights = SharedWeights(len(seats))
     payload = spec.payload(weights)
     return [
         partial(
             RayService,
             f"engine {seat.index}",
-            spec_ref,
+            shared_spec,
             payload,
             arguments,
             options=resources.placement.options(seat),

@@ -50,6 +50,7 @@ class RankContext:
     world_size: int
     placement: Placement  # of all actors
     mailbox: Any  # handle of the DriverMailbox actor
+    first: Any = None  # handle of the RankWorker of rank 0
     _stop_query: Any = field(default=None, init=False)
 
     def post(self, row: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.backends.ray.resources import SharedArgument
+from kedge.backends.ray.rollout_store import PackedRollout, pack_shares
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.rollout.rows import with_prompts, without_columns
 from kedge.backends.vllm.weight_payload import WeightPayload
@@ -28,7 +30,7 @@ class RayEngine:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        skeleton: ``ray.ObjectRef`` of the policy without its trained weights, on the CPU.
+        skeleton: the policy without its trained weights, on the CPU; of all engines.
         payload: the trained weights, version 0.
         settings: keyword arguments of ``EmbeddedEngine``.
     """
@@ -40,7 +42,7 @@ class RayEngine:
     def __init__(
         self,
         name: str,
-        skeleton: Any,
+        skeleton: SharedArgument,
         payload: WeightPayload,
         settings: Mapping[str, Any],
         *,
@@ -50,6 +52,7 @@ class RayEngine:
     ) -> None:
         self._shared_weights = shared_weights
         self._stored = shared_weights.store(payload)
+        self._pad_id: int = settings["pad_id"]
         self._loaded: tuple[int, Receipt] | None = None
         self._slots: int | None = None
         self._unfinished = self._restarts = 0
@@ -57,7 +60,9 @@ class RayEngine:
         self._new: list[tuple[PromptBatch, Sampling, int]] = []  # not sent yet
         self.actor = Actor(
             name,
-            lambda handle: handle.build.remote(HostedEngine, skeleton, self._stored, settings),
+            lambda handle: handle.build.remote(
+                HostedEngine, skeleton.reference(), self._stored, settings
+            ),
             options=options,
             limits=limits,
             revive=self._revive,
@@ -69,16 +74,47 @@ class RayEngine:
         Raises:
             SyncError: the actor sampled with other weights than were loaded.
         """
-        rollout = self.actor.call(
-            "generate", without_columns(prompts), sampling=sampling, seed=seed
+        sent = without_columns(prompts)
+        versions, packed = self.actor.call(
+            "generate_packed", sent, [len(sent)], sampling=sampling, seed=seed
         )
+        self._check_versions(versions)
+        return with_prompts(packed.unpack(sent, self._pad_id), prompts)
+
+    def generate_stored(
+        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
+    ) -> list[Any]:
+        """``generate``, leaving the responses in the object store for ``read_rows``.
+
+        Args:
+            prompts: one row per response.
+            sampling: the sampling distribution.
+            seed: of all rows.
+            sizes: number of rows of each reference, in order.
+
+        Returns:
+            A ``ray.ObjectRef`` of each share.
+
+        Raises:
+            SyncError: the actor sampled with other weights than were loaded.
+        """
+        versions, *references = self.actor.call_stored(
+            "generate_packed",
+            without_columns(prompts),
+            list(sizes),
+            parts=len(sizes),
+            sampling=sampling,
+            seed=seed,
+        )
+        self._check_versions(versions)
+        return references
+
+    def _check_versions(self, versions: Sequence[int]) -> None:
         version = self._loaded[0] if self._loaded is not None else 0
-        if not bool((rollout.version == version).all()):
+        if list(versions) != [version]:
             raise SyncError(
-                f"{self.actor.name} sampled with version {int(rollout.version.min())} instead of"
-                f" {version}"
+                f"{self.actor.name} sampled with version {min(versions)} instead of {version}"
             )
-        return with_prompts(rollout, prompts)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""
@@ -116,14 +152,14 @@ class RayEngine:
         try:
             if self.actor.restarts != self._restarts:
                 raise LostActorError(f"{self.actor.name} was restarted")
-            rollout, self._unfinished = self.actor.once("serve", new)
+            groups, packed, self._unfinished = self.actor.once("serve", new)
         except LostActorError as error:
             self.cancel()  # restarts it, with its weights
             raise LostRequestsError(str(error)) from error
-        if rollout is None:
+        if packed is None:
             return None
-        groups = rollout.prompts.group.unique_consecutive().tolist()
-        return with_prompts(rollout, PromptBatch.cat([self._held.pop(n) for n in groups]))
+        prompts = PromptBatch.cat([self._held.pop(n) for n in groups])
+        return with_prompts(packed.unpack(without_columns(prompts), self._pad_id), prompts)
 
     def cancel(self) -> None:
         """Drop all requests."""
@@ -164,7 +200,16 @@ class HostedEngine(EmbeddedEngine):
         """Load weights from the object store."""
         return self.load_weights(dict(stored.tensors()), version)
 
-    def serve(self, new: Sequence[tuple[PromptBatch, Sampling, int]]) -> tuple[Rollout | None, int]:
+    def generate_packed(
+        self, prompts: PromptBatch, sizes: Sequence[int], *, sampling: Sampling, seed: int
+    ) -> tuple[Any, ...]:
+        """``generate``; the versions, and the rows of each share."""
+        rollout = self.generate(prompts, sampling=sampling, seed=seed)
+        return pack_shares(rollout, sizes, extra=self._extra_slot)
+
+    def serve(
+        self, new: Sequence[tuple[PromptBatch, Sampling, int]]
+    ) -> tuple[list[int], PackedRollout | None, int]:
         """Hold new rows and sample for a short time; complete groups, and ``unfinished``."""
         for prompts, sampling, seed in new:
             self.submit(prompts, sampling=sampling, seed=seed)
@@ -174,7 +219,11 @@ class HostedEngine(EmbeddedEngine):
             parts += [] if part is None else [part]
             if time.monotonic() >= end:
                 break
-        return (Rollout.cat(parts) if parts else None), self.unfinished
+        if not parts:
+            return [], None, self.unfinished
+        rollout = Rollout.cat(parts)
+        groups = rollout.prompts.group.unique_consecutive().tolist()
+        return groups, PackedRollout.pack(rollout), self.unfinished
 
 
 def _allocate(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kedge.backends.ray import cluster
+from kedge.backends.ray.actor import HEALTH
 from kedge.backends.ray.context import DriverMailbox, RankContext
 from kedge.backends.ray.placement import Placement, place, plan_seats
 from kedge.backends.ray.worker import Failure, RankWorker
@@ -19,7 +20,6 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_HEALTH = "health"  # concurrency group: a separate thread inside an actor
 _POLL = 0.2  # seconds between checks of the ranks
 _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 
@@ -136,7 +136,7 @@ class _LearnerGroup:
         import ray
 
         self.mailbox = self._start_mailbox()
-        actor = ray.remote(concurrency_groups={_HEALTH: 1})(RankWorker)
+        actor = ray.remote(concurrency_groups={HEALTH: 1})(RankWorker)
         seats = self.placement.plan.of("learner")
         self.ranks = [actor.options(**self.placement.options(seat)).remote() for seat in seats]
         pings = [self._ping(i) for i in range(len(self.ranks))]
@@ -199,7 +199,7 @@ class _LearnerGroup:
             return
         if self.control_store.lost():  # calls of Ray's own would block; the actors still respond
             for actor in self.ranks:
-                actor.exit.options(concurrency_group=_HEALTH).remote()
+                actor.exit.options(concurrency_group=HEALTH).remote()
             return
         for actor in [*self.ranks, self.mailbox]:
             if actor is not None:
@@ -229,6 +229,7 @@ class _LearnerGroup:
                 world_size=len(self.ranks),
                 placement=self.placement,
                 mailbox=self.mailbox,
+                first=self.ranks[0],
             )
             variables = {name: str(value) for name, value in launch_env.items()} | dict(environment)
             try:
@@ -240,7 +241,7 @@ class _LearnerGroup:
         return running
 
     def _ping(self, rank: int) -> Any:
-        return self.ranks[rank].ping.options(concurrency_group=_HEALTH).remote()
+        return self.ranks[rank].ping.options(concurrency_group=HEALTH).remote()
 
     def _start_mailbox(self) -> Any:
         """The mailbox on the driver's node, restarted if it dies; what it held is then lost."""

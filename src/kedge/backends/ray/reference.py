@@ -15,7 +15,7 @@ from kedge.backends.hf.model import CausalParts
 from kedge.backends.hf.reference import FrozenModel
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.ray.placement import plan_seats
-from kedge.backends.ray.resources import ActorPool, RayCluster
+from kedge.backends.ray.resources import ActorPool, RayCluster, SharedArgument
 from kedge.backends.rollout.rows import without_columns
 from kedge.ops.cpu.patch import Kernels
 from kedge.types import Rollout
@@ -138,16 +138,16 @@ def ray_reference(
     Raises:
         ConfigError: the cluster lacks resources, or a worker does not start.
     """
-    import ray
-
     plan = plan_seats(references=workers, gpus_per_reference=gpus)
     resources = cluster.reserve("reference", plan, count=workers, option="ray_ref_workers")
-    model_ref = ray.put(model)
+    shared_model = SharedArgument(lambda: model, workers)
     arguments = {"autocast": autocast, "quick": quick, "trust": trust}
     pool = ActorPool(
         "reference",
         resources,
         cluster.limits,
-        lambda handle: handle.build.remote(ReferenceActor, model_ref, settings, **arguments),
+        lambda handle: handle.build.remote(
+            ReferenceActor, shared_model.reference(), settings, **arguments
+        ),
     )
     return RayReference(pool)

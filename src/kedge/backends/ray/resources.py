@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,6 +105,35 @@ def from_launch(role: Role, *, count: int, option: str, each: bool = True) -> Ac
 
 def _keep() -> None:
     """``launch`` itself releases what it reserved."""
+
+
+class SharedArgument:
+    """What several actors are built from: in the object store until each of them has read it.
+
+    An actor that is restarted gets it again.
+
+    Args:
+        make: returns the object; it must return an equal one at any time.
+        readers: number of actors.
+    """
+
+    def __init__(self, make: Callable[[], Any], readers: int) -> None:
+        import ray
+
+        self._make, self._left = make, readers
+        self._reference: Any = ray.put(make())
+        self._lock = threading.Lock()
+
+    def reference(self) -> Any:
+        """A ``ray.ObjectRef`` for one actor."""
+        import ray
+
+        with self._lock:
+            self._left -= 1
+            reference = self._reference if self._left >= 0 else ray.put(self._make())
+            if self._left <= 0:
+                self._reference = None
+            return reference
 
 
 class ActorPool:

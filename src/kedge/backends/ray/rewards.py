@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.backends.ray.placement import plan_seats
-from kedge.backends.ray.resources import ActorPool, RayCluster
+from kedge.backends.ray.resources import ActorPool, RayCluster, SharedArgument
 from kedge.backends.rewards import FunctionOptions, ModelOptions, RewardLog, reward_source
 from kedge.errors import ConfigError, RewardError, RolloutError
 from kedge.types import Metrics, RewardOutput, Rollout
@@ -126,12 +126,10 @@ def ray_rewards(
     Raises:
         ConfigError: the cluster lacks resources, or a worker does not start.
     """
-    import ray
-
     plan = plan_seats(rewards=workers, gpus_per_reward=gpus)
     resources = cluster.reserve("reward", plan, count=workers, option="ray_reward_workers")
     try:
-        recipe_ref = ray.put(recipe)
+        shared_recipe = SharedArgument(lambda: recipe, workers)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         resources.release()
         raise ConfigError(
@@ -142,7 +140,7 @@ def ray_rewards(
         "reward",
         resources,
         cluster.limits,
-        lambda handle: handle.build.remote(RewardActor, recipe_ref),
+        lambda handle: handle.build.remote(RewardActor, shared_recipe.reference()),
     )
     return RayRewards(pool, log=log, trainer_state=trainer_state)
 

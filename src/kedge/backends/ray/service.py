@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
+from kedge.backends.ray.resources import SharedArgument
+from kedge.backends.ray.rollout_store import pack_shares
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
+from kedge.backends.rollout.rows import without_columns
 from kedge.backends.vllm import GenerationRequest, GenerationResult, InProcess
 from kedge.backends.vllm.nccl_transfer import EngineGroup
 from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.requests import build_requests, build_rollout, with_version
 from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import LostNodeError, LostRequestsError, RolloutError
+from kedge.types import PromptBatch, Sampling
 
 _SECONDS = 0.05  # of sampling in one call of an actor
 
@@ -29,7 +35,7 @@ class RayService:
 
     Args:
         name: for messages; with ``options`` and ``limits`` as for ``Actor``.
-        spec: ``ray.ObjectRef`` of the ``PolicySpec``.
+        spec: the ``PolicySpec``, of all engines.
         payload: the initial weights, version 0.
         shared_weights: of all engines.
         group: of the engines that load the same versions at the same time.
@@ -38,7 +44,7 @@ class RayService:
     def __init__(
         self,
         name: str,
-        spec: Any,
+        spec: SharedArgument,
         payload: WeightPayload,
         engine_args: Mapping[str, Any],
         *,
@@ -49,15 +55,17 @@ class RayService:
     ) -> None:
         self._shared_weights, self._limits, self._group = shared_weights, limits, group
         self._version: int | None = None
-        self._weights: StoredWeights | WeightPayload = shared_weights.store(payload)
+        # The current weights in the object store, for a restart; those that were sent over NCCL
+        # are stored in the background, so that no GPU holds a copy of them.
+        self._stored = shared_weights.begin(payload)
         self._restarts = 0
         self.actor = Actor(
             name,
             lambda handle: handle.build.remote(
                 hosted_vllm,
                 InProcess,
-                spec,
-                self._stored(),
+                spec.reference(),
+                self._stored.result(),
                 dict(engine_args),
                 shares_gpu=options.get("num_gpus", 0) < 1,
             ),
@@ -68,12 +76,34 @@ class RayService:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order; restarts the actor if it is lost."""
-        try:
-            return self.actor.call("generate", list(requests))
-        except LostNodeError as error:
-            if self._group is not None:
-                self._group.fail(error)  # the others could not form it without this engine
-            raise
+        with self._failing_group():
+            results: list[GenerationResult] = self.actor.call("generate", list(requests))
+        return results
+
+    def generate_stored(
+        self,
+        prompts: PromptBatch,
+        sampling: Sampling,
+        seed: int,
+        sizes: list[int],
+        options: Mapping[str, Any],
+    ) -> list[Any]:
+        """The versions that sampled, and a ``ray.ObjectRef`` of the rows of each share.
+
+        Args:
+            prompts: one row per response.
+            sampling: the sampling distribution.
+            seed: of all rows.
+            sizes: number of rows of each share, in order.
+            options: ``pad_id``, ``extra_slot``, and the ``version`` that vLLM must have or None.
+        """
+        sent = without_columns(prompts)
+        with self._failing_group():
+            return list(
+                self.actor.call_stored(
+                    "generate_packed", sent, sampling, seed, sizes, parts=len(sizes), **options
+                )
+            )
 
     @property
     def abilities(self) -> tuple[int, bool]:
@@ -121,11 +151,11 @@ class RayService:
                     f"{error} while weights were sent to it over NCCL, which cannot be interrupted;"
                     " resume the run from its latest checkpoint"
                 ) from error
-            self._weights, self._version = payload, version
+            self._stored, self._version = self._shared_weights.begin(payload), version
             return
-        stored = self._shared_weights.store(payload)
-        self.actor.call("load_stored", stored, version, within=self._limits.start)
-        self._weights, self._version = stored, version
+        stored = self._shared_weights.begin(payload)
+        self.actor.call("load_stored", stored.result(), version, within=self._limits.start)
+        self._stored, self._version = stored, version
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -147,12 +177,15 @@ class RayService:
         """Kill the actor."""
         self.actor.close()
 
-    def _stored(self) -> StoredWeights:
-        """The current weights; those that were sent over NCCL are stored for one restart."""
-        current = self._weights
-        if isinstance(current, WeightPayload):
-            return StoredWeights.put(current.named, current.dtype)
-        return current
+    @contextlib.contextmanager
+    def _failing_group(self) -> Iterator[None]:
+        """Context in which a lost node ends the group, which cannot form without this engine."""
+        try:
+            yield
+        except LostNodeError as error:
+            if self._group is not None:
+                self._group.fail(error)
+            raise
 
     def _revive(self, actor: Actor) -> None:
         if self._group is not None:
@@ -174,6 +207,30 @@ def hosted_vllm(
     class HostedVLLM(kind):  # type: ignore[misc, valid-type]
         def load_stored(self, stored: StoredWeights, version: int) -> None:
             self.load(WeightPayload(tuple(stored.tensors()), spec.adapter), version)
+
+        def generate_packed(
+            self,
+            prompts: PromptBatch,
+            sampling: Sampling,
+            seed: int,
+            sizes: list[int],
+            *,
+            version: int | None,
+            pad_id: int,
+            extra_slot: bool,
+        ) -> tuple[Any, ...]:
+            requests = build_requests(prompts, sampling, seed, vocabulary=spec.vocabulary)
+            results = self.generate(requests)
+            reported = sorted({result.version for result in results})
+            rollout = build_rollout(
+                results if version is None else with_version(results, version),
+                prompts,
+                sampling,
+                pad_id=pad_id,
+                tokenizer=spec.tokenizer,
+                extra_slot=extra_slot,
+            )
+            return reported, *pack_shares(rollout, sizes, extra=extra_slot)[1:]
 
     named = dict(stored.tensors())
     # An adapter is stored under other names, and loaded below.

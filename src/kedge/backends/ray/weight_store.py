@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +78,20 @@ class SharedWeights:
         self._lock = threading.Lock()
         self._key: tuple[tuple[str, int, int], ...] = ()
         self._payload = WeightPayload(())  # kept so that its memory is not reused
-        self._stored: StoredWeights | None = None
+        self._stored: Future[StoredWeights] | None = None
         self._left = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight store")
 
     def store(self, payload: WeightPayload) -> StoredWeights:
         """The stored weights; the same for the same tensors."""
+        return self.begin(payload).result()
+
+    def begin(self, payload: WeightPayload) -> Future[StoredWeights]:
+        """``store`` in the background, during which the weights must not change."""
         with self._lock:
             key = tuple((name, x.data_ptr(), x._version) for name, x in payload.named)
             if self._stored is None or key != self._key:
-                self._stored = StoredWeights.put(payload.named, payload.dtype)
+                self._stored = self._thread.submit(StoredWeights.put, payload.named, payload.dtype)
                 self._key, self._payload, self._left = key, payload, self._readers
             self._left -= 1
             stored = self._stored

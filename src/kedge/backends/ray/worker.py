@@ -8,11 +8,12 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kedge.backends.ray.context import RankContext, set_context
+from kedge.backends.ray.rollout_store import take_references
 from kedge.backends.vllm.nccl_transfer import free_port
 
 # Parts of errors that a rank raises because another one is gone.
@@ -56,6 +57,10 @@ class RankWorker:
     def free_port(self) -> int:
         """A free TCP port of this node."""
         return free_port()
+
+    def take_references(self, ticket: int) -> Sequence[Any]:
+        """References to the responses of another rank; on rank 0."""
+        return take_references(ticket)
 
     def run(
         self, job: Callable[[], Any], environment: Mapping[str, str], place: RankContext

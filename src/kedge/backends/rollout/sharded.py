@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,12 @@ class ShardedEngine:
         """The kind of log-probabilities that the engines record."""
         return self.engines[0].logprobs
 
+    @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which engines are sent weights; None: as they are."""
+        dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
+        return dtype
+
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 
@@ -90,24 +97,67 @@ class ShardedEngine:
         """
         if self._check is not None:
             self._check(prompts, sampling)
-        return self._sample(prompts, partial(_generate, sampling=sampling, seed=seed))
 
-    def _sample(
-        self, prompts: PromptBatch, generate: Callable[[RolloutEngine, PromptBatch], Rollout]
-    ) -> Rollout:
-        """Sample on all engines; rows of engines whose nodes are lost again, on the others."""
-        parts = [prompts.rows(rows) for rows in split_rows(len(prompts), len(self.engines))]
-        parts = parts or [prompts]
+        def generate(engine: RolloutEngine, rows: slice) -> Rollout:
+            return engine.generate(prompts.rows(rows), sampling=sampling, seed=seed)
+
+        parts = self._sample(slice(0, len(prompts)), generate)
+        return join_rollouts(prompts, parts, self._pad_id)
+
+    def generate_stored(
+        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
+    ) -> list[list[Any]]:
+        """``generate`` with engines that leave responses in a store; references to them.
+
+        Args:
+            prompts: one row per response.
+            sampling: the sampling distribution.
+            seed: of all rows.
+            sizes: number of rows of each share, in order.
+
+        Returns:
+            The references of each share, in the order of its rows.
+
+        Raises:
+            RolloutError: as for ``generate``.
+        """
+        if self._check is not None:
+            self._check(prompts, sampling)
+        ends = list(itertools.accumulate(sizes))
+
+        def generate(engine: Any, rows: slice) -> list[tuple[int, Any]]:
+            cuts = [max(end - size, rows.start) for end, size in zip(ends, sizes, strict=True)]
+            counts = [min(end, rows.stop) - cut for end, cut in zip(ends, cuts, strict=True)]
+            shares = [share for share, count in enumerate(counts) if count > 0]
+            references = engine.generate_stored(
+                prompts.rows(rows),
+                sampling=sampling,
+                seed=seed,
+                sizes=[counts[share] for share in shares],
+            )
+            return list(zip(shares, references, strict=True))
+
+        found: list[list[Any]] = [[] for _ in sizes]
+        for part in self._sample(slice(0, len(prompts)), generate):
+            for share, reference in part:
+                found[share].append(reference)
+        return found
+
+    def _sample(self, rows: slice, sample: Callable[[RolloutEngine, slice], T]) -> list[T]:
+        """Results of ``sample`` on all engines, in the order of rows.
+
+        Rows of engines whose nodes are lost are sampled again, on the others.
+        """
+        parts = [
+            slice(rows.start + part.start, rows.start + part.stop)
+            for part in split_rows(rows.stop - rows.start, len(self.engines))
+        ] or [rows]
         engines = self.engines[: len(parts)]
-        calls = [
-            partial(generate, engine, part) for engine, part in zip(engines, parts, strict=True)
-        ]
-        rollouts = self._call_all(calls, engines)
-        whole = [
-            rollout if rollout is not None else self._sample(part, generate)
-            for rollout, part in zip(rollouts, parts, strict=True)
-        ]
-        return join_rollouts(prompts, whole, self._pad_id)
+        calls = [partial(sample, engine, part) for engine, part in zip(engines, parts, strict=True)]
+        results: list[T] = []
+        for result, part in zip(self._call_all(calls, engines), parts, strict=True):
+            results += [result] if result is not None else self._sample(part, sample)
+        return results
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Load ``weights`` into every engine; returns their receipt, with the largest gap.
@@ -160,12 +210,6 @@ class ShardedEngine:
                 self.engines = [other for other in self.engines if other is not engine]
                 results.append(None)
         return results
-
-
-def _generate(
-    engine: RolloutEngine, prompts: PromptBatch, *, sampling: Sampling, seed: int
-) -> Rollout:
-    return engine.generate(prompts, sampling=sampling, seed=seed)
 
 
 def start_all(

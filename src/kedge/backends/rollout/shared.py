@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,7 +35,20 @@ class _Response:
     """What one rank receives after a round of sampling."""
 
     rollout: Rollout | None = None
+    ticket: Any = None  # to read the rollout with
     others_active: bool = False
+
+
+class Exchange(Protocol):
+    """Passes the responses of each rank to it, not through rank 0."""
+
+    def hand_out(self, shares: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        """A ticket for each share of what ``engine.generate_stored`` returned.  On rank 0."""
+        ...
+
+    def read(self, ticket: Any, prompts: PromptBatch) -> Rollout:
+        """The rollout of a share."""
+        ...
 
 
 class RankSharedEngine:
@@ -49,6 +63,7 @@ class RankSharedEngine:
         groups: process groups of the ranks.
         logprobs: the kind of log-probabilities that the engine records.
         extra_slots: slots that the engine leaves after the longest response.
+        exchange: how ranks read their responses; None: rank 0 sends them.
     """
 
     def __init__(
@@ -58,8 +73,10 @@ class RankSharedEngine:
         *,
         logprobs: Literal["sampled", "raw", "none"],
         extra_slots: int,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine: Any = engine
+        self._exchange = exchange
         self.logprobs: Literal["sampled", "raw", "none"] = logprobs
         self._groups, self._extra_slots = groups, extra_slots
         self._lock = threading.Lock()
@@ -68,6 +85,12 @@ class RankSharedEngine:
     def shares_weights(self) -> Literal[False]:
         """False: it holds a copy of the policy."""
         return False
+
+    @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which the engine is sent weights; None: as they are, or by rank 0."""
+        dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
+        return dtype
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
@@ -79,9 +102,12 @@ class RankSharedEngine:
         request = _Request(
             call=call, prompts=without_columns(prompts), sampling=sampling, seed=seed
         )
-        rollout = self._request(request, self._generate).rollout
-        assert rollout is not None  # the request had prompts
-        return with_prompts(rollout, prompts)
+        response = self._request(request, self._generate)
+        if response.ticket is not None:
+            assert self._exchange is not None  # it made the ticket
+            return self._exchange.read(response.ticket, prompts)
+        assert response.rollout is not None  # the request had prompts
+        return with_prompts(response.rollout, prompts)
 
     def wait_for_other_ranks(self) -> None:
         """Request nothing until no rank samples any more; rank 0 continues to serve the others."""
@@ -108,7 +134,18 @@ class RankSharedEngine:
         if first is None:
             return [_Response()] * len(requests)
         assert first.sampling is not None  # set with the prompts
-        whole = engine.generate(stack_prompts(parts), sampling=first.sampling, seed=first.seed)
+        sampled: dict[str, Any] = {"sampling": first.sampling, "seed": first.seed}
+        if self._exchange is not None:
+            sizes = [len(prompts) for prompts in parts]
+            shares = self.engine.generate_stored(stack_prompts(parts), sizes=sizes, **sampled)
+            tickets = iter(self._exchange.hand_out(shares))
+            return [
+                _Response(others_active=True)
+                if request.prompts is None
+                else _Response(ticket=next(tickets))
+                for request in requests
+            ]
+        whole = engine.generate(stack_prompts(parts), **sampled)
         responses, begin = [], 0
         for prompts in (r.prompts for r in requests):
             if prompts is None:
@@ -176,7 +213,12 @@ class RankGroups:
 
 
 def build_shared_engine(
-    make: Callable[[], RolloutEngine], *, ranks: int, timeout: float, extra_slots: int
+    make: Callable[[], RolloutEngine],
+    *,
+    ranks: int,
+    timeout: float,
+    extra_slots: int,
+    exchange: Exchange | None = None,
 ) -> RolloutEngine:
     """The engine that ``make`` makes; with several ranks, one engine that all share.
 
@@ -185,6 +227,7 @@ def build_shared_engine(
         ranks: number of processes that train together; each must call this.
         timeout: seconds that making the engine, or one batch, may take.
         extra_slots: slots that the engine leaves after the longest response.
+        exchange: how ranks read their responses; None: rank 0 sends them.
     """
     if ranks == 1:
         return make()
@@ -197,5 +240,9 @@ def build_shared_engine(
 
     logprobs = groups.run_on_first(None, start)
     return RankSharedEngine(
-        engines[0] if engines else None, groups, logprobs=logprobs, extra_slots=extra_slots
+        engines[0] if engines else None,
+        groups,
+        logprobs=logprobs,
+        extra_slots=extra_slots,
+        exchange=exchange,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from kedge.backends.hf.rollout import check_prompts
 from kedge.backends.hf.sampling import check_sampling
 from kedge.backends.rollout.requests import GroupRequests
 from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.requests import build_requests, build_rollout
+from kedge.backends.vllm.requests import build_requests, build_rollout, with_version
 from kedge.backends.vllm.service import GenerationRequest, GenerationResult, Service
 from kedge.errors import LostRequestsError, RolloutError, SyncError
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
@@ -79,17 +80,40 @@ class VLLMEngine:
             SyncError: vLLM sampled with other weights than were loaded.
         """
         requests = self._checked_requests(prompts, sampling, seed)
-        self._wake("weights", "kv_cache")
-        results = self.service.generate(requests)
-        if self._sleeps:
-            self.service.sleep()
-            self._asleep = {"weights", "kv_cache"}
+        with self._awake():
+            results = self.service.generate(requests)
         if len(results) != len(requests):
             raise RolloutError(f"vLLM returned {len(results)} of {len(requests)} rows")
         self._check_versions({result.version for result in results})
         if self._sent is not None:  # vLLM reports none, or this one
-            results = [replace(result, version=self._sent) for result in results]
+            results = with_version(results, self._sent)
         return self._build_rollout(results, prompts, sampling)
+
+    def generate_stored(
+        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
+    ) -> list[Any]:
+        """``generate`` with a service that leaves the responses in a store.
+
+        Args:
+            prompts: one row per response.
+            sampling: the sampling distribution.
+            seed: of all rows.
+            sizes: number of rows of each reference, in order.
+
+        Returns:
+            A reference to each share.
+
+        Raises:
+            RolloutError: as for ``generate``.
+        """
+        self._check_request(prompts, sampling)
+        options = {"pad_id": self._pad_id, "extra_slot": self._extra_slot, "version": self._sent}
+        with self._awake():
+            versions, *references = self.service.generate_stored(
+                prompts, sampling, seed, list(sizes), options
+            )
+        self._check_versions(set(versions))
+        return references
 
     def _build_rollout(
         self, results: Sequence[GenerationResult], prompts: PromptBatch, sampling: Sampling
@@ -106,12 +130,18 @@ class VLLMEngine:
     def _checked_requests(
         self, prompts: PromptBatch, sampling: Sampling, seed: int
     ) -> list[GenerationRequest]:
-        config: Any = self.spec.skeleton.config
-        vocabulary = config.get_text_config().vocab_size
-        check_sampling(sampling, vocabulary)
-        check_prompts(prompts, sampling, config)
+        self._check_request(prompts, sampling)
+        return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
+
+    def _check_request(self, prompts: PromptBatch, sampling: Sampling) -> None:
+        check_sampling(sampling, self.spec.vocabulary)
+        check_prompts(prompts, sampling, self.spec.skeleton.config)
         self._check_length(prompts, sampling)
-        return build_requests(prompts, sampling, seed, vocabulary=vocabulary)
+
+    @property
+    def sync_dtype(self) -> torch.dtype | None:
+        """The dtype in which it is sent weights; None: as they are."""
+        return self.spec.dtype if self.spec.adapter is None else None
 
     @property
     def slots(self) -> int:
@@ -170,6 +200,15 @@ class VLLMEngine:
         self._requests.clear()
         self._new = {}
         self.service.cancel()
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Context in which vLLM has its GPU memory."""
+        self._wake("weights", "kv_cache")
+        yield
+        if self._sleeps:
+            self.service.sleep()
+            self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
         for part in parts:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -21,7 +22,7 @@ from kedge.backends.vllm.request_loop import RequestLoop
 from kedge.backends.vllm.service import (
     GenerationRequest,
     GenerationResult,
-    allowed_tokens,
+    allowed_matrix,
     parse_version,
 )
 from kedge.backends.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
@@ -339,12 +340,15 @@ def _result(output: Any) -> GenerationResult:
         for span in output.weight_versions or ()
     ]
     flat = output.logprobs  # of each position: the sampled token, then the most likely ones
-    pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
-    tops = [pairs[a:b] for a, b in zip(flat.start_indices, flat.end_indices, strict=True)]
+    starts, ends = flat.start_indices, flat.end_indices
+    allowed = None
+    if len(flat.logprobs) > len(starts):
+        pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
+        allowed = allowed_matrix([pairs[a:b] for a, b in zip(starts, ends, strict=True)])
     return GenerationResult(
-        tokens=list(output.token_ids),
-        logprobs=[top[0][1] for top in tops],
-        allowed=[allowed_tokens(top) for top in tops] if len(pairs) > len(tops) else None,
+        tokens=np.array(output.token_ids, np.int32),
+        logprobs=np.array(flat.logprobs, np.float32)[np.array(starts, np.int64)],
+        allowed=allowed,
         stopped=output.finish_reason == "stop",
         version=min((version for version, _ in spans), default=-1),
         spans=tuple(spans),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kedge.backends.hf.fingerprint import check_weights, fingerprint
+from kedge.backends.hf.fingerprint import WeightsCopy, check_weights, fingerprint
 from kedge.backends.hf.peft import drop_adapters
 from kedge.backends.vllm.weight_payload import (
     WeightPayload,
@@ -87,6 +89,12 @@ class PolicySpec:
         """The model without its adapter."""
         wrapped: Any = self.skeleton
         return wrapped.get_base_model() if self.adapter is not None else self.skeleton
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        config: Any = self.skeleton.config
+        return int(config.get_text_config().vocab_size)
 
     @property
     def config(self) -> Any:
@@ -165,7 +173,8 @@ class PolicySpec:
         exact = self.logprobs(weights)
         low = self.dtype is not None and self.dtype != torch.float32
         rounded = self.logprobs(weights, autocast=self.dtype) if low else exact
-        return Expected(fingerprint=fingerprint(weights), logprobs=exact, rounded=rounded)
+        before = weights.fingerprint if isinstance(weights, WeightsCopy) else fingerprint(weights)
+        return Expected(fingerprint=before, logprobs=exact, rounded=rounded)
 
     @torch.no_grad()
     def logprobs(
@@ -180,10 +189,68 @@ class PolicySpec:
         mixed = torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
-        with _SKELETON_LOCK, mixed:
+        with _SKELETON_LOCK, mixed, _widening_layers(self.skeleton, parameters):
             logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
+
+
+@contextlib.contextmanager
+def _widening_layers(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which weights of a lower precision are computed with in that of the model.
+
+    Those of layers are widened while the layer runs, so that no wide copy of the model exists.
+
+    Args:
+        model: called with ``weights`` in place of its parameters.
+        weights: those outside of layers are widened here.
+    """
+    wide = {name: p.dtype for name, p in model.named_parameters()}
+    if all(x.dtype == wide[name] for name, x in weights.items()):
+        yield
+        return
+    hooks = []
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            names = {f"{prefix}.{name}": name for name, _ in layer.named_parameters()}
+            widen = _Widened({names[name]: wide[name] for name in names})
+            hooks += [
+                layer.register_forward_pre_hook(widen.enter),
+                layer.register_forward_hook(widen.leave),
+            ]
+            for name in names:
+                wide.pop(name)
+    weights |= {name: x.to(wide[name]) for name, x in weights.items() if name in wide}
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(slots=True)
+class _Widened:
+    """Hooks that give the parameters of a layer their dtypes while it runs."""
+
+    dtypes: Mapping[str, torch.dtype]
+    narrow: dict[str, Tensor] = field(default_factory=dict)
+
+    def enter(self, layer: nn.Module, _: Any) -> None:
+        for name, dtype in self.dtypes.items():
+            owner, last = _owner(layer, name)
+            self.narrow[name] = x = getattr(owner, last)
+            owner._parameters[last] = x.to(dtype)
+
+    def leave(self, layer: nn.Module, *_: Any) -> None:
+        for name, x in self.narrow.items():
+            owner, last = _owner(layer, name)
+            owner._parameters[last] = x
+        self.narrow.clear()
+
+
+def _owner(layer: nn.Module, name: str) -> tuple[Any, str]:
+    path, _, last = name.rpartition(".")
+    return layer.get_submodule(path), last
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 
 from kedge.backends.vllm.held_requests import HeldRequests
 from kedge.backends.vllm.service import (
     GenerationRequest,
     GenerationResult,
-    allowed_tokens,
+    allowed_matrix,
     parse_version,
 )
 from kedge.backends.vllm.weight_payload import WeightPayload, shared_memory
@@ -325,9 +326,9 @@ def _result(choice: dict[str, Any]) -> GenerationResult:
     # The first of ``top_logprobs`` is the sampled token, whether or not it is among the others.
     tops = [[(x["token_id"], x["logprob"]) for x in at["top_logprobs"]] for at in content]
     return GenerationResult(
-        tokens=choice["token_ids"],
-        logprobs=[at["logprob"] for at in content],
-        allowed=[allowed_tokens(top) for top in tops] if max(map(len, tops)) > 1 else None,
+        tokens=np.array(choice["token_ids"], np.int32),
+        logprobs=np.array([at["logprob"] for at in content], np.float32),
+        allowed=allowed_matrix(tops) if max(map(len, tops)) > 1 else None,
         stopped=choice["finish_reason"] == "stop",
         version=min((version for version, _ in spans), default=-1),
         spans=tuple(spans),

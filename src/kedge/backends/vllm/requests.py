@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +76,11 @@ def row_seed(seed: int, row: int) -> int:
     return int.from_bytes(digest, "big")
 
 
+def with_version(results: Sequence[GenerationResult], version: int) -> list[GenerationResult]:
+    """The results of a vLLM that has weights of ``version`` and may not report it."""
+    return [replace(result, version=version) for result in results]
+
+
 def build_rollout(
     results: Sequence[GenerationResult],
     prompts: PromptBatch,
@@ -101,8 +108,8 @@ def build_rollout(
     ids = torch.full((rows, size), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(rows, size)
     for i, (result, length) in enumerate(zip(results, lengths, strict=True)):
-        ids[i, :length] = torch.tensor(result.tokens[:length])
-        logprobs[i, :length] = torch.tensor(result.logprobs[:length])
+        ids.numpy()[i, :length] = result.tokens[:length]
+        logprobs.numpy()[i, :length] = result.logprobs[:length]
     if logprobs.isnan().any():
         row = int(logprobs.isnan().any(1).nonzero()[0])
         raise RolloutError(
@@ -132,14 +139,13 @@ def _allowed_tokens(
 ) -> Tensor:
     """``Rollout.allowed_tokens``; where vLLM reports none (greedy), the sampled token alone."""
     rows = [
-        [[token] for token in result.tokens] if result.allowed is None else result.allowed
+        np.asarray(result.tokens)[:, None] if result.allowed is None else result.allowed
         for result in results
     ]
-    width = max(len(tokens) for row in rows for tokens in row)
+    width = max(row.shape[1] for row in rows)
     allowed = torch.full((len(rows), size, width), -1, dtype=torch.int64)
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        padded = [tokens + [-1] * (width - len(tokens)) for tokens in row[:length]]
-        allowed[i, :length] = torch.tensor(padded)
+        allowed.numpy()[i, :length, : row.shape[1]] = row[:length]
     return allowed
 
 
@@ -161,7 +167,8 @@ def _find_end(result: GenerationResult, stops: StopStrings | None) -> tuple[int,
     total = len(result.tokens)
     if stops is None:
         return total, result.stopped
+    tokens = [int(token) for token in result.tokens]
     for length in range(1, total + 1):
-        if stops.completed([result.tokens[:length]])[0]:
+        if stops.completed([tokens[:length]])[0]:
             return length, True
     return total, result.stopped

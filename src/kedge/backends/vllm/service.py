@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from packaging.version import Version
 
 from kedge.backends.vllm.weight_payload import WeightPayload
@@ -26,14 +28,14 @@ class GenerationRequest:
 class GenerationResult:
     """One sampled response."""
 
-    tokens: list[int]  # including the stop token
-    logprobs: list[float]  # of each token, nats, under the sampling distribution
+    tokens: NDArray[np.int32]  # including the stop token
+    logprobs: NDArray[np.float32]  # of each token, nats, under the sampling distribution
     stopped: bool  # by a stop token or stop string, not by the length limit
     version: int  # of the weights, as vLLM reports; -1: unknown
     # versions in order and the number of tokens that each sampled; empty: unknown
     spans: tuple[tuple[int, int], ...] = ()
-    # for each token, the tokens that could have been sampled; None: all
-    allowed: list[list[int]] | None = None
+    # [tokens, K]; for each token, those that could have been sampled, then -1; None: all
+    allowed: NDArray[np.int32] | None = None
 
 
 class Service(Protocol):
@@ -130,3 +132,12 @@ def allowed_tokens(top: Sequence[tuple[int, float]]) -> list[int]:
             " lower, too"
         )
     return list(tokens)
+
+
+def allowed_matrix(tops: Sequence[Sequence[tuple[int, float]]]) -> NDArray[np.int32]:
+    """``GenerationResult.allowed``; for the arguments and errors see ``allowed_tokens``."""
+    rows = [allowed_tokens(top) for top in tops]
+    allowed = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
+    for i, row in enumerate(rows):
+        allowed[i, : len(row)] = row
+    return allowed

@@ -327,6 +327,6 @@ def show(
         f" DeepSpeed: {', '.join(f'{phase} {human(x)}' for phase, x in peaks.items())}"
         + (f"; {human(process)} of it Python and libraries" if process else "")
     )
-    if sharding := read_sharding(options.config, batches.world_size):
+    if sharding := read_sharding(options.config, batches.world_size, needs[0]):
         units = read_units(options, needs)
         console.print(verdict(needs, units, sharding, batches.micro_rows))

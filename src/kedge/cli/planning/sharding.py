@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from kedge.cli.planning.memory import Need
-from kedge.cli.planning.sizes import human
+from kedge.cli.planning.sizes import human, sync_width
 from kedge.config.async_ppo import AsyncPPOConfig
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import find_engine
@@ -34,30 +34,30 @@ class Sharding:
         stage: of ZeRO: 1 and 2 leave weights gathered from the forward to the backward pass.
         ranks: number of learners.
         separate: rollout engines have their own devices, and get copies of the weights.
-        nccl: the copy of the last weight sync is kept on the GPU, for an engine that restarts.
+        width: bytes of a weight in a copy.
         as_completed: the newest copy is kept until the next one.
-        ahead: the copy is sent while training continues (max_lag).
+        max_lag: copies in a queue, at most, while training continues.
     """
 
     stage: Literal[1, 2, 3]
     ranks: int
     separate: bool = False
-    nccl: bool = False
+    width: float = 4.0
     as_completed: bool = False
-    ahead: bool = False
+    max_lag: int = 0
 
     @property
     def copies_at_sync(self) -> int:
         """Copies of the trained weights when they are gathered."""
-        return self.separate * (1 + (self.nccl or self.as_completed))
+        return self.separate * (2 if self.as_completed else max(self.max_lag, 1))
 
     @property
     def copies_in_training(self) -> int:
         """Copies of the trained weights that may still be held in the next iteration."""
-        return self.separate * (self.nccl + self.ahead)
+        return self.separate * (1 if self.as_completed else self.max_lag)
 
 
-def read_sharding(config: OnPolicyConfig, ranks: int) -> Sharding | None:
+def read_sharding(config: OnPolicyConfig, ranks: int, policy: Need) -> Sharding | None:
     """How the flags shard a run; None if they do not say it, or shard nothing."""
     if not isinstance(config, AsyncPPOConfig) or ranks == 1 or not config.deepspeed_stage:
         return None
@@ -67,9 +67,9 @@ def read_sharding(config: OnPolicyConfig, ranks: int) -> Sharding | None:
         stage=stages.get(config.deepspeed_stage, 3),
         ranks=ranks,
         separate=engine.copies_weights,
-        nccl=engine.actors and config.vllm_transfer != "host",
+        width=sync_width(config, policy),
         as_completed=config.rollout_schedule == "as_completed",
-        ahead=config.max_lag > 0,
+        max_lag=config.max_lag,
     )
 
 
@@ -115,17 +115,20 @@ def sharded_peaks(
         return (unit.root + unit.layer) * 4.0
 
     policy = needs[0]
-    copy = policy.trained * 4.0
+    copy = policy.trained * sharding.width
     resident = sum(n.resident / (1 if n.role in _WHOLE else sharding.ranks) for n in needs)
     sampling = 0.0 if sharding.separate else policy.weights + policy.generation
     held = sharding.copies_in_training * copy
+    # Rounded copies are verified in float32, with a layer and the root widened.
+    verified = units.get("policy") if sharding.separate and sharding.width < 4 else None
+    widened = 0.0 if verified is None else (verified.root + verified.layer) * 4.0
     return {
         "sampling": resident + held + sampling,
         "log-probabilities": resident + held + max(gathered(n) + n.forward for n in needs),
         "training": resident
         + held
         + sum(gathered(n) + gradients(n) + n.training for n in needs if n.trained),
-        "weight sync": resident + sharding.copies_at_sync * copy,
+        "weight sync": resident + sharding.copies_at_sync * copy + widened,
     }
 
 
@@ -165,12 +168,11 @@ def flags_that_fit(
 ) -> str:
     """The flags with which a run needs at most ``limit`` bytes; empty if there are none."""
     smaller = [replace(n, training=n.training / rows) for n in needs]
-    shards, host = replace(sharding, stage=3), replace(sharding, stage=3, nccl=False)
+    shards = replace(sharding, stage=3)
     flags = []
     for flag, layout, changed in (
         ("--deepspeed_stage 3", shards, needs),
-        ("--vllm_sync_backend gloo", host, needs),
-        ("--per_device_train_batch_size 1", host, smaller),
+        ("--per_device_train_batch_size 1", shards, smaller),
     ):
         if (layout, changed) != (sharding, needs):
             flags.append(flag)

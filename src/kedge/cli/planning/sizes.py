@@ -59,14 +59,19 @@ def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str
     engine = find_engine(config)
     if not engine.copies_weights:
         return None
-    whole = policy.trained == policy.parameters
-    half = engine.vllm and whole and (config.bf16 or config.fp16)
+    width = sync_width(config, policy)
     engines = config.vllm_num_engines if engine.several else 1
     how = "stored or broadcast once" if engine.actors else "written for each"
-    what = "16 bits" if half else "float32"
-    note = f"per iteration: {'all weights' if whole else 'the adapter'} in {what}, {how}"
-    size = human(policy.trained * (2.0 if half else 4.0))
-    return "weight sync", size, f"{note}; rollout engines: {engines}"
+    sent = "all weights" if policy.trained == policy.parameters else "the adapter"
+    note = f"per iteration: {sent} in {'16 bits' if width == 2 else 'float32'}, {how}"
+    return "weight sync", human(policy.trained * width), f"{note}; rollout engines: {engines}"
+
+
+def sync_width(config: OnPolicyConfig, policy: memory.Need) -> float:
+    """Bytes of a weight as it is sent to rollout engines: vLLM is sent its own precision."""
+    whole = policy.trained == policy.parameters
+    half = find_engine(config).vllm and whole and (config.bf16 or config.fp16)
+    return 2.0 if half else 4.0
 
 
 def _episode_rows(config: OnPolicyConfig, batches: BatchSizes) -> list[tuple[str, str, str]]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from kedge.algorithms.base import Algorithm
 from kedge.engine.rollout.dynamic_sampling import REPLACED, resample_uniform_groups, spare_step
 from kedge.engine.rollout.greedy import add_greedy_scores
+from kedge.engine.rollout.sampling import collect, sample_responses
 from kedge.engine.seeds import seed_for
-from kedge.engine.stages import collect
 from kedge.protocols import PromptSource, RewardSource, RolloutEngine
 from kedge.types import PromptBatch, RewardOutput, Rollout, Sampling
 
@@ -103,19 +103,36 @@ class RolloutCollector:
         self._release(engine)
         return rollout, reward_output, times
 
-    def score(self, rollout: Rollout, greedy: Rollout | None = None) -> Sample:
+    def sample(
+        self, step: int, engine: RolloutEngine, *, on_rollout: Callable[[Rollout], None]
+    ) -> tuple[Rollout, float]:
+        """Responses to the prompts of ``step``, to be scored later; and seconds."""
+        begin = self.clock()
+        prompts, seed = self.source.batch(step), seed_for(self.seed, "rollout", step)
+        try:
+            rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
+        finally:
+            self._release(engine)
+        on_rollout(rollout)
+        return rollout, self.clock() - begin
+
+    def score(
+        self, rollout: Rollout, greedy: Rollout | None = None, *, seconds: float = 0.0
+    ) -> Sample:
         """Score responses that were sampled before.
 
         Args:
             rollout: the responses.
             greedy: greedy responses, one per group in ascending order of their ids.
+            seconds: that sampling took.
         """
         begin = self.clock()
         reward_output = self.reward.score(rollout)
         if greedy is not None:
             scores = self.reward.score(greedy)
             reward_output = add_greedy_scores(reward_output, rollout.prompts, scores)
-        return rollout, reward_output, {"time/rollout": 0.0, "time/reward": self.clock() - begin}
+        times = {"time/rollout": seconds, "time/reward": self.clock() - begin}
+        return rollout, reward_output, times
 
     def _release(self, engine: RolloutEngine) -> None:
         """Let the other ranks of a shared engine sample further rounds or turns."""

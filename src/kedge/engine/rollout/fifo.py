@@ -1,6 +1,6 @@
-"""Sampling and weight loading on one first-in-first-out worker thread.
+"""Sampling and weight loading on one first-in-first-out worker thread, scoring on another.
 
-The driver decides the order of both, so the schedule and all results are independent of timing.
+The driver decides the order of each, so the schedule and all results are independent of timing.
 At lag 0 everything runs in the driver's thread.
 """
 
@@ -58,6 +58,7 @@ class FifoScheduler:
         self._syncs: deque[_Sync] = deque()
         self._fingerprint, self._moves = "", 0
         self._worker: Inline | Worker = Inline()
+        self._scorer: Inline | Worker = Inline()
         self._until = 0
         self._gap: dict[str, float] = {}  # metric of the last weight sync
 
@@ -70,8 +71,12 @@ class FifoScheduler:
         """Context in which to sample; samples in flight are kept at the end."""
         self._until = until
         self._syncs.clear()
-        worker = self._worker = Worker("rollout") if self._max_lag > 0 else Inline()
-        with working(worker.threads, close=worker.close, drop=self._waiting.clear):
+        self._worker = self._scorer = Inline()
+        if self._max_lag > 0:
+            self._scorer = Worker("reward")
+            self._worker = Worker("rollout", on_end=self._scorer.close)
+        threads = [*self._worker.threads, *self._scorer.threads]
+        with working(threads, close=self._worker.close, drop=self._waiting.clear):
             yield
 
     def send(self, weight_update: WeightUpdate) -> None:
@@ -92,7 +97,7 @@ class FifoScheduler:
         """
         for batch in self._waiting:
             if batch.sample is None and batch.rollout is not None:
-                batch.sample = self._worker.submit(self._collector.score, batch.rollout)
+                batch.sample = self._scorer.submit(self._collector.score, batch.rollout)
         while (ahead := step + len(self._waiting)) < self._until and ahead - step <= self._max_lag:
             self._waiting.append(self._start(ahead))
         first = self._waiting[0].sample
@@ -103,8 +108,33 @@ class FifoScheduler:
 
     def _start(self, step: int) -> _Batch:
         batch = _Batch()
-        batch.sample = self._worker.submit(self._draw, step, batch.keep)
+        if self._max_lag == 0 or self._collector.more:  # scores decide what is sampled next
+            batch.sample = self._worker.submit(self._draw, step, batch.keep)
+            return batch
+        sampled = self._worker.submit(self._sample, step, batch.keep)
+        batch.sample = sample = Future[Sample]()
+        sampled.add_done_callback(lambda done: self._scorer.submit(self._score, done, sample))
         return batch
+
+    def _sample(
+        self, step: int, on_rollout: Callable[[Rollout], None]
+    ) -> tuple[Rollout, float, dict[str, float]]:
+        """Responses, seconds, and the gap of the weights that they were sampled with."""
+        sampled = self._collector.sample(step, self._rollout_engine, on_rollout=on_rollout)
+        return *sampled, self._gap
+
+    def _score(
+        self, sampled: Future[tuple[Rollout, float, dict[str, float]]], sample: Future[Sample]
+    ) -> None:
+        try:
+            rollout, seconds, gap = sampled.result()
+            rollout, reward_output, times = self._collector.score(rollout, seconds=seconds)
+        except BaseException as error:  # re-raised by result()
+            sample.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            sample.set_result((rollout, reward_output, times | gap))
 
     def _draw(self, step: int, on_rollout: Callable[[Rollout], None]) -> Sample:
         """A sample with the gap of the weights that it was sampled with."""

@@ -41,7 +41,8 @@ class Inline(Executor):
 class Worker(Executor):
     """One daemon thread, first in first out; unlike a pool, it never keeps the process alive."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, on_end: Callable[[], None] = lambda: None) -> None:
+        self._on_end = on_end  # called by the thread
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -71,9 +72,12 @@ class Worker(Executor):
         self._tasks.put(None)
 
     def _work(self) -> None:
-        with suppress(KeyboardInterrupt):  # the driver was interrupted first
-            while (task := self._tasks.get()) is not None:
-                task()
+        try:
+            with suppress(KeyboardInterrupt):  # the driver was interrupted first
+                while (task := self._tasks.get()) is not None:
+                    task()
+        finally:
+            self._on_end()
 
 
 @contextmanager

@@ -104,7 +104,8 @@ class EngineWorker:
         self._fingerprint = verify_sync(
             receipt, new, confirmed=confirmed, moved=moved and confirmed != ""
         )
-        self.update, self._gap = new, sync_gap(receipt)
+        # Without the weights, of which only the newest stay in memory.
+        self.update, self._gap = new._replace(weights={}), sync_gap(receipt)
 
     def advance(
         self, numbers: list[int], collector: RolloutCollector, prompts: GroupPrompts

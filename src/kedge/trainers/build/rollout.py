@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kedge.backends.hf.learner import HFLearner
+from kedge.backends.hf.learner_state import WeightCopier
+from kedge.backends.ray.rollout_store import exchange_of_launch
 from kedge.backends.rollout import EngineInputs, build_shared_engine
 from kedge.config.rollout_engines import RolloutEngineSpec, load_function
 from kedge.engine.checkpoint.replay import Replay, Replayed
@@ -79,14 +82,23 @@ class RolloutStage:
         make = partial(load_function(self.spec.build), inputs, **options)
         if not copies:
             return learner.wrap_engine(make())
-        if self.separate:
-            return make()
-        learner.only_first_sends = True
+        if not self.separate:
+            make = partial(self._shared, make, learner.world_size)
+        engine = make()
+        learner.copy_weights = WeightCopier(
+            first_only=not self.separate, dtype=getattr(engine, "sync_dtype", None)
+        )
+        return engine
+
+    def _shared(self, make: Callable[[], RolloutEngine], ranks: int) -> RolloutEngine:
+        """The engine that ``make`` makes on rank 0, shared by all ranks."""
+        setup, args = self.setup, self.setup.args
         return build_shared_engine(
             make,
-            ranks=learner.world_size,
+            ranks=ranks,
             timeout=args.rollout_timeout + args.worker_start_timeout,
             extra_slots=int(setup.algorithm.extra_slot),
+            exchange=exchange_of_launch(setup.pad_id) if self.spec.actors else None,
         )
 
     def num_partial_batches(self, engine: RolloutEngine) -> int:
