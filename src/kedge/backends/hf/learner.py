@@ -246,7 +246,7 @@ class HFLearner:
             KedgeError: the gradient was not finite three times in a row.
         """
         set_training(self.module, self.settings.gradient_checkpointing)
-        self.optimizer.zero_grad(set_to_none=True)
+        optim.zero_gradients(self.optimizer, keeps_memory=not self.module.recomputes)
         sums: dict[str, Tensor] = {}
         # Sharded ranks must run equally many passes.
         max_padding = 2**62 if self.sharded else self._padding_budget
