@@ -30,5 +30,19 @@ def test_memory_between_small_blocks_is_returned():
     assert all(bool((x == 1).all()) for x in pins)
 
 
+@linux
+@pytest.mark.skipif(heap._glibc() is None, reason="needs glibc 2.33")
+def test_large_blocks_stay_until_they_are_released():
+    heap.keep_free_memory()
+    try:
+        block = torch.ones(24 << 20)  # 96 MB
+        full = resident()
+        del block
+        assert resident() > full - (32 << 20)
+    finally:
+        assert heap.release_free_memory(1 << 20)
+    assert resident() < full - (64 << 20)
+
+
 def test_little_free_memory_stays():
     assert not heap.release_free_memory(sys.maxsize)

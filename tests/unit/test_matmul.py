@@ -29,7 +29,7 @@ def close(found, want):
     torch.testing.assert_close(found.double(), want, atol=1e-4, rtol=1e-5)
 
 
-SHAPES = [(7, 5, 3), (1, 64, 64), (64, 1, 33), (129, 40, 17), (300, 172, 64)]
+SHAPES = [(7, 5, 3), (1, 64, 64), (64, 1, 33), (129, 40, 17), (300, 172, 64), (20, 530, 600)]
 
 
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
@@ -47,6 +47,16 @@ def test_products_equal_float64(m, k, n, library):
     want = total.double() + g.double() @ w.double()
     add_product(total, g, w)
     close(total, want)
+
+
+def test_gradients_of_wide_weights_are_contiguous(library, monkeypatch):
+    g, x = drawn(20, 600), drawn(20, 530)
+    for many_rows in (1024, 16):
+        monkeypatch.setattr(module, "_MANY_ROWS", many_rows)
+        monkeypatch.setattr(module, "_LARGE", 0)
+        gradient = outer(g, x)
+        assert gradient.is_contiguous()
+        close(gradient, g.double().T @ x.double())
 
 
 def test_sides_may_lie_in_any_order(library):

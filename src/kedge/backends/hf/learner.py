@@ -244,7 +244,7 @@ class HFLearner:
             KedgeError: the gradient was not finite three times in a row.
         """
         set_training(self.module, self.settings.gradient_checkpointing)
-        self.optimizer.zero_grad(set_to_none=True)
+        optim.zero_gradients(self.optimizer, keeps_memory=not self.module.recomputes)
         sums: dict[str, Tensor] = {}
         with self._plan.active():
             for micro_batch in self._plan.split(step):

@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from kedge.backends.hf.fingerprint import full
 from kedge.backends.hf.optimizer_state import check_state
 from kedge.errors import CheckpointError, ConfigError
+from kedge.ops.cpu.heap import keep_free_memory
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -284,6 +285,18 @@ def _reduce(grads: list[Tensor]) -> None:
     dist.all_reduce(flat)
     for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         g.copy_(part.view_as(g))
+
+
+def zero_gradients(optimizer: Optimizer, *, keeps_memory: bool) -> None:
+    """Free all gradients.
+
+    Args:
+        optimizer: optimizer of the weights.
+        keeps_memory: on a CPU, keep freed memory for the passes that follow.
+    """
+    if keeps_memory and optimizer.param_groups[0]["params"][0].device.type == "cpu":
+        keep_free_memory()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def norms(grads: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:

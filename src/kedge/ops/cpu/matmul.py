@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
+_WIDE, _MANY_ROWS, _LARGE = 512, 1024, 2 << 20
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -102,8 +103,12 @@ def _dense(w: Tensor) -> bool:
 
 def outer(g: Tensor, x: Tensor) -> Tensor:
     """g^T x float [n, k] of g [m, n] and x [m, k], without gradient."""
-    # oneDNN is fastest if the first axis of the result is the shorter one.
-    return product(g.T, x.T) if g.shape[1] <= x.shape[1] else product(x.T, g.T).T
+    if x.shape[1] < _WIDE:  # oneDNN is fastest if the first axis of the result is the shorter one
+        return product(g.T, x.T) if g.shape[1] <= x.shape[1] else product(x.T, g.T).T
+    large = len(g) >= _MANY_ROWS and g.shape[1] * x.shape[1] >= _LARGE
+    if large and by_onednn(g):
+        return product(g.T.contiguous(), x.T.contiguous())  # oneDNN's own copies are slower
+    return product(g.T, x.T)  # contiguous: autograd would copy another layout
 
 
 def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
