@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.backends.hf.mask_checks import known_masks
+from kedge.ops.cpu.low_precision import float32_attention
 
 _ATTENTION = "sdpa"
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
@@ -110,4 +111,6 @@ def _by_row(attention: Callable[..., Any]) -> Callable[..., Any]:
     return by_row
 
 
-ALL_ATTENTION_FUNCTIONS[_ATTENTION] = _by_row(ALL_ATTENTION_FUNCTIONS[_ATTENTION])
+ALL_ATTENTION_FUNCTIONS[_ATTENTION] = _by_row(
+    float32_attention(ALL_ATTENTION_FUNCTIONS[_ATTENTION])
+)
