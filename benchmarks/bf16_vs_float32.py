@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.bf16_vs_float32 [--case pythia-160m] [--rounds 2]
 
 Models and sizes are those of ``benchmarks.ppo_vs_trl``.  Each round runs one process per precision,
-in turn; CPU seconds of the second iteration, of one epoch, after one for warm-up, and their medians.
+in turn.  CPU seconds of the second iteration, of one epoch, and their medians over the rounds.
 """
 
 from __future__ import annotations
