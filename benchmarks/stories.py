@@ -29,7 +29,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def run(
-    position: str, seed: int, train_layers: int | None = None, updates: int = 40
+    position: str,
+    seed: int,
+    train_layers: int | None = None,
+    updates: int = 40,
+    *,
+    bf16: bool = False,
 ) -> dict[str, Any]:
     """One run."""
     data = SHARED / "data"
@@ -50,6 +55,7 @@ def run(
             num_sample_generations=0,
             seed=seed,
             train_layers=train_layers,
+            bf16=bf16,
             disable_tqdm=True,
         ),
         AutoTokenizer.from_pretrained(data / "stories260k", padding_side="left"),
@@ -101,13 +107,15 @@ def main() -> None:
     flags.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     flags.add_argument("--positions", nargs="+", default=["last", "after_last"])
     flags.add_argument("--train_layers", type=int, help="of the 5; writes stories_top_N.json")
+    flags.add_argument("--bf16", action="store_true", help="writes stories_bf16.json")
     flags = flags.parse_args()
     name = "stories" if flags.train_layers is None else f"stories_top_{flags.train_layers}"
+    name += "_bf16" if flags.bf16 else ""
     runs = []
     RESULTS.mkdir(exist_ok=True)
     for seed in flags.seeds:
         for position in flags.positions:
-            runs.append(run(position, seed, flags.train_layers))
+            runs.append(run(position, seed, flags.train_layers, bf16=flags.bf16))
             told = {k: v for k, v in runs[-1].items() if k not in ("scores", "kl", "completions")}
             print(json.dumps(told), flush=True)
             (RESULTS / f"{name}.json").write_text(json.dumps(runs, indent=1))

@@ -66,11 +66,20 @@ class TokenConstraints:
 
 
 class _Tiles:
-    """Logit tiles of one head for some rows, in a reused buffer."""
+    """Logit tiles of one head for some rows, in a reused buffer.
+
+    ``grad_dtype`` is that of the operands of the backward pass's products with the gradient.
+    """
 
     def __init__(
-        self, hidden: Tensor, head: Head, constraints: TokenConstraints, tile: int
+        self,
+        hidden: Tensor,
+        head: Head,
+        constraints: TokenConstraints,
+        tile: int,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
+        self.grad_dtype = grad_dtype or hidden.dtype
         self.hidden, self.head, self.constraints = hidden, head, constraints
         self.width = min(head.weight.shape[0], max(_MIN_COLUMNS, tile // max(len(hidden), 1)))
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -170,6 +179,8 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, targets, head, constraints, tile, entropy_grad = args
+        kind = hidden.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         head = head._replace(weight=weight, bias=bias)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
@@ -178,7 +189,7 @@ class _LinearLogprob(torch.autograd.Function):
                 tiles = _Tiles(hidden[part], head, constraints.rows(part), tile)
                 logprob[part], entropy[part], lse[part] = _scan(tiles, targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.spec = (head._replace(weight=lse, bias=None), constraints, tile, entropy_grad)
+        ctx.spec = (head._replace(weight=lse, bias=None), constraints, tile, entropy_grad, low)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -186,7 +197,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *up: Any) -> tuple[Any, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        head, constraints, tile, entropy_grad = ctx.spec
+        head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grads = _Grads(
             torch.zeros_like(hidden, dtype=lse.dtype) if need_hidden else None,
@@ -200,6 +211,7 @@ class _LinearLogprob(torch.autograd.Function):
                     head._replace(weight=weight, bias=bias),
                     constraints.rows(part),
                     tile,
+                    low,
                 )
                 of = (up[0][part], up[1][part] if entropy_grad else None)
                 _accumulate_grads(
@@ -242,6 +254,7 @@ def _accumulate_grads(
     )
     of_logprob = (up[0] * factor)[:, None]
     of_entropy = None if up[1] is None else (up[1] * factor)[:, None]
+    hidden = tiles.hidden.to(tiles.grad_dtype)
     for low, high in tiles.blocks():
         z, slope = tiles.logits(low, high, slope=True)
         z.sub_(lse[:, None])
@@ -254,11 +267,11 @@ def _accumulate_grads(
         d.scatter_(1, column, torch.where(inside, at_target + of_logprob, at_target))
         if slope is not None:
             d.mul_(slope)
-        small = d.to(tiles.hidden.dtype)
+        small = d.to(tiles.grad_dtype)
         if grads.hidden is not None:
-            add_product(grads.hidden, small, tiles.weight(low, high))
+            add_product(grads.hidden, small, tiles.head.weight[low:high].to(tiles.grad_dtype))
         if grads.weight is not None:
-            add_outer(grads.weight[low:high], small, tiles.hidden, overwrite=grads.first)
+            add_outer(grads.weight[low:high], small, hidden, overwrite=grads.first)
         if grads.bias is not None:
             grads.bias[low:high] += d.sum(0)
 
@@ -268,8 +281,11 @@ def _tile(hidden: Tensor, tile: int | None) -> int:
 
 
 def _compute_dtype(hidden: Tensor) -> Tensor:
+    """Hidden states in the dtype of the product with the head."""
     kind = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+    if kind == "cpu" or not torch.is_autocast_enabled(kind):
+        return hidden  # float32 sums of bfloat16 products are as slow as float32 products on a CPU
+    return hidden.to(torch.get_autocast_dtype(kind))
 
 
 def linear_logprob(
@@ -286,9 +302,9 @@ def linear_logprob(
         z = softcap(scale (h W^T + b)) / temperature    log p = z_t - log sum_j e^{z_j}
         entropy = -sum_j p_j log p_j                    over the tokens that can be sampled
 
-    Operands of matrix products have the dtype of ``hidden`` (under autocast, the autocast dtype);
-    logits and softmax are float32 (float64 for float64).  A target that cannot be sampled gets
-    about -1e30.
+    Operands of matrix products have the dtype of ``hidden`` (under autocast the autocast dtype, on
+    a CPU in the backward pass only); logits and softmax are float32 (float64 for float64).  A
+    target that cannot be sampled gets about -1e30.
 
     Args:
         hidden: float [N, H].

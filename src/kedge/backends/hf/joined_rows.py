@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.backends.hf.mask_checks import known_masks
 from kedge.ops.cpu.joined_attention import Group, joined_attention
+from kedge.ops.cpu.low_precision import float32_attention
 
 _USUAL, _JOINED = "sdpa", "kedge_joined_rows"
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
@@ -182,5 +183,7 @@ def _attend(
     return joined_attention(query, key, value, joined_groups, scaling).transpose(1, 2), None
 
 
+# Acts under bfloat16 autocast on a CPU only.
+ALL_ATTENTION_FUNCTIONS[_USUAL] = float32_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
 ALL_ATTENTION_FUNCTIONS.register(_JOINED, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_JOINED, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])

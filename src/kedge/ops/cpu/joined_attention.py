@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kedge.ops.cpu.low_precision import SHORT_ATTENTION, autocasts_to_bf16
+
 Group = tuple[int, ...]  # tokens of a shared start, and of each continuation; (n,): a single row
 
 
@@ -113,7 +115,8 @@ def joined_attention(
         scale: of the scores; None: d ** -0.5.
     """
     if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+        short = autocasts_to_bf16() and max(map(sum, groups)) <= SHORT_ATTENTION
+        dtype = torch.float32 if short else torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads, shared = query.shape[1], key.shape[1]
     if heads != shared:

@@ -32,16 +32,19 @@ def _unused_by_mkl() -> bool:
     return "AuthenticAMD" in vendor and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def cpu_kernels_enabled() -> bool:
+    """False with KEDGE_CPU_KERNELS=0 in the environment or with oneDNN off in torch."""
+    return os.environ.get("KEDGE_CPU_KERNELS") != "0" and bool(torch._C._get_mkldnn_enabled())
+
+
 def by_onednn(x: Tensor) -> bool:
     """Whether oneDNN is faster for large products with ``x`` on this machine.
 
     Always False with KEDGE_CPU_KERNELS=0 in the environment, or after
     ``torch.backends.mkldnn.set_flags(False)``.
     """
-    enabled = os.environ.get("KEDGE_CPU_KERNELS") != "0" and torch._C._get_mkldnn_enabled()
-    return (
-        bool(enabled) and x.dtype == torch.float32 and x.device.type == "cpu" and _unused_by_mkl()
-    )
+    on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
+    return on_cpu and cpu_kernels_enabled() and _unused_by_mkl()
 
 
 def product(

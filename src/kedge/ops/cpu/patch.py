@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
+from kedge.ops.cpu.low_precision import (
+    Bf16Weight,
+    autocasts_to_bf16,
+    bf16_linear,
+    may_run_in_bf16,
+)
 from kedge.ops.cpu.matmul import by_onednn, linear
 
 Forward = Callable[..., Tensor]
@@ -26,28 +32,40 @@ class Kernels:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._layers = [layer for model in models for layer in _layers(model)]
+        self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context that uses the faster kernels, backward passes included."""
-        with _replaced([(layer, partial(_linear, layer)) for layer in self._layers]):
-            yield
+        forwards = [
+            (layer, partial(_forward, layer, low))
+            for layer, low in zip(self._layers, self._low, strict=True)
+        ]
+        with _replaced(forwards):
+            try:
+                yield
+            finally:
+                for low in self._low:
+                    low.forget()
 
     @contextmanager
     def packed(self, rows: int) -> Iterator[None]:
         """Context that is faster still where weights do not change and no gradient is needed.
 
         oneDNN copies weights into its own layout for each product; here that is done once.  The
-        results are equal.
+        results are equal.  Under autocast the copies are bfloat16.
 
         Args:
             rows: of ``x`` in most products.
         """
-        layers = [x for x in self._layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
-        size = sum(x.weight.numel() * x.weight.element_size() for x in layers)
-        if size > PACKED_BYTES or torch.is_autocast_enabled("cpu"):
+        low = autocasts_to_bf16()
+        plain = not torch.is_autocast_enabled("cpu")
+        layers = [x for x in self._layers if low or (plain and by_onednn(x.weight))]
+        layers = [x for x in layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
+        width = 2 if low else 4
+        if sum(layer.weight.numel() * width for layer in layers) > PACKED_BYTES:
             layers = []
-        with _replaced([(x, _packed_forward(x, rows)) for x in layers]), self.active():
+        with _replaced([(x, _packed_forward(x, rows, low=low)) for x in layers]), self.active():
             yield
 
 
@@ -69,9 +87,14 @@ def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
 def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
     """The layers to patch."""
     for layer in model.modules():
-        kind, weight = type(layer), getattr(layer, "weight", None)
-        if kind in (nn.Linear, Conv1D) and type(weight) is nn.Parameter and by_onednn(weight):
+        weight = getattr(layer, "weight", None)
+        if type(layer) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter and _gains(weight):
             yield layer  # type: ignore[misc]
+
+
+def _gains(weight: Tensor) -> bool:
+    """Whether products with a weight may be faster, in float32 or under autocast."""
+    return by_onednn(weight) or may_run_in_bf16(weight)
 
 
 def _weight(layer: nn.Linear | Conv1D) -> Tensor:
@@ -79,20 +102,30 @@ def _weight(layer: nn.Linear | Conv1D) -> Tensor:
     return layer.weight.T if isinstance(layer, Conv1D) else layer.weight
 
 
-def _linear(layer: nn.Linear | Conv1D, *args: Tensor, **named: Tensor) -> Tensor:
+def _forward(layer: nn.Linear | Conv1D, low: Bf16Weight, *args: Tensor, **named: Tensor) -> Tensor:
     (x,) = (*args, *named.values())  # called input by one class and x by the other
-    return linear(x, _weight(layer), layer.bias)
+    weight = _weight(layer)
+    if 2 * x.numel() * len(weight) >= matmul.SMALLEST and autocasts_to_bf16():
+        return bf16_linear(x, weight, low.get(), layer.bias)
+    return linear(x, weight, layer.bias)
 
 
-def _packed_forward(layer: nn.Linear | Conv1D, rows: int) -> Forward:
-    bias, smallest = layer.bias, matmul.SMALLEST // (2 * layer.weight.numel())
-    packed = torch.ops.mkldnn._reorder_linear_weight(_weight(layer).detach(), rows)
+def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
+    bias: Tensor | None = layer.bias
+    weight, smallest = _weight(layer).detach(), matmul.SMALLEST // (2 * layer.weight.numel())
+    if low:
+        weight, smallest = weight.to(torch.bfloat16), 0
+        bias = None if bias is None else bias.to(torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    usual = partial(_forward, layer, Bf16Weight(partial(_weight, layer)))
 
     def forward(*args: Tensor, **named: Tensor) -> Tensor:
         (x,) = (*args, *named.values())
+        if low and x.is_floating_point():
+            x = x.to(torch.bfloat16)
         few = x.numel() < smallest * x.shape[-1]
-        if few or x.dtype != torch.float32 or torch.is_grad_enabled():
-            return _linear(layer, x)
+        if few or x.dtype != packed.dtype or torch.is_grad_enabled():
+            return usual(x)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return result
 

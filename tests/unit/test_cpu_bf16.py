@@ -1,0 +1,96 @@
+"""bfloat16 products under autocast on CPUs: torch's numbers, weights converted less often."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from kedge.ops.cpu import low_precision, matmul
+from kedge.ops.cpu.low_precision import SHORT_ATTENTION, float32_attention
+from kedge.ops.cpu.patch import Kernels
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch):
+    monkeypatch.setattr(low_precision, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(matmul, "SMALLEST", 0)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def outputs_and_gradients(layer, x):
+    x = x.clone().requires_grad_()
+    with autocast():
+        y = layer(x)
+    layer.zero_grad()
+    (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    return y, x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.Linear(48, 64), lambda: Conv1D(64, 48)])
+def test_a_layer_gives_the_numbers_of_torchs_autocast(kind):
+    torch.manual_seed(0)
+    layer, x = kind(), torch.randn(2, 5, 48)
+    expected = outputs_and_gradients(layer, x)
+    with Kernels([layer]).active():
+        actual = outputs_and_gradients(layer, x)
+    assert "forward" not in vars(layer)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).abs().max() <= 2**-7 * b.abs().max()
+
+
+def test_a_weight_is_converted_once_per_block_and_again_after_it_changed(monkeypatch):
+    layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    kernels, copies = Kernels([layer]), []
+    plain = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: copies.append(1) or plain(*a, **k))
+    with autocast(), kernels.active():
+        first = layer(x)
+        assert torch.equal(layer(x), first)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        assert torch.equal(layer(x), 2 * first)
+    layer.weight.data.mul_(2)  # leaves the version of the weight as it is
+    with autocast(), kernels.active():
+        assert torch.equal(layer(x), 4 * first)
+    assert len(copies) == 1
+
+
+def test_packed_weights_are_bfloat16_under_autocast():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 64), torch.randn(5, 1, 48)
+    with torch.no_grad(), autocast():
+        expected = layer(x)
+        with Kernels([layer]).packed(rows=5):
+            actual = layer(x)
+    assert actual.dtype == torch.bfloat16
+    assert (actual - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dtype"),
+    [
+        (4, 4, torch.float32),
+        (1, SHORT_ATTENTION + 1, torch.float32),
+        (2, SHORT_ATTENTION + 1, torch.bfloat16),
+    ],
+)
+def test_attention_over_few_keys_or_of_one_token_is_float32(queries, keys, dtype):
+    def attention(module, query, key, value, mask, **_):
+        return functional.scaled_dot_product_attention(query, key, value, mask), None
+
+    query = torch.randn(1, 1, queries, 8, dtype=torch.bfloat16)
+    key = torch.randn(1, 1, keys, 8)
+    with autocast():
+        output, _ = float32_attention(attention)(nn.Identity(), query, key, key, None)
+    assert output.dtype == dtype
+    output, _ = float32_attention(attention)(nn.Identity(), key, key, key, None)
+    assert output.dtype == torch.float32
