@@ -312,14 +312,14 @@ MUTANTS = [
     ),
     Mutant(
         "the greedy baseline of another prompt",
-        "engine/rollout/sampling.py",
+        "engine/rollout/greedy.py",
         "greedy_scores=greedy.scores[group]",
         "greedy_scores=greedy.scores[group.flip(0)]",
         GROUPS,
     ),
     Mutant(
         "greedy responses that are sampled",
-        "engine/rollout/sampling.py",
+        "engine/rollout/greedy.py",
         "temperature=0.0, top_k=0",
         "top_k=0",
         GROUPS,

@@ -200,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         "every turn is sampled with the seed of the first",
-        "environments/rollout.py",
+        "environments/turns.py",
         'return seed if turn == 0 else derive_seed(f"{seed}/turn/{turn}")',
         "return seed",
         EPISODES,

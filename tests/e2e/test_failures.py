@@ -135,7 +135,7 @@ def test_pieces_as_completed_begin_anew(tmp_path: Path) -> None:
         "output_dir": str(tmp_path),
     }
     failing = small(**options)
-    break_at(failing, "reward", "score", 7, RewardError("the judge is out"))
+    break_at(failing, "reward", "score", 5, RewardError("the judge is out"))
     with pytest.raises(RewardError):
         failing.train()
     (step,) = saved(tmp_path)

@@ -77,7 +77,7 @@ def test_row_46_four_passes_in_fresh_order_and_one_normalizer() -> None:
     seen: list[list[int]] = []
 
     class Watch:
-        version, rank, world_size = 0, 0, 1
+        version, rank, world_size, shares_prompts = 0, 0, 1, False
 
         def total(self, x: Tensor) -> Tensor:
             return x

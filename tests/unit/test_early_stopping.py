@@ -16,7 +16,7 @@ from kedge.types import Experience
 class Learner:
     """Says what it is told of each optimizer step, and notes which it takes."""
 
-    version, rank, world_size = 0, 0, 1
+    version, rank, world_size, shares_prompts = 0, 0, 1, False
 
     def __init__(self, found: list[tuple[float, float]]) -> None:
         self.found, self.taken = found, [False] * len(found)

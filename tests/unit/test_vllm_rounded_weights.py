@@ -45,7 +45,8 @@ class Live:
         monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: self.note(x, to(x, *a, **k)))
 
     def note(self, x, copied):
-        if x.dtype == torch.bfloat16 and copied.dtype == torch.float32:
+        is_weight = x.dim() <= 2  # queries and keys have more dimensions
+        if is_weight and x.dtype == torch.bfloat16 and copied.dtype == torch.float32:
             self.now += copied.numel()
             self.most = max(self.most, self.now)
             weakref.finalize(copied, self.free, copied.numel())
