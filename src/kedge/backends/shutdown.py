@@ -20,6 +20,7 @@ class GracefulShutdown:
 
     def __init__(self) -> None:
         self._number = 0
+        self._seen: set[int] = set()
         self._reported = False
 
     @contextmanager
@@ -36,9 +37,10 @@ class GracefulShutdown:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._number == number:
-            self._raise()
         self._number = self._number or number
+        if number in self._seen:
+            self._raise()
+        self._seen.add(number)
 
     @property
     def requested(self) -> bool:

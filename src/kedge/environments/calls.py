@@ -9,12 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key")
+_NO_ROOM = 0.01  # seconds to wait for room
 _POLL = 0.2  # seconds; an interrupt of the calling thread takes effect between two waits
 
 
@@ -29,7 +30,8 @@ class Calls:
     """
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:
-        self.timeout, self.most = timeout, most
+        self.timeout = timeout
+        self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -75,7 +77,7 @@ class Calls:
 
 
 class RunningCalls(Generic[Key]):
-    """Calls that were started, by key, at most ``calls.most`` of them at the same time."""
+    """Calls that were started, by key; they run while ``calls`` has room."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -91,38 +93,52 @@ class RunningCalls(Generic[Key]):
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._running) < self._calls.most:
+        while self._waiting and self._calls.room.acquire(blocking=False):
             key, call = self._waiting.popleft()
             self._running[self._calls.start(call)] = key, time.monotonic()
 
     def wait(self, seconds: float) -> dict[Key, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``."""
+        if self._waiting and not self._running:  # others use all the room
+            time.sleep(min(seconds, _NO_ROOM))
         done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
         results: dict[Key, Any] = {}
         for future in done:
-            error = future.exception()
-            results[self._running.pop(future)[0]] = future.result() if error is None else error
+            results[self._end(future)] = future.result() if (e := _error(future)) is None else e
         timeout = self._calls.timeout
         before = -math.inf if timeout is None else time.monotonic() - timeout
         for future in [x for x, (_, begin) in self._running.items() if begin < before]:
             future.cancel()
-            key, _ = self._running.pop(future)
-            results[key] = TimeoutError(f"no answer within {timeout:g} seconds")
+            results[self._end(future)] = TimeoutError(f"no answer within {timeout:g} seconds")
         self._start_waiting()
         return results
 
-    def abandon(self, ended: Callable[[Key], None]) -> None:
-        """Forget all calls; ``ended`` gets the key of each once it does not run any more."""
+    def _end(self, future: Future[Any]) -> Key:
+        self._calls.room.release()
+        return self._running.pop(future)[0]
+
+    def abandon(self, ended: Callable[[Key, BaseException | None], None]) -> None:
+        """Forget all calls; ``ended`` gets key and error of each once it does not run any more."""
         for key, _ in self._waiting:
-            ended(key)
+            ended(key, None)
         for future, (key, _) in self._running.items():
-            future.add_done_callback(partial(_call_with, ended, key))
+            future.add_done_callback(partial(self._abandoned, ended, key))
         self._waiting.clear()
         self._running.clear()
 
+    def _abandoned(
+        self, ended: Callable[[Key, BaseException | None], None], key: Key, future: Future[Any]
+    ) -> None:
+        self._calls.room.release()
+        ended(key, _error(future))
 
-def _call_with(ended: Callable[[Key], None], key: Key, _: Future[Any]) -> None:
-    ended(key)
+
+def _error(future: Future[Any]) -> BaseException | None:
+    """The exception of a call that has ended; a coroutine may have cancelled itself."""
+    try:
+        return future.exception()
+    except CancelledError as error:
+        return error
 
 
 def _settle(set_value: Callable[[Any], None], value: Any) -> None:

@@ -102,10 +102,11 @@ class HeldEpisodes:
         """
         begin = self._clock()
         answers = self._calls.wait(0.0 if self._engine.unfinished else _SECONDS)
-        for key, result in answers.items():
-            row, then = self._rows[key], self._rows[key].then
+        continuations = [(self._rows[key].then, result) for key, result in answers.items()]
+        for key in answers:
+            self._rows[key].then = None
+        for then, result in continuations:
             assert then is not None  # it was asked
-            row.then = None
             then(result)
         answered = self._clock()
         if self._engine.unfinished:
@@ -119,7 +120,7 @@ class HeldEpisodes:
         try:
             sampled = self._engine.advance()
         except LostRequestsError:
-            self._drop()
+            self.drop()
             raise
         for i, key in enumerate([] if sampled is None else sampled.prompts.group.tolist()):
             assert sampled is not None
@@ -185,16 +186,22 @@ class HeldEpisodes:
 
     def cancel(self) -> None:
         """Drop all episodes."""
-        self._drop()
+        self.drop()
         self._engine.cancel()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Drop the episodes; environments that are at work are reused when they have answered."""
         rows = self._rows
         for row in rows.values():
             if row.then is None:
                 self._environments.release(row.episode)
-        self._calls.abandon(lambda key: self._environments.release(rows[key].episode))
+
+        def ended(key: int, error: BaseException | None) -> None:
+            episode = rows[key].episode
+            episode.error = episode.error or ("" if error is None else repr(error))
+            self._environments.release(episode)
+
+        self._calls.abandon(ended)
         self._rows = {}
         self._groups.clear()
         self._left.clear()

@@ -123,11 +123,13 @@ class EnvironmentRollouts:
         """Close the environments and the engine."""
         for part in (self, *self.engines):
             if part._held is not None:
-                part._held.cancel()
-        self._environments.close()
-        close = getattr(self.engine, "close", None)
-        if close is not None:
-            close()
+                part._held.drop()
+        try:
+            self._environments.close()
+        finally:
+            close = getattr(self.engine, "close", None)
+            if close is not None:
+                close()
 
     @property
     def wait_for_other_ranks(self) -> Callable[[], None] | None:

@@ -111,8 +111,10 @@ class RolloutCollector:
         prompts, seed = self.source.batch(step), seed_for(self.seed, "rollout", step)
         try:
             rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
-        finally:
+        except Exception:
             self._release(engine)
+            raise
+        self._release(engine)
         on_rollout(rollout)
         return rollout, self.clock() - begin
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
+import torch
+
 from kedge.engine.rollout.collector import PendingSample, RolloutCollector, Sample
 from kedge.engine.rollout.threads import Inline, Worker, working
 from kedge.engine.rollout.weight_sync import WeightUpdate, sync_gap, verify_sync
@@ -74,6 +76,8 @@ class FifoScheduler:
         self._worker = self._scorer = Inline()
         if self._max_lag > 0:
             self._scorer = Worker("reward")
+            # torch sets the threads of a thread when it first asks; engines may lower them later.
+            self._scorer.submit(torch.get_num_threads).result()
             self._worker = Worker("rollout", on_end=self._scorer.close)
         threads = [*self._worker.threads, *self._scorer.threads]
         with working(threads, close=self._worker.close, drop=self._waiting.clear):
@@ -97,7 +101,9 @@ class FifoScheduler:
         """
         for batch in self._waiting:
             if batch.sample is None and batch.rollout is not None:
-                batch.sample = self._scorer.submit(self._collector.score, batch.rollout)
+                # Scores that decide what is sampled next are computed in its order.
+                scorer = self._worker if self._collector.more else self._scorer
+                batch.sample = scorer.submit(self._collector.score, batch.rollout)
         while (ahead := step + len(self._waiting)) < self._until and ahead - step <= self._max_lag:
             self._waiting.append(self._start(ahead))
         first = self._waiting[0].sample

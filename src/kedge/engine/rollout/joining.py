@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class GroupPrompts:
         self._source, self._rounds = source, rounds
         self._turns: dict[int, int] = {}  # how often the prompt of a group was replaced
         self._batches: dict[tuple[int, int], tuple[PromptBatch, Sequence[Tensor]]] = {}
+        self._lock = Lock()  # engines read while the driver drops what it has trained on
         groups = self._batch(step)[1]
         self.per_step, self.rows_per_group = len(groups), len(groups[0])
 
@@ -65,13 +67,16 @@ class GroupPrompts:
 
     def forget_before(self, step: int) -> None:
         """Drop the prompts of earlier iterations from memory."""
-        self._batches = {key: batch for key, batch in self._batches.items() if key[0] >= step}
+        with self._lock:
+            for key in [key for key in self._batches if key[0] < step]:
+                del self._batches[key]
 
     def _batch(self, step: int, turn: int = 0) -> tuple[PromptBatch, Sequence[Tensor]]:
-        if (step, turn) not in self._batches:
-            number = spare_step(step, turn - 1, self._rounds) if turn else step
-            self._batches[step, turn] = _with_rows(self._source, number)
-        return self._batches[step, turn]
+        with self._lock:
+            if (step, turn) not in self._batches:
+                number = spare_step(step, turn - 1, self._rounds) if turn else step
+                self._batches[step, turn] = _with_rows(self._source, number)
+            return self._batches[step, turn]
 
 
 def _with_rows(source: PromptSource, step: int) -> tuple[PromptBatch, Sequence[Tensor]]:

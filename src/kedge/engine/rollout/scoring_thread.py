@@ -25,6 +25,7 @@ class ScoringThread:
 
     def run(self) -> None:
         """Score groups until the scheduler closes."""
+        torch.get_num_threads()  # torch sets those of a thread when it first asks
         try:
             while sampled := self._next_sampled():
                 sample = self._score(sampled)

@@ -62,6 +62,7 @@ class SamplingState:
     def begin(self) -> None:
         """Threads are about to start, without weights."""
         self.newest, self.failure, self.closing, self.pause = None, None, False, ""
+        self.sampled, self.scoring = [], False
         for worker in self.workers:
             worker.reset()
 
