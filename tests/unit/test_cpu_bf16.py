@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
+from kedge.backends.trl.progress import train_with_progress
 from kedge.ops.cpu import low_precision, matmul
 from kedge.ops.cpu.low_precision import SHORT_ATTENTION, float32_attention
 from kedge.ops.cpu.patch import Kernels
@@ -94,3 +96,31 @@ def test_attention_over_few_keys_or_of_one_token_is_float32(queries, keys, dtype
     assert output.dtype == dtype
     output, _ = float32_attention(attention)(nn.Identity(), key, key, key, None)
     assert output.dtype == torch.float32
+
+
+class Squared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, labels):
+        y = self.second(torch.tanh(self.first(x)))
+        return {"loss": ((y.float() - labels) ** 2).mean(), "logits": y}
+
+
+def test_supervised_training_uses_the_weights_of_each_step(tmp_path, monkeypatch):
+    """A fused optimizer does not change the version of a weight."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [dict.fromkeys(("x", "labels"), torch.randn(64, generator=generator)) for _ in range(8)]
+    losses = []
+    for kernels in ("1", "0"):
+        monkeypatch.setenv("KEDGE_CPU_KERNELS", kernels)
+        options = {"optim": "adamw_torch_fused", "bf16": True, "use_cpu": True, "report_to": []}
+        options |= {"max_steps": 6, "logging_steps": 1, "learning_rate": 1e-2, "disable_tqdm": True}
+        args = TrainingArguments(str(tmp_path), save_strategy="no", **options)
+        trainer = Trainer(Squared(), args, train_dataset=rows)
+        train_with_progress(trainer)
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[1][-1] < 0.7 * losses[1][0]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)

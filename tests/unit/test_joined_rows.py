@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3Model, Gemma3TextConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.algorithms import ppo
@@ -141,3 +142,37 @@ def test_nothing_is_changed_outside_of_the_context():
     assert torch.equal(inside, model(input_ids=ids).logits)
     with pytest.raises(RuntimeError, match=r"within JoinedAttention\.active"):
         run_joined(model.base_model, ids, [(5,)])
+
+
+def test_a_pass_in_one_thread_survives_the_end_of_another():
+    backbone = tiny_policy("llama", vocab_size=VOCAB).eval().base_model
+    ids, groups = torch.arange(12)[None] % VOCAB, ((4,), (2, 3, 3))
+    with torch.no_grad():
+        expected = run_joined(backbone, ids, groups)
+        other = JoinedAttention([backbone]).active()
+        other.__enter__()
+
+        def leave(*_):
+            other.__exit__(None, None, None)
+
+        hook = backbone.layers[0].register_forward_hook(leave)
+        assert torch.equal(run_joined(backbone, ids, groups), expected)
+        hook.remove()
+    assert backbone.config._attn_implementation == "sdpa"
+
+
+def test_windows_of_the_text_part_of_a_configuration_are_seen():
+    text = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=64,
+    )
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    assert not joins_rows(Gemma3Model(config).eval())

@@ -24,7 +24,7 @@ from kedge.backends.hf.mask_checks import known_masks
 from kedge.ops.cpu.joined_attention import Group, joined_attention
 from kedge.ops.cpu.low_precision import float32_attention
 
-_USUAL, _JOINED = "sdpa", "kedge_joined_rows"
+_USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
 _PROBE = ((5,), (3, 2, 4), (7,))  # groups of the comparison
 _lock = Lock()
@@ -48,14 +48,19 @@ def run_joined(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
         groups: (n,) for a row of n tokens, (n, a, b, ...) for a prompt of n tokens and the
             responses to it of a, b, ... tokens; their sum is T.
     """
-    if backbone.config._attn_implementation != _JOINED:
-        if torch.is_grad_enabled() or backbone.config._attn_implementation != _USUAL:
+    if torch.is_grad_enabled():
+        attention = backbone.config._attn_implementation
+        if attention != _JOINED:
             raise RuntimeError(
-                f"joined rows with attention {backbone.config._attn_implementation!r}: call"
-                " run_joined within JoinedAttention.active, for a model whose attention is 'sdpa'"
+                f"joined rows with attention {attention!r}: call run_joined within"
+                " JoinedAttention.active, for a model whose attention is 'sdpa'"
             )
-        with JoinedAttention([backbone]).active():
-            return run_joined(backbone, ids, groups)
+        return _run(backbone, ids, groups)
+    with JoinedAttention([backbone]).active():  # also if another thread has it active now
+        return _run(backbone, ids, groups)
+
+
+def _run(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
     positions = []
     for prompt, *responses in groups:
         positions.append(torch.arange(prompt, device=ids.device))
@@ -80,8 +85,8 @@ class JoinedAttention:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         configs = [getattr(m, "config", None) for model in models for m in model.modules()]
-        usual = [c for c in configs if getattr(c, "_attn_implementation", None) == _USUAL]
-        self._configs: list[Any] = list({id(c): c for c in usual}.values())
+        known = [c for c in configs if getattr(c, "_attn_implementation", None) in _KNOWN]
+        self._configs: list[Any] = list({id(c): c for c in known}.values())
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -115,9 +120,10 @@ def joins_rows(backbone: Any) -> bool:
     if weight is None or weight.device.type != "cpu" or os.environ.get("KEDGE_CPU_KERNELS") == "0":
         return False
     config = getattr(backbone, "config", None)
-    if getattr(config, "_attn_implementation", None) not in (_USUAL, _JOINED):
+    if config is None or getattr(config, "_attn_implementation", None) not in _KNOWN:
         return False
-    if any(getattr(config, name, None) for name in _WINDOWS):
+    parts = (config, config.get_text_config())
+    if any(getattr(part, name, None) for part in parts for name in _WINDOWS):
         return False
     training = [m for m in backbone.modules() if m.training]
     backbone.eval()

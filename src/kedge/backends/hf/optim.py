@@ -287,6 +287,11 @@ def _reduce(grads: list[Tensor]) -> None:
         g.copy_(part.view_as(g))
 
 
+def _on_cpu(optimizer: Optimizer) -> bool:
+    weights = (p for group in optimizer.param_groups for p in group["params"])
+    return all(p.device.type == "cpu" for p in weights)
+
+
 def zero_gradients(optimizer: Optimizer, *, keeps_memory: bool) -> None:
     """Free all gradients.
 
@@ -294,7 +299,7 @@ def zero_gradients(optimizer: Optimizer, *, keeps_memory: bool) -> None:
         optimizer: optimizer of the weights.
         keeps_memory: on a CPU, keep freed memory for the passes that follow.
     """
-    if keeps_memory and optimizer.param_groups[0]["params"][0].device.type == "cpu":
+    if keeps_memory and _on_cpu(optimizer):
         keep_free_memory()
     optimizer.zero_grad(set_to_none=True)
 

@@ -37,13 +37,33 @@ def train_with_progress(trainer: Any) -> None:
     """
     for printing in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(printing)
-    rows = RowCallback()
+    rows, kernels = RowCallback(), Kernels([trainer.model] if _is_plain(trainer) else [])
     trainer.add_callback(rows)
+    trainer.add_callback(_AfterStep(kernels))
     try:
-        with Kernels([trainer.model]).active():
+        with kernels.active():
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     finally:
         rows.close()
+
+
+def _is_plain(trainer: Any) -> bool:
+    """Whether the model runs as it is, neither compiled nor sharded."""
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return not (trainer.args.torch_compile or sharded)
+
+
+class _AfterStep(TrainerCallback):
+    """Tells kernels that weights have changed."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Copies of trained weights are out of date."""
+        self._kernels.weights_changed()
 
 
 class RowCallback(TrainerCallback):

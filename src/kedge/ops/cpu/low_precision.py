@@ -59,17 +59,24 @@ class Bf16Weight:
         if not self._read().requires_grad:
             self._copy = None
 
+    def expire(self) -> None:
+        """Convert at the next use if the weight trains."""
+        if self._read().requires_grad:
+            self._version = -1
+
     def get(self) -> Tensor:
         """bfloat16 [n, k], without gradient."""
         weight = self._read().detach()
         if weight.dtype == torch.bfloat16:
             return weight
-        if self._copy is None:
-            self._copy = torch.empty_like(weight, dtype=torch.bfloat16)
+        copy = self._copy
+        if copy is None:
+            copy = self._copy = torch.empty_like(weight, dtype=torch.bfloat16)
+            self._version = -1
         if self._version != weight._version:
-            self._copy.copy_(weight)
+            copy.copy_(weight)
             self._version = weight._version
-        return self._copy
+        return copy
 
 
 class _Linear(torch.autograd.Function):

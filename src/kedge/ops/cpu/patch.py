@@ -48,6 +48,11 @@ class Kernels:
                 for low in self._low:
                     low.forget()
 
+    def weights_changed(self) -> None:
+        """Call it after an optimizer step within ``active``; fused optimizers leave no trace."""
+        for low in self._low:
+            low.expire()
+
     @contextmanager
     def packed(self, rows: int) -> Iterator[None]:
         """Context that is faster still where weights do not change and no gradient is needed.
@@ -121,6 +126,8 @@ def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forwa
 
     def forward(*args: Tensor, **named: Tensor) -> Tensor:
         (x,) = (*args, *named.values())
+        if low and not autocasts_to_bf16():  # the model turned it off here
+            return usual(x)
         if low and x.is_floating_point():
             x = x.to(torch.bfloat16)
         few = x.numel() < smallest * x.shape[-1]
