@@ -71,7 +71,10 @@ class SamplingThread:
             free = max((worker.slots - worker.unfinished) // rows, not worker.held)
             ahead = dispatcher.startable(update.step) + len(dispatcher.running)
             limit = min(free, -(-ahead // len(state.workers)) - len(worker.held))
-            limit = int(min(limit, state.room(update.step) - state.occupancy.responses / rows))
+            held = state.occupancy.responses / rows
+            if state.collector.algorithm.needs_greedy:
+                held = float(state.occupancy.groups)  # a short greedy response may be most of one
+            limit = int(min(limit, state.room(update.step) - held))
         numbers = dispatcher.start(update.step, max(limit, 0))
         worker.hold(numbers, update.version, rows)
         return numbers
