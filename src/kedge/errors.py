@@ -99,6 +99,6 @@ def way_out(error: BaseException) -> str:
     """How to fix a failed write to disk."""
     code = getattr(error, "errno", None)
     if code is None:  # safetensors and tokenizers put it in the text
-        match = re.search(r"\(os error (\d+)\)", str(error))
-        code = int(match[1]) if match else 0
+        match = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
+        code = int(match[1] or match[2]) if match else 0
     return _WAYS_OUT.get(code, "check that path")

@@ -192,7 +192,7 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(tmp_path):
     report = json.loads(run(KILLS, tmp_path / "run").stdout.splitlines()[-1])
     for redo in (0, 100):
         rows = [r for r in report if r["redo"] == redo]
-        assert len(rows) > 15  # the instrument does fire, at every call
+        assert len(rows) >= 15  # the instrument does fire, at every call
         assert [r["killed"] for r in rows] == [True] * (len(rows) - 1) + [False]
         assert all(r["whole"] for r in rows)
         assert all(name.startswith("checkpoint-") for r in rows for name in r["left"])

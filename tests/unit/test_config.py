@@ -1,5 +1,7 @@
 """PPOConfig: precision, values set afterwards, stop tokens."""
 
+import os
+
 import pytest
 from accelerate import PartialState
 from transformers import TrainingArguments
@@ -36,12 +38,17 @@ def test_precision_on_a_gpu_is_bf16(config, monkeypatch):
 def test_processes_that_do_not_find_one_another_are_an_error(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("kedge.config.base.is_torch_cuda_available", lambda: True)
-    older = "MASTER_ADDR expected, but not set"  # accelerate, before it looked for a GPU
-    with pytest.raises(
-        ConfigError, match=f"2 processes were launched, but this one sees 1|{older}"
-    ):
-        config()
-    PartialState._reset_state()
+    older = "MASTER_ADDR"  # accelerate, before it looked for a GPU
+    before = set(os.environ)
+    try:
+        with pytest.raises(
+            ConfigError, match=f"2 processes were launched, but this one sees 1|{older}"
+        ):
+            config()
+    finally:
+        PartialState._reset_state()
+        for name in set(os.environ) - before:  # which early releases of accelerate set
+            del os.environ[name]
 
 
 def test_gradient_checkpointing_is_on_unless_turned_off(config):

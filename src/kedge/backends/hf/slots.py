@@ -155,11 +155,12 @@ class SlotSampler:
         if missing <= 0:
             return
         self.max_new_tokens = limit
-        pad = nn.functional.pad
         self._u, self._tokens, self._logprobs = (
-            pad(x, (0, missing)) for x in (self._u, self._tokens, self._logprobs)
+            nn.functional.pad(x, (0, missing)) for x in (self._u, self._tokens, self._logprobs)
         )
-        self._allowed = pad(self._allowed, (0, 0, 0, missing), value=-1)
+        slots, _, width = self._allowed.shape
+        more = self._allowed.new_full((slots, missing, width), -1)
+        self._allowed = torch.cat([self._allowed, more], dim=1)  # width 0 cannot be padded
 
     def advance(self, version: int) -> None:
         """Sample up to 16 tokens per slot, or until a response is complete."""
