@@ -176,7 +176,7 @@ def test_a_model_whose_files_lack_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks 1 of its weights .*dense_h_to_4h.* at random"):
         small(model=lame)
     neox_reward(vocab=VOCAB).save_pretrained(tmp_path / "judge")
-    with pytest.raises(ConfigError, match=r"lacks 1 of its weights .lm_head\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 of its weights .(lm_head|embed_out)\.weight"):
         small(model=str(tmp_path / "judge"))
     headless = without(tmp_path / "judge", "score.weight")
     with pytest.raises(ConfigError, match=r"lacks 1 of its weights .score\.weight"):
@@ -223,6 +223,7 @@ def test_an_adapter_that_has_trained_before_passes_the_preflight() -> None:
     assert rows(trainer)[0]["objective/kl2"] > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:Could not find a config file")  # peft 0.18
 def test_an_adapter_of_a_base_without_a_name_says_what_to_do(tmp_path: Path) -> None:
     get_peft_model(policy(), LoraConfig(**LORA)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="without base_model_name_or_path"):

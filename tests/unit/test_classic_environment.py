@@ -156,6 +156,8 @@ def test_a_turn_ends_at_a_call(parts: tuple[Any, Any]) -> None:
     alone = [world._generate_batched([p])[0] for p in prompts]
     for first, second in zip(together, alone, strict=True):
         assert torch.equal(first, second)
+    if len(set(together[0].tolist())) == 1:
+        pytest.skip("the random model repeats one token")
     world.call_token = tokenizer.decode(together[0][1:3])
     cut = world._generate_batched(prompts)[0]
     assert len(cut) < len(together[0])
