@@ -8,7 +8,6 @@ attention function, also when a layer is recomputed in the backward pass.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kedge.backends.hf.mask_checks import known_masks
 from kedge.ops.cpu.joined_attention import Group, joined_attention
 from kedge.ops.cpu.low_precision import float32_attention
+from kedge.ops.cpu.matmul import cpu_kernels_enabled
 
 _USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
@@ -117,7 +117,7 @@ def joins_rows(backbone: Any) -> bool:
     with KEDGE_CPU_KERNELS=0 in the environment.
     """
     weight = next(iter(backbone.parameters()), None)
-    if weight is None or weight.device.type != "cpu" or os.environ.get("KEDGE_CPU_KERNELS") == "0":
+    if weight is None or weight.device.type != "cpu" or not cpu_kernels_enabled():
         return False
     config = getattr(backbone, "config", None)
     if config is None or getattr(config, "_attn_implementation", None) not in _KNOWN:

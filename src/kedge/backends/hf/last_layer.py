@@ -7,7 +7,6 @@ left out for these tokens: their final states are wrong, but never read.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from kedge.backends.hf.freezing import find_layers
 from kedge.backends.hf.packing import Packed
+from kedge.ops.cpu.matmul import cpu_kernels_enabled
 
 _WORTH = 0.9  # of the tokens are read at most; otherwise all are computed
 
@@ -84,8 +84,8 @@ class LastLayers:
 
     def __init__(self, models: Iterable[object]) -> None:
         self._parts: dict[int, _FeedForward] = {}
-        off = os.environ.get("KEDGE_CPU_KERNELS") == "0"
-        for backbone in () if off else (getattr(model, "backbone", None) for model in models):
+        backbones = [getattr(model, "backbone", None) for model in models]
+        for backbone in backbones if cpu_kernels_enabled() else ():
             found = find_layers(backbone) if isinstance(backbone, nn.Module) else None
             module = getattr(found[1][-1], "mlp", None) if found else None
             if isinstance(module, nn.Module) and isinstance(backbone, nn.Module):

@@ -16,6 +16,7 @@ from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of mallopt(3)
 _DEFAULTS = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65_536}
+_changed: set[int] = set()  # parameters that are not at their defaults now
 WORTHWHILE = 256 << 20  # bytes; returning memory costs the page faults of using it again
 
 
@@ -46,6 +47,7 @@ def keep_free_memory() -> None:
     if (library := _glibc()) is not None:
         library.mallopt(_MMAP_MAX, 0)
         library.mallopt(_TRIM_THRESHOLD, -1)  # never
+        _changed.update(_DEFAULTS)
 
 
 def release_free_memory(at_least: int = WORTHWHILE) -> bool:
@@ -59,8 +61,9 @@ def release_free_memory(at_least: int = WORTHWHILE) -> bool:
     library = _glibc()
     if library is None:
         return False
-    for parameter, value in _DEFAULTS.items():
-        library.mallopt(parameter, value)
+    while _changed:
+        parameter = _changed.pop()
+        library.mallopt(parameter, _DEFAULTS[parameter])
     if library.mallinfo2().fordblks < at_least:
         return False
     library.malloc_trim(0)
