@@ -189,8 +189,8 @@ class TestMemory:
 
         real = decode.CausalStepper.__init__
 
-        def keeps_all(stepper, model):
-            real(stepper, model)
+        def keeps_all(stepper, *args):
+            real(stepper, *args)
             del stepper._options["logits_to_keep"]
 
         monkeypatch.setattr(decode.CausalStepper, "__init__", keeps_all)

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from kedge.backends.hf.decode_graph import DecodeGraph, can_capture
 from kedge.backends.hf.kv_cache import GrowingLayer, growing_cache, keep_rows
 from kedge.backends.hf.mask_checks import known_masks
+from kedge.backends.hf.recorded_step import RecordedStep
 from kedge.errors import ConfigError
 
 _EAGER_STEPS = 4  # before a step is captured, which takes as long as about four
@@ -52,11 +53,16 @@ def get_base_model(model: Any) -> Any:
 
 
 class CausalStepper:
-    """Decoder-only models: left-padded prompts, one growing cache."""
+    """Decoder-only models: left-padded prompts, one growing cache.
+
+    Args:
+        model: the model.
+        recorded: shared by the batches of a call; None: every step runs the model's own code.
+    """
 
     captures = True  # whether the step may be replayed as a CUDA graph
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recorded: RecordedStep | None = None) -> None:
         self._model = model
         config = get_base_model(model).config
         accepted = inspect.signature(get_base_model(model).forward).parameters
@@ -66,6 +72,7 @@ class CausalStepper:
             self._options["logits_to_keep"] = 1
         self._takes_positions = "position_ids" in accepted
         self._device = next(model.parameters()).device
+        self.recorded = recorded
         self._graph: DecodeGraph | None = None
         self._eager = 0  # steps without a graph
 
@@ -100,7 +107,10 @@ class CausalStepper:
         graph = self._ready_graph(tokens)
         if graph is not None:
             return graph.step(tokens)
-        logits = self._forward(tokens[:, None], self._position)
+        inputs = tokens[:, None], self._position, self._mask
+        layers: list[Any] = self._cache.layers
+        recorded = self.recorded
+        logits = self._run(*inputs) if recorded is None else recorded(self._run, layers, *inputs)
         self._eager += 1
         self._position = self._position + 1
         self._extend_mask()
@@ -203,8 +213,8 @@ class EncoderDecoderStepper:
         return rows
 
 
-def build_stepper(model: nn.Module) -> Stepper:
-    """A new stepper for the model's architecture.
+def build_stepper(model: nn.Module, recorded: RecordedStep | None = None) -> Stepper:
+    """A new stepper for the model's architecture; see ``CausalStepper`` for ``recorded``.
 
     Raises:
         ConfigError: the embedded engine cannot sample from this kind of model.
@@ -229,4 +239,4 @@ def build_stepper(model: nn.Module) -> Stepper:
                 "tokens; the embedded engine needs one that changes weights, such as LoRA"
             )
     encodes = getattr(base.config, "is_encoder_decoder", False)
-    return EncoderDecoderStepper(model) if encodes else CausalStepper(model)
+    return EncoderDecoderStepper(model) if encodes else CausalStepper(model, recorded)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 _FREE_SLOTS = 64  # at least, when a layer is allocated
@@ -33,14 +34,17 @@ class GrowingLayer(DynamicLayer):
             for slots, states in zip(self._slots, (key_states, value_states), strict=True):
                 slots.index_copy_(-2, self.cursor, states)
             return self._slots
+        if has_torch_function_unary(key_states):  # one call for a recording of the step
+            new = (key_states, value_states)
+            return handle_torch_function(GrowingLayer.update, new, self, *new)
         used = self.keys.shape[-2] if self.is_initialized else 0
-        new = key_states.shape[-2]
-        if not self.is_initialized or used + new > self.capacity:
-            needed = used + new
+        count = key_states.shape[-2]
+        if not self.is_initialized or used + count > self.capacity:
+            needed = used + count
             self._allocate(key_states, value_states, used, needed + max(_FREE_SLOTS, needed // 2))
         for slots, states in zip(self._slots, (key_states, value_states), strict=True):
-            slots.narrow(-2, used, new).copy_(states)
-        self.show(used + new)
+            slots.narrow(-2, used, count).copy_(states)
+        self.show(used + count)
         return self.keys, self.values
 
     def grow(self) -> None:
@@ -60,13 +64,15 @@ class GrowingLayer(DynamicLayer):
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, used: int, slots: int) -> None:
         slots = -(-slots // 8) * 8  # attention kernels want multiples of 8
-        keys, values = (
-            x.new_empty(*x.shape[:-2], slots, x.shape[-1]) for x in (key_states, value_states)
-        )
-        for new, old in ((keys, self.keys), (values, self.values)) if used else ():
-            new.narrow(-2, 0, used).copy_(old)
-        for x in (keys, values):
-            x.narrow(-2, used, slots - used).zero_()  # behind a mask, NaN would still count
+        # Slots that are made within a replayed step are also written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            keys, values = (
+                x.new_empty(*x.shape[:-2], slots, x.shape[-1]) for x in (key_states, value_states)
+            )
+            for new, old in ((keys, self.keys), (values, self.values)) if used else ():
+                new.narrow(-2, 0, used).copy_(old)
+            for x in (keys, values):
+                x.narrow(-2, used, slots - used).zero_()  # behind a mask, NaN would still count
         self.dtype, self.device = key_states.dtype, key_states.device
         self._slots = keys, values
         self.is_initialized = True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.backends.hf.decode import CausalStepper
+from kedge.backends.hf.recorded_step import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,17 @@ class PrefixStepper(CausalStepper):
         model: the model.
         prefixes: by row; replaced by those of this call when rows end.
         rows: the row numbers of the batch.
+        recorded: see ``CausalStepper``.
     """
 
-    def __init__(self, model: nn.Module, prefixes: dict[int, Prefix], rows: list[int]) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        prefixes: dict[int, Prefix],
+        rows: list[int],
+        recorded: RecordedStep | None = None,
+    ) -> None:
+        super().__init__(model, recorded)
         self._prefixes, self._rows = prefixes, rows
         self._histories: list[list[int]] = []
         self._steps: list[Tensor] = []  # int64 [b]; tokens of each step, on the device

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kedge.backends.hf.chunks import assemble, by_length
 from kedge.backends.hf.decode import CausalStepper, Stepper, build_stepper, get_base_model
 from kedge.backends.hf.fingerprint import check_weights, fingerprint, policy_weights
 from kedge.backends.hf.generation import ChunkSampler, Responses
@@ -18,6 +19,7 @@ from kedge.backends.hf.kv_cache import rows_that_fit
 from kedge.backends.hf.model import eval_mode
 from kedge.backends.hf.peft import drop_adapters
 from kedge.backends.hf.prefix_cache import Prefix, PrefixStepper
+from kedge.backends.hf.recorded_step import MIN_STEPS, RecordedStep
 from kedge.backends.hf.sampling import check_sampling, uniforms
 from kedge.backends.hf.slots import SlotSampler
 from kedge.backends.hf.stopping import Stopper
@@ -121,13 +123,15 @@ class EmbeddedEngine:
         """
         host = self._checked(prompts, sampling)
         device = next(self.model.parameters()).device
-        order, copies = _order(host)
+        order, copies = by_length(host)
         chunks = []
         rows = self._rows_at_once(host, sampling, device)
+        recorded = RecordedStep(self.model) if sampling.max_new_tokens >= MIN_STEPS else None
         with self._sampling_context(device, packs=sampling.max_new_tokens >= _PACK):
             for start in range(0, len(order), rows):
                 cut = slice(start, start + rows)
-                chunks.append(self._chunk(host, order[cut], copies[cut], sampling, seed, device))
+                stepper = self._stepper(host, order[cut], recorded)
+                chunks.append(self._chunk(stepper, host, order[cut], copies[cut], sampling, seed))
         rollout = self._assemble(host, order, chunks, sampling.max_new_tokens)
         return replace(rollout.to(prompts.ids.device), prompts=prompts)
 
@@ -214,12 +218,12 @@ class EmbeddedEngine:
 
     def _chunk(
         self,
+        stepper: Stepper,
         prompts: PromptBatch,
         rows: Tensor,
         groups: Tensor,
         sampling: Sampling,
         seed: int,
-        device: torch.device,
     ) -> Responses:
         """Sample the responses of ``rows``, reading each of their prompts once."""
         unique, copies = torch.unique_consecutive(groups, return_inverse=True)
@@ -228,8 +232,8 @@ class EmbeddedEngine:
         mask = mask[:, -int(mask.sum(-1).max()) :]
         # A pad token that was added to the tokenizer alone is beyond the model's vocabulary.
         ids = prompts.ids[first][:, -mask.shape[1] :].masked_fill(~mask, 0)
+        device = next(self.model.parameters()).device
         steps = torch.arange(sampling.max_new_tokens, device=device)
-        stepper = self._stepper(prompts, rows)
         sampler = ChunkSampler(
             stepper,
             sampling,
@@ -242,45 +246,22 @@ class EmbeddedEngine:
             stepper.store()
         return responses
 
-    def _stepper(self, prompts: PromptBatch, rows: Tensor) -> Stepper:
-        stepper = build_stepper(self.model)
+    def _stepper(
+        self, prompts: PromptBatch, rows: Tensor, recorded: RecordedStep | None
+    ) -> Stepper:
+        stepper = build_stepper(self.model, recorded)
         keeps = self._prefixes is not None and len(prompts) <= self._chunk_rows
         if not (keeps and isinstance(stepper, CausalStepper) and stepper.keeps_all):
             return stepper
         assert self._prefixes is not None
-        return PrefixStepper(self.model, self._prefixes, prompts.row[rows].tolist())
+        return PrefixStepper(self.model, self._prefixes, prompts.row[rows].tolist(), recorded)
 
     def _assemble(
         self, prompts: PromptBatch, order: Tensor, chunks: list[Responses], limit: int
     ) -> Rollout:
-        """The rows of all chunks, in the order of the prompts."""
-        size = max(int(x.length.max()) for x in chunks)
-        size = min(size + self._extra_slot, limit)
-        original = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-
-        def join(parts: list[Tensor]) -> Tensor:
-            return torch.cat(parts)[original]
-
-        length = join([x.length for x in chunks])
-        mask = torch.arange(size) < length[:, None]
-        ids = join([_fit(x.tokens, size, self._pad_id) for x in chunks])
-        logprobs = join([_fit(x.logprobs, size, 0.0) for x in chunks])
-        if logprobs[mask].isnan().any():
-            raise RolloutError(
-                f"the model of version {self._version} returned NaN logits while sampling; "
-                "lower the learning rate, or check the weights that were loaded"
-            )
-        allowed = [x.allowed for x in chunks if x.allowed is not None]
-        return Rollout(
-            prompts=prompts,
-            ids=ids.masked_fill(~mask, self._pad_id),
-            loss_mask=mask,
-            response_mask=mask.clone(),
-            terminated=join([x.terminated for x in chunks]),
-            version=torch.full_like(length, self._version),
-            behavior_logprobs=logprobs.masked_fill(~mask, 0.0),
-            allowed_tokens=_join_allowed(allowed, size, join, mask) if allowed else None,
-        )
+        longest = max(int(x.length.max()) for x in chunks)
+        size = min(longest + self._extra_slot, limit)
+        return assemble(prompts, order, chunks, size, pad_id=self._pad_id, version=self._version)
 
 
 def build_embedded(inputs: EngineInputs, *, max_lag: int) -> EmbeddedEngine:
@@ -312,45 +293,6 @@ def _copy(model: nn.Module, *, trains: bool, device: torch.device | str | None) 
         if id(p) not in shared:
             p.requires_grad_(trains)
     return copied if device is None else copied.to(device)
-
-
-def _fit(x: Tensor, size: int, fill: float) -> Tensor:
-    """Cut or pad dimension 1 to ``size``."""
-    if x.shape[1] >= size:
-        return x[:, :size]
-    pad = x.new_full((x.shape[0], size - x.shape[1], *x.shape[2:]), fill)
-    return torch.cat([x, pad], dim=1)
-
-
-def _join_allowed(parts: list[Tensor], size: int, join: Any, mask: Tensor) -> Tensor:
-    width = max(x.shape[-1] for x in parts)
-    wide = [nn.functional.pad(_fit(x, size, -1), (0, width - x.shape[-1]), value=-1) for x in parts]
-    joined: Tensor = join(wide)
-    return joined.masked_fill(~mask[..., None], -1)
-
-
-def _order(prompts: PromptBatch) -> tuple[Tensor, Tensor]:
-    """Rows sorted by prompt length then group, and the group number of each, both int64 [B].
-
-    Raises:
-        RolloutError: rows of one group hold different prompts.
-    """
-    groups, number = prompts.group.unique(return_inverse=True)
-    first = torch.full_like(groups, len(number)).scatter_reduce_(
-        0, number, torch.arange(len(number)).to(number), "amin"
-    )[number]
-    same = (prompts.mask == prompts.mask[first]) & (
-        (prompts.ids == prompts.ids[first]) | ~prompts.mask
-    )
-    if not same.all():
-        row = int((~same.all(-1)).nonzero()[0])
-        raise RolloutError(
-            f"rows {int(first[row])} and {row} are of group {int(prompts.group[row])} but hold "
-            "different prompts; rows share a group only if they answer the same prompt"
-        )
-    order = number.argsort(stable=True)
-    order = order[prompts.mask.sum(-1)[order].argsort(stable=True)]
-    return order, number[order]
 
 
 def check_prompts(prompts: PromptBatch, sampling: Sampling, config: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kedge.backends.hf.decode import CausalStepper, get_base_model
 from kedge.backends.hf.generation import POLL, Responses, sample_step
 from kedge.backends.hf.kv_cache import growing_cache
+from kedge.backends.hf.recorded_step import RecordedStep
 from kedge.backends.hf.sampling import check_allowed, restrict, uniforms
 from kedge.backends.hf.stopping import Stopper
 from kedge.backends.rollout.requests import GroupRequests
@@ -119,6 +120,7 @@ class SlotSampler:
         self._stopper = Stopper(sampling, tokenizer, 0)
         self._waiting: deque[_Waiting] = deque()
         self._stepper: SlotStepper | None = None
+        self._recorded, self._version = RecordedStep(model), 0
         self.max_new_tokens = 0  # the largest of all rows
         # of the b rows in the batch, on the device: the last token, the index of the next one, and
         # the random numbers of all
@@ -164,6 +166,10 @@ class SlotSampler:
 
     def advance(self, version: int) -> None:
         """Sample up to 16 tokens per slot, or until a response is complete."""
+        if version != self._version:  # the model may have been changed in between
+            self._recorded, self._version = RecordedStep(self._model), version
+            if self._stepper is not None:
+                self._stepper.recorded = self._recorded
         for _ in range(POLL if self._on_cpu else 1):
             logits = self._next_logits(version)
             if logits is None:
@@ -233,7 +239,7 @@ class SlotSampler:
         width = max(map(len, prompts))
         ids = torch.stack([_left(prompt, width, 0) for prompt in prompts])
         mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts])
-        stepper = SlotStepper(self._model)
+        stepper = SlotStepper(self._model, self._recorded)
         logits = stepper.start(ids, mask, torch.tensor([index[id(x.prompt)] for x in new]))
         if self._stepper is None:
             self._stepper = stepper

@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
@@ -38,7 +40,7 @@ class Kernels:
     def active(self) -> Iterator[None]:
         """Context that uses the faster kernels, backward passes included."""
         forwards = [
-            (layer, partial(_forward, layer, low))
+            (layer, _usual_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
         ]
         with _replaced(forwards):
@@ -78,7 +80,11 @@ class Kernels:
 def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
     """Context in which layers have another forward."""
     # An instance attribute `forward` was set by the user or by an outer context.
-    patched = [(layer, forward) for layer, forward in forwards if "forward" not in vars(layer)]
+    patched = [
+        (layer, partial(_one_call, layer, forward))
+        for layer, forward in forwards
+        if "forward" not in vars(layer)
+    ]
     try:
         for layer, forward in patched:
             layer.__dict__["forward"] = forward
@@ -87,6 +93,20 @@ def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
         for layer, forward in patched:
             if vars(layer).get("forward") is forward:
                 del layer.__dict__["forward"]
+
+
+def _one_call(layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor) -> Tensor:
+    """``forward``, which a recording of torch calls sees as one call of the layer."""
+    (x,) = (*args, *named.values())  # called input by one class and x by the other
+    if has_torch_function_unary(x):
+        return handle_torch_function(run_layer, (x,), layer, x)
+    return forward(x)
+
+
+def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
+    """The forward that a layer has now, without hooks."""
+    result: Tensor = layer.forward(x)
+    return result
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
@@ -107,12 +127,19 @@ def _weight(layer: nn.Linear | Conv1D) -> Tensor:
     return layer.weight.T if isinstance(layer, Conv1D) else layer.weight
 
 
-def _forward(layer: nn.Linear | Conv1D, low: Bf16Weight, *args: Tensor, **named: Tensor) -> Tensor:
-    (x,) = (*args, *named.values())  # called input by one class and x by the other
-    weight = _weight(layer)
-    if 2 * x.numel() * len(weight) >= matmul.SMALLEST and autocasts_to_bf16():
-        return bf16_linear(x, weight, low.get(), layer.bias)
-    return linear(x, weight, layer.bias)
+def _usual_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
+    own, transposed = layer._parameters, isinstance(layer, Conv1D)
+    smallest = matmul.SMALLEST / (2 * len(_weight(layer)))  # numbers in x
+
+    def forward(x: Tensor) -> Tensor:
+        weight: Tensor = own["weight"].T if transposed else own["weight"]  # type: ignore[assignment,union-attr]
+        if x.numel() < smallest:
+            return functional.linear(x, weight, own["bias"])
+        if autocasts_to_bf16():
+            return bf16_linear(x, weight, low.get(), own["bias"])
+        return linear(x, weight, own["bias"])
+
+    return forward
 
 
 def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
@@ -122,10 +149,9 @@ def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forwa
         weight, smallest = weight.to(torch.bfloat16), 0
         bias = None if bias is None else bias.to(torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    usual = partial(_forward, layer, Bf16Weight(partial(_weight, layer)))
+    usual = _usual_forward(layer, Bf16Weight(partial(_weight, layer)))
 
-    def forward(*args: Tensor, **named: Tensor) -> Tensor:
-        (x,) = (*args, *named.values())
+    def forward(x: Tensor) -> Tensor:
         if low and not autocasts_to_bf16():  # the model turned it off here
             return usual(x)
         if low and x.is_floating_point():
