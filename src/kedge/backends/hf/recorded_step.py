@@ -1,6 +1,6 @@
 """Replays the decode step of a model on a CPU as a flat list of torch calls.
 
-In small models, most of a step is Python: modules, keyword arguments, masks, caches.  The first
+In small models, much of a step is Python: modules, keyword arguments, masks, caches.  The first
 steps run as usual while their torch calls are recorded; from then on the same calls run alone, on
 the same weights.  Sizes that follow the number of rows or of cached tokens are found by comparing
 recordings.  A program is used only if it repeats the logits of a recorded step bit by bit.
