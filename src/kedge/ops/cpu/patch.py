@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
+from kedge.ops.cpu.lora import lora_forward, lora_layers
 from kedge.ops.cpu.low_precision import (
     Bf16Weight,
     autocasts_to_bf16,
@@ -31,7 +32,9 @@ class Kernels:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
         self._layers = [layer for model in models for layer in _layers(model)]
+        self._adapted = [layer for model in models for layer in lora_layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
 
     @contextmanager
@@ -41,7 +44,8 @@ class Kernels:
             (layer, partial(_forward, layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
         ]
-        with _replaced(forwards):
+        adapted = [(layer, partial(lora_forward, layer)) for layer in self._adapted]
+        with _replaced([*forwards, *adapted]):
             try:
                 yield
             finally:
