@@ -1,9 +1,13 @@
 """Kedge and TRL 1.12 in turn, each in a process and an environment of its own.
 
     python -m benchmarks.ppo_vs_trl [--cases stories260k pythia-14m pythia-160m] [--rounds 2]
+    python -m benchmarks.ppo_vs_trl --cases qwen-0.5b-lora --rounds 1 [--sides kedge trl]
 
 The first update of each process is warm-up.  Seconds are medians; a ratio is of medians, TRL over
 Kedge, of wall time and of CPU time (which other programs on the machine disturb less).
+
+With LoRA there are four sides, since PPO's value model may be an adapter or a whole model; what
+each trains is in ``TRAINS`` and in the results.  TRL needs about 17 GiB there.
 """
 
 from __future__ import annotations
@@ -24,7 +28,18 @@ from benchmarks.ppo_vs_trl.cases import CASES
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / "benchmarks" / ".venv-trl"
 RESULTS = ROOT / "benchmarks" / "results" / "ppo_vs_trl.json"
-UPDATES = {"stories260k": 5, "pythia-14m": 3, "pythia-160m": 2}
+UPDATES = {"stories260k": 5, "pythia-14m": 3, "pythia-160m": 2, "qwen-0.5b-lora": 2}
+LIKE = {
+    "value_adapter": ("kedge", "trl-value-adapter"),
+    "value_model": ("kedge-value-model", "trl"),
+}
+ONE_BASE = "LoRA of rank 16 on all linear layers; the base without adapter is the reference"
+TRAINS = {
+    "kedge": f"policy: {ONE_BASE}; value: a second adapter on the same base, and a head",
+    "trl": f"policy: {ONE_BASE}; value: all weights of a separate model",
+    "kedge-value-model": f"policy: {ONE_BASE}; value: all weights of a separate model",
+    "trl-value-adapter": f"policy: {ONE_BASE}; value: LoRA and head of a separate model",
+}
 
 
 def peer_python(given: str | None) -> str:
@@ -36,8 +51,13 @@ def peer_python(given: str | None) -> str:
         subprocess.run([sys.executable, "-m", "venv", str(PEER)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
         subprocess.run([*pip, "torch==2.13.0"], check=True)
-        subprocess.run([*pip, "trl==1.12.0", "transformers==5.23.0", "rich"], check=True)
+        subprocess.run([*pip, "trl==1.12.0", "transformers==5.23.0", "peft", "rich"], check=True)
     return str(python)
+
+
+def sides(case: str) -> list[str]:
+    """What is compared: two programs, and with LoRA two kinds of value model."""
+    return list(TRAINS) if CASES[case].lora else ["kedge", "trl"]
 
 
 def one(python: str, side: str, case: str, threads: int) -> dict[str, Any]:
@@ -60,18 +80,24 @@ def one(python: str, side: str, case: str, threads: int) -> dict[str, Any]:
 
 
 def compare(case: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of both sides and their ratios."""
+    """Medians of all sides and their ratios."""
     out: dict[str, Any] = {"case": case, "batch": CASES[case].batch}
-    for side in ("kedge", "trl"):
-        mine = [r for r in reports if r["side"] == side]
+    present = list(dict.fromkeys(r["side"] for r in reports))
+    for side in present:
+        own, prefix = [r for r in reports if r["side"] == side], side.replace("-", "_")
         for name in ("seconds", "cpu_seconds"):
-            out[f"{side}_{name}"] = statistics.median(x for r in mine for x in r[name][1:])
-        out[f"{side}_peak_mib"] = statistics.median(r["peak_rss_mib"] for r in mine)
-        out[f"{side}_base_mib"] = statistics.median(r["rss_before_mib"] for r in mine)
-    out["ratio"] = out["trl_seconds"] / out["kedge_seconds"]
-    out["cpu_ratio"] = out["trl_cpu_seconds"] / out["kedge_cpu_seconds"]
-    out["memory_ratio"] = out["kedge_peak_mib"] / out["trl_peak_mib"]
-    return out
+            out[f"{prefix}_{name}"] = statistics.median(x for r in own for x in r[name][1:])
+        out[f"{prefix}_peak_mib"] = statistics.median(r["peak_rss_mib"] for r in own)
+        out[f"{prefix}_base_mib"] = statistics.median(r["rss_before_mib"] for r in own)
+    pairs = {"": ("kedge", "trl")} | (LIKE if CASES[case].lora else {})
+    for label, pair in pairs.items():
+        if set(pair) <= set(present):
+            end = label and f"_{label}"
+            ours, theirs = (side.replace("-", "_") for side in pair)
+            for ratio, name in (("ratio", "seconds"), ("cpu_ratio", "cpu_seconds")):
+                out[f"{ratio}{end}"] = out[f"{theirs}_{name}"] / out[f"{ours}_{name}"]
+            out[f"memory_ratio{end}"] = out[f"{ours}_peak_mib"] / out[f"{theirs}_peak_mib"]
+    return out | ({"trains": {side: TRAINS[side] for side in present}} if CASES[case].lora else {})
 
 
 def processor() -> str:
@@ -86,18 +112,20 @@ def processor() -> str:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    small = [case for case in CASES if not CASES[case].lora]
+    flags.add_argument("--cases", nargs="+", default=small, choices=list(CASES))
     flags.add_argument("--rounds", type=int, default=2)
     flags.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     flags.add_argument("--peer", help="python of an environment with trl==1.12.0")
+    flags.add_argument("--sides", nargs="+", choices=list(TRAINS), help="default: all of the case")
     flags = flags.parse_args()
     peer = peer_python(flags.peer)
     results = []
     for case in flags.cases:
         reports = []
-        for _ in range(flags.rounds):
-            reports.append(one(sys.executable, "kedge", case, flags.threads))
-            reports.append(one(peer, "trl", case, flags.threads))
+        for side in flags.rounds * (flags.sides or sides(case)):
+            python = peer if side.startswith("trl") else sys.executable
+            reports.append(one(python, side, case, flags.threads))
         results.append(compare(case, reports) | {"raw": reports})
         told = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}
         del told["raw"]

@@ -21,10 +21,22 @@ class Case:
 
     name: str
     batch: int
-    shape: dict[str, int] | None = None  # of a GPT-NeoX; None: stories260k from the shared data
+    shape: dict[str, Any] | None = None  # of random models; None: stories260k from the shared data
+    family: str = "gpt_neox"  # model type of transformers
+    lora: bool = False  # the policy trains an adapter, and its base is the reference
 
 
 PYTHIA = {"vocab_size": 50_304, "max_position_embeddings": 512}
+QWEN = {  # Qwen2.5-0.5B
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
 CASES = {
     "stories260k": Case("stories260k", 64),
     "pythia-14m": Case(
@@ -49,17 +61,34 @@ CASES = {
             "num_attention_heads": 12,
         },
     ),
+    "qwen-0.5b-lora": Case("qwen-0.5b-lora", 4, QWEN, "qwen2", lora=True),
 }
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def models(case: Case) -> tuple[Any, Any, Any, Any]:
-    """Policy, reference, reward and value model, float32, the same on both sides."""
+def adapter(task: str) -> Any:
+    """LoRA of rank 16 on all linear layers of the blocks."""
+    from peft import LoraConfig
+
+    return LoraConfig(task_type=task, r=16, lora_alpha=32, target_modules=LAYERS)
+
+
+def value_with_adapter(value: Any) -> Any:
+    """A value model of which the adapter and the head train, as TRL reads it."""
+    from peft import get_peft_model
+
+    return get_peft_model(value, adapter("SEQ_CLS")).get_base_model()
+
+
+def models(case: Case, *, value: bool = True) -> tuple[Any, Any, Any, Any]:
+    """Policy, reference, reward and value model, float32, the same on both sides.
+
+    With LoRA there is no reference, and without ``value`` no value model.
+    """
     from transformers import (
+        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
-        GPTNeoXConfig,
-        GPTNeoXForCausalLM,
-        GPTNeoXForSequenceClassification,
     )
 
     if case.shape is None:
@@ -67,23 +96,26 @@ def models(case: Case) -> tuple[Any, Any, Any, Any]:
         policy, reference = (
             AutoModelForCausalLM.from_pretrained(data / "stories260k") for _ in range(2)
         )
-        reward, value = (
+        reward, critic = (
             AutoModelForSequenceClassification.from_pretrained(
                 data / "stories260k-sentiment", num_labels=1
             )
             for _ in range(2)
         )
-        return policy, reference, reward, value
-    config = GPTNeoXConfig(**case.shape, bos_token_id=0, eos_token_id=0, pad_token_id=1)
+        return policy, reference, reward, critic
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    config = AutoConfig.for_model(case.family, **case.shape, **special)
     torch.manual_seed(0)
-    policy = GPTNeoXForCausalLM(config)
-    reference = GPTNeoXForCausalLM(config)
-    reference.load_state_dict(policy.state_dict())
+    policy = AutoModelForCausalLM.from_config(config)
+    reference = None if case.lora else AutoModelForCausalLM.from_config(config)
+    if reference is not None:
+        reference.load_state_dict(policy.state_dict())
     config.num_labels = 1
-    reward = GPTNeoXForSequenceClassification(config)
-    value = GPTNeoXForSequenceClassification(config)
-    value.load_state_dict(reward.state_dict())
-    return policy, reference, reward, value
+    reward = AutoModelForSequenceClassification.from_config(config)
+    critic = AutoModelForSequenceClassification.from_config(config) if value else None
+    if critic is not None:
+        critic.load_state_dict(reward.state_dict())
+    return policy, reference, reward, critic
 
 
 def tokenizer(case: Case) -> Any:

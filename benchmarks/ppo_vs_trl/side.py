@@ -13,12 +13,22 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.ppo_vs_trl.cases import CASES, EPOCHS, RESPONSE, models, prompts, tokenizer
+from benchmarks.ppo_vs_trl.cases import (
+    CASES,
+    EPOCHS,
+    RESPONSE,
+    adapter,
+    models,
+    prompts,
+    tokenizer,
+    value_with_adapter,
+)
 
 
 class Clock(TrainerCallback):
@@ -64,12 +74,15 @@ def common(case: Any, updates: int) -> dict[str, Any]:
     }
 
 
-def kedge(case: Any, updates: int, clock: Clock) -> None:
+def kedge(case: Any, updates: int, clock: Clock, *, value_model: bool = False) -> None:
     from kedge import PPOConfig, PPOTrainer
 
-    policy, reference, reward, value = models(case)
+    one_base = case.lora and not value_model
+    policy, reference, reward, value = models(case, value=not one_base)
     PPOTrainer(
-        PPOConfig(**common(case, updates), disable_tqdm=True, preflight=False),
+        PPOConfig(
+            **common(case, updates), disable_tqdm=True, preflight=False, value_adapter=one_base
+        ),
         tokenizer(case),
         policy,
         reference,
@@ -77,10 +90,11 @@ def kedge(case: Any, updates: int, clock: Clock) -> None:
         [{"input_ids": ids} for ids in prompts(case, case.batch * updates)],
         value,
         callbacks=[clock],
+        peft_config=adapter("CAUSAL_LM") if case.lora else None,
     ).train()
 
 
-def trl(case: Any, updates: int, clock: Clock) -> None:
+def trl(case: Any, updates: int, clock: Clock, *, value_adapter: bool = False) -> None:
     from datasets import Dataset
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -92,12 +106,21 @@ def trl(case: Any, updates: int, clock: Clock) -> None:
         model=policy,
         ref_model=reference,
         reward_model=reward,
-        value_model=value,
+        value_model=value_with_adapter(value) if value_adapter else value,
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[: case.batch]),
         callbacks=[clock],
+        peft_config=adapter("CAUSAL_LM") if case.lora else None,
     )
     trainer.train()
+
+
+SIDES = {
+    "kedge": kedge,
+    "trl": trl,
+    "kedge-value-model": partial(kedge, value_model=True),
+    "trl-value-adapter": partial(trl, value_adapter=True),
+}
 
 
 def main() -> None:
@@ -106,7 +129,7 @@ def main() -> None:
     torch.set_num_threads(int(sys.argv[4]) if len(sys.argv) > 4 else 2)
     case, clock = CASES[name], Clock()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    {"kedge": kedge, "trl": trl}[side](case, updates, clock)
+    SIDES[side](case, updates, clock)
     import transformers
 
     report = {

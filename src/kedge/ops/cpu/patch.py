@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
+from kedge.ops.cpu.lora import lora_forward, lora_layers
 from kedge.ops.cpu.low_precision import (
     Bf16Weight,
     autocasts_to_bf16,
@@ -33,7 +34,9 @@ class Kernels:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
         self._layers = [layer for model in models for layer in _layers(model)]
+        self._adapted = [layer for model in models for layer in lora_layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
 
     @contextmanager
@@ -43,7 +46,8 @@ class Kernels:
             (layer, _usual_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
         ]
-        with _replaced(forwards):
+        adapted = [(layer, partial(lora_forward, layer)) for layer in self._adapted]
+        with _replaced([*forwards, *adapted]):
             try:
                 yield
             finally:
