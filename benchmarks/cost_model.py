@@ -1,9 +1,12 @@
 """Predicted and measured seconds of the stages of an iteration.
 
     python -m benchmarks.cost_model [--cases stories260k pythia-14m pythia-160m] [--threads 1]
+        [--updates 2]
 
-PPO in turn in one process: the processor is measured, the stages are predicted from the shapes and
-the true lengths, then two iterations run after one of warm-up; the faster one counts.
+PPO in turn in one process: the stages are predicted from the shapes, the true lengths and the rates
+of this processor, measured with the products of the model; then iterations run after one of
+warm-up, and the fastest of each stage counts.  Seconds are of one thread's CPU time with
+``--threads 1``, which other programs disturb less, and of wall time otherwise.
 
 A matrix product of a model with N weights costs 2 N operations per token forward and 4 N backward
 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).  Every step of sampling reads all weights and
@@ -24,29 +27,41 @@ from typing import Any
 
 import torch
 
-from benchmarks.ppo_vs_trl.cases import CASES, RESPONSE, models, prompts, tokenizer
+from benchmarks.ppo_vs_trl.__main__ import processor
+from benchmarks.ppo_vs_trl.cases import CASES, EPOCHS, RESPONSE, Case, models, prompts, tokenizer
 from benchmarks.ppo_vs_trl.side import common
 from kedge import PPOConfig, PPOTrainer
+from kedge.backends.hf.learner import HFLearner
+from kedge.backends.hf.rollout import EmbeddedEngine
+from kedge.backends.rewards.model import RewardModel
 from kedge.cli.planning.memory import Shape, read_shape
-from kedge.ops.cpu.matmul import product
+from kedge.ops.cpu.matmul import input_gradient, outer, product
 
 RESULTS = Path(__file__).parent / "results" / "cost_model.json"
-UPDATES = 3
-TIMES = {
-    "generate": "time/rollout",
-    "reward": "time/reward",
-    "annotate": "time/annotate",
-    "train": "time/update",
+STAGES = {
+    "generate": (EmbeddedEngine, "generate"),
+    "reward": (RewardModel, "score"),
+    "annotate": (HFLearner, "compute_logprobs"),
+    "train": (HFLearner, "optimizer_step"),
 }
+COLUMNS = 2048  # of the vocabulary in one product
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Operations per second of large matrix products, and bytes per second of long reads."""
+    """Rates of one processor.
 
-    flops: float
+    Args:
+        flops: operations per second of each kind of product: "forward", "input_gradient",
+            "weight_gradient", and "vocabulary" for all products with the output layer.
+        bandwidth: bytes per second of long reads.
+        width: bytes of a number.
+    """
+
+    flops: dict[str, float]
     bandwidth: float
-    width: int = 4  # bytes of a number
+    width: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,84 +92,125 @@ class Job:
         )
 
 
-def operations(job: Job) -> dict[str, float]:
-    """Operations of each stage; the policy's log-probabilities are those recorded in sampling."""
+def operations(job: Job) -> dict[str, dict[str, float]]:
+    """Operations of each stage by kind; the policy's log-probabilities are those of sampling."""
     answered, seen = job.rows * job.response, (job.prompt + job.response) / 2
     once = job.forward(job.rows * (job.prompt + job.response), context=seen)
     head = job.forward(0, context=0, logits=answered)
     prefill = job.forward(job.rows * job.prompt, context=job.prompt / 2)
-    decode = job.forward(answered, context=job.prompt + job.response / 2, logits=answered)
+    decode = job.forward(answered, context=job.prompt + job.response / 2)
+    trunks = job.epochs * 2 * once
+    backward = {"input_gradient": trunks, "weight_gradient": trunks}
     return {
-        "generate": prefill + decode,
-        "reward": once,
-        "annotate": 2 * once + head,
-        "train": job.epochs * 3 * (2 * once + head),
+        "generate": {"forward": prefill + decode, "vocabulary": head},
+        "reward": {"forward": once},
+        "annotate": {"forward": 2 * once, "vocabulary": head},
+        "train": {"forward": trunks, **backward, "vocabulary": job.epochs * 3 * head},
     }
 
 
 def predict(job: Job, device: Device) -> dict[str, float]:
     """Seconds of each stage."""
-    seconds = {stage: count / device.flops for stage, count in operations(job).items()}
+    seconds = {
+        stage: sum(count / device.flops[kind] for kind, count in kinds.items())
+        for stage, kinds in operations(job).items()
+    }
     cache = job.rows * job.shape.layers * job.shape.cache * (job.prompt + job.response / 2)
     weights = job.body + job.shape.hidden * job.shape.vocab
     read = job.response * (weights + cache) * device.width / device.bandwidth
     return seconds | {"generate": max(seconds["generate"], read)}
 
 
-def measure() -> Device:
-    """This machine's processor, from a fraction of a second of products and reads."""
-    a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
+def measure(job: Job, clock: Clock) -> Device:
+    """The rates of this processor for the largest products of a model, as Kedge computes them."""
+    tokens, answered = int(job.rows * (job.prompt + job.response)), int(job.rows * job.response)
+    hidden, inner = job.shape.hidden, job.shape.intermediate
+    x, g, w = (torch.randn(shape) for shape in ((tokens, hidden), (tokens, inner), (inner, hidden)))
+    states, head = x[:answered], torch.randn(min(COLUMNS, job.shape.vocab), hidden)
     big = torch.randn(32 << 20)  # 128 MiB, beyond the caches
 
     def best(work: Callable[[], object]) -> float:
         spent = []
-        for _ in range(5):
-            begin = time.perf_counter()
+        for _ in range(20):
+            begin = clock()
             work()
-            spent.append(time.perf_counter() - begin)
+            spent.append(clock() - begin)
         return min(spent)
 
-    fastest = min(best(lambda: a @ b), best(lambda: product(a, b)))  # of torch's two libraries
-    flops = 2 * a.shape[0] * b.numel() / fastest
+    products: dict[str, Callable[[], object]] = {
+        "forward": lambda: product(x, w),
+        "input_gradient": lambda: input_gradient(g, w),
+        "weight_gradient": lambda: outer(g, x),
+    }
+    count = 2 * tokens * inner * hidden
+    flops = {kind: count / best(work) for kind, work in products.items()}
+    flops["vocabulary"] = 2 * states.numel() * len(head) / best(lambda: product(states, head))
     return Device(flops=flops, bandwidth=big.numel() * 4 / best(big.sum))
 
 
-def one(name: str) -> dict[str, Any]:
+def run(case: Case, given: list[list[int]], updates: int, clock: Clock) -> dict[str, float]:
+    """Seconds of each stage in the iteration after the first where they are least."""
+    seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+
+    def timed(stage: str, owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def wrapper(*args: Any, **named: Any) -> Any:
+            begin = clock()
+            result = call(*args, **named)
+            seconds[stage].append(clock() - begin)
+            return result
+
+        setattr(owner, name, wrapper)
+
+    usual = {stage: getattr(*where) for stage, where in STAGES.items()}
+    for stage, where in STAGES.items():
+        timed(stage, *where)
+    policy, reference, reward, value = models(case)
+    config = common(case, updates) | {"output_dir": tempfile.mkdtemp()}
+    try:
+        PPOTrainer(
+            PPOConfig(**config, disable_tqdm=True, preflight=False, shuffle_dataset=False),
+            tokenizer(case),
+            policy,
+            reference,
+            reward,
+            [{"input_ids": ids} for ids in given],
+            value,
+        ).train()
+    finally:
+        for stage, (owner, name) in STAGES.items():
+            setattr(owner, name, usual[stage])
+    steps = seconds["train"]
+    seconds["train"] = [sum(steps[i : i + EPOCHS]) for i in range(0, len(steps), EPOCHS)]
+    return {stage: min(spent[1:]) for stage, spent in seconds.items()}
+
+
+def one(name: str, updates: int, clock: Clock) -> dict[str, Any]:
     """Predicted and measured seconds of one shape."""
     case = CASES[name]
-    policy, reference, reward, value = models(case)
-    given = prompts(case, case.batch * UPDATES)
-    blocks = [p for n, p in policy.named_parameters() if ".layers." in n]
+    given = prompts(case, case.batch * updates)
+    policy, *_ = models(case)
     job = Job(
-        body=sum(p.numel() for p in blocks),
+        body=sum(p.numel() for n, p in policy.named_parameters() if ".layers." in n),
         shape=read_shape(policy.config),
         rows=case.batch,
         prompt=sum(map(len, given)) / len(given),
         response=RESPONSE,
+        epochs=EPOCHS,
     )
-    device = measure()
-    predicted = predict(job, device)
-    config = common(case, UPDATES) | {"output_dir": tempfile.mkdtemp()}
-    trainer = PPOTrainer(
-        PPOConfig(**config, disable_tqdm=True, preflight=False, shuffle_dataset=False),
-        tokenizer(case),
-        policy,
-        reference,
-        reward,
-        [{"input_ids": ids} for ids in given],
-        value,
-    )
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "time/update" in row][1:]
-    seen = {stage: min(row[key] for row in rows) for stage, key in TIMES.items()}
+    del policy
+    device = measure(job, clock)
+    predicted, seen = predict(job, device), run(case, given, updates, clock)
+    predicted = {stage: predicted[stage] for stage in STAGES}
     return {
         "case": name,
-        "gflops": device.flops / 1e9,
+        "gflops": {kind: rate / 1e9 for kind, rate in device.flops.items()},
         "gigabytes_per_second": device.bandwidth / 1e9,
-        "predicted": {stage: predicted[stage] for stage in TIMES},
+        "predicted": predicted,
         "measured": seen,
-        "ratio": {stage: seen[stage] / predicted[stage] for stage in TIMES},
-        "update_ratio": sum(seen.values()) / sum(predicted[stage] for stage in TIMES),
+        "ratio": {stage: seen[stage] / predicted[stage] for stage in STAGES},
+        "update_ratio": sum(seen.values()) / sum(predicted.values()),
     }
 
 
@@ -162,13 +218,17 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     flags.add_argument("--threads", type=int, default=1)
+    flags.add_argument("--updates", type=int, default=3)
     asked = flags.parse_args()
     torch.set_num_threads(asked.threads)
-    found = []
+    clock = time.process_time if asked.threads == 1 else time.perf_counter
+    machine = {"processor": processor(), "torch": torch.__version__, "threads": asked.threads}
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found = {row["case"]: row for row in stored.get("results", ()) if "processor" in row}
     for name in asked.cases:
-        found.append(one(name))
-        print(json.dumps(found[-1]), flush=True)
-        RESULTS.write_text(json.dumps({"threads": asked.threads, "results": found}, indent=1))
+        found[name] = one(name, asked.updates, clock) | machine
+        print(json.dumps(found[name]), flush=True)
+        RESULTS.write_text(json.dumps({"results": list(found.values())}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kedge.ops import linear_logprob as module
 from kedge.ops.linear_logprob import Head, TokenConstraints, linear_kl, linear_logprob
 
 N, H, V = 7, 5, 1000
@@ -174,6 +175,16 @@ class Largest(TorchDispatchMode):
         return out
 
 
+class Calls(TorchDispatchMode):
+    """Counts the products that write logits."""
+
+    addmm_out = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.addmm_out += func is torch.ops.aten.addmm.out
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_never_holds_the_logits(softcap):
     rows, vocab, tile = 300, 2000, 300 * 256
@@ -187,6 +198,25 @@ def test_never_holds_the_logits(softcap):
     with Largest() as seen:
         (hidden @ weight.T).log_softmax(-1)
     assert seen.elements == rows * vocab  # the watch sees what it watches for
+
+
+@pytest.mark.parametrize("kept", [0, N * 300, N * V])
+def test_kept_logits_change_no_bit(kept, monkeypatch):
+    hidden, weight, bias, targets = case()
+    results, products = [], []
+    for most in (0, kept):
+        monkeypatch.setattr(module, "_KEPT", most)
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        with Calls() as calls:
+            logp, entropy = linear_logprob(
+                leaves[0], Head(*leaves[1:]), targets, entropy_grad=True, tile=N * 256
+            )
+            (logp.sum() + entropy.sum()).backward()
+        results.append([logp, entropy, *(x.grad for x in leaves)])
+        products.append(calls.addmm_out)
+    assert all(map(torch.equal, *results))
+    blocks = math.ceil(V / 256)
+    assert products[0] - products[1] == {0: 0, N * 300: 1, N * V: blocks}[kept]
 
 
 def test_autocast_on_a_cpu_rounds_the_products_with_the_gradient_only():

@@ -1,9 +1,9 @@
-"""Log-probabilities, entropy and KL computed from hidden states without storing logits.
+"""Log-probabilities, entropy and KL computed from hidden states without storing all logits.
 
-The logits of N rows over a vocabulary of V are computed tile by tile, and recomputed in the
-backward.  A tile is all rows by a block of the vocabulary, so that each row of the weight (and of
-its gradient) is read once per pass; the softmax runs online over the blocks (Milakov & Gimelshein
-2018, arXiv:1805.02867).
+The logits of N rows over a vocabulary of V are computed tile by tile; the first tiles are kept for
+the backward pass, the others are computed again.  A tile is all rows by a block of the vocabulary,
+so that each row of the weight (and of its gradient) is read once per pass; the softmax runs online
+over the blocks (Milakov & Gimelshein 2018, arXiv:1805.02867).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf 
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
 _GPU_TILE = 1 << 26
 _MIN_COLUMNS = 256
+_KEPT = 1 << 24  # elements of logits kept for the backward pass; 64 MB of float32
 
 
 class Head(NamedTuple):
@@ -93,10 +94,13 @@ class _Tiles:
     def weight(self, low: int, high: int) -> Tensor:
         return self.head.weight[low:high].to(self.hidden.dtype)
 
-    def logits(self, low: int, high: int, slope: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Scaled logits float32+ [N, high-low], valid until the next call, and d/d(input)."""
-        head, constraints = self.head, self.constraints
-        out = self.buffer[: len(self.hidden) * (high - low)].view(len(self.hidden), high - low)
+    def logits(
+        self, low: int, high: int, *, slope: bool = False, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scaled logits float32+ [N, high-low], d/d(input); if not kept, until the next call."""
+        head, constraints, size = self.head, self.constraints, len(self.hidden) * (high - low)
+        memory = self.buffer.new_empty(size) if keep else self.buffer[:size]
+        out = memory.view(len(self.hidden), high - low)
         w = self.weight(low, high)
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
         z = float32_product(self.hidden, w, bias, room=out)
@@ -137,14 +141,14 @@ class _Online:
         self.sum = torch.zeros_like(self.top)
         self.weighted = torch.zeros_like(self.top)
 
-    def shift(self, z: Tensor) -> None:
-        """Rescale the sums for a new block, and subtract the running maximum from it in place."""
+    def shift(self, z: Tensor, *, keep: bool = False) -> Tensor:
+        """Rescale the sums for a new block, and subtract the running maximum from it."""
         top = torch.maximum(self.top, z.amax(1, keepdim=True))
         rescale = (self.top - top).exp_()
         self.sum.mul_(rescale)
         self.weighted.mul_(rescale)
         self.top = top
-        z.sub_(top)
+        return z - top if keep else z.sub_(top)
 
     @property
     def lse(self) -> Tensor:
@@ -156,16 +160,25 @@ def _row_slices(n: int, tile: int) -> Iterator[slice]:
     return (slice(i, min(n, i + step)) for i in range(0, n, step))
 
 
-def _scan(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, entropy, and log-sum-exp, each [n]."""
+def _scan(
+    tiles: _Tiles, targets: Tensor, kept: list[Tensor | None] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, entropy, and log-sum-exp, each [n].
+
+    Appends the logits of each block to ``kept``, or None where they would take too much memory.
+    """
     online = _Online(tiles)
     chosen = torch.full_like(online.top, _NEVER)
     for low, high in tiles.blocks():
-        z, _ = tiles.logits(low, high)
+        size = sum(z.numel() for z in kept or () if z is not None) + len(targets) * (high - low)
+        keep = kept is not None and size <= _KEPT
+        z, _ = tiles.logits(low, high, keep=keep)
+        if kept is not None:
+            kept.append(z if keep else None)
         column, inside = tiles.columns(targets[:, None], low, high)
         chosen = torch.where(inside, z.gather(1, column), chosen)
         before = online.top
-        online.shift(z)
+        z = online.shift(z, keep=keep)
         online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
         e = z.exp()
         online.sum.add_(e.sum(1, keepdim=True))
@@ -178,17 +191,18 @@ def _scan(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias, targets, head, constraints, tile, entropy_grad = args
+        hidden, weight, bias, targets, head, constraints, tile, entropy_grad, keeps = args
         kind = hidden.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         head = head._replace(weight=weight, bias=bias)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
+        kept: list[Tensor | None] | None = [] if keeps and head.softcap is None else None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _row_slices(len(hidden), tile):
                 tiles = _Tiles(hidden[part], head, constraints.rows(part), tile)
-                logprob[part], entropy[part], lse[part] = _scan(tiles, targets[part])
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+                logprob[part], entropy[part], lse[part] = _scan(tiles, targets[part], kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *(kept or []))
         ctx.spec = (head._replace(weight=lse, bias=None), constraints, tile, entropy_grad, low)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -196,7 +210,7 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *up: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
         head, constraints, tile, entropy_grad, low = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grads = _Grads(
@@ -204,6 +218,7 @@ class _LinearLogprob(torch.autograd.Function):
             _uninitialized(weight, rows=len(hidden)) if need_weight else None,
             torch.zeros_like(bias) if need_bias else None,
         )
+        in_order = iter(kept)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _row_slices(len(hidden), tile):
                 tiles = _Tiles(
@@ -214,11 +229,10 @@ class _LinearLogprob(torch.autograd.Function):
                     low,
                 )
                 of = (up[0][part], up[1][part] if entropy_grad else None)
-                _accumulate_grads(
-                    tiles, targets[part], lse[part], entropy[part], of, grads.rows(part)
-                )
+                saved = (targets[part], lse[part], entropy[part], in_order)
+                _accumulate_grads(tiles, saved, of, grads.rows(part))
         grad_hidden = None if grads.hidden is None else grads.hidden.to(hidden.dtype)
-        return (grad_hidden, grads.weight, grads.bias, None, None, None, None, None)
+        return (grad_hidden, grads.weight, grads.bias, None, None, None, None, None, None)
 
 
 class _Grads(NamedTuple):
@@ -239,16 +253,17 @@ def _uninitialized(weight: Tensor, *, rows: int) -> Tensor:
 
 def _accumulate_grads(
     tiles: _Tiles,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Iterator[Tensor | None]],
     up: tuple[Tensor, Tensor | None],
     grads: _Grads,
 ) -> None:
     """Backward of ``_scan``: add to ``grads``, given the gradients ``up`` of its outputs.
 
     d log p_t / d z = onehot_t - p          d entropy / d z = -p (log p + entropy)
+
+    ``saved``: targets, log-sum-exp, entropy, and the kept logits of the next blocks.
     """
+    targets, lse, entropy, kept = saved
     factor = (
         1.0 if tiles.head.softcap is not None else tiles.head.scale / tiles.constraints.temperature
     )
@@ -256,8 +271,12 @@ def _accumulate_grads(
     of_entropy = None if up[1] is None else (up[1] * factor)[:, None]
     hidden = tiles.hidden.to(tiles.grad_dtype)
     for low, high in tiles.blocks():
-        z, slope = tiles.logits(low, high, slope=True)
-        z.sub_(lse[:, None])
+        z, slope = next(kept, None), None
+        if z is None:
+            z, slope = tiles.logits(low, high, slope=True)
+            z.sub_(lse[:, None])
+        else:
+            z = z - lse[:, None]
         if of_entropy is None:
             d = z.exp_().mul_(-of_logprob)
         else:
@@ -327,6 +346,7 @@ def linear_logprob(
         constraints or TokenConstraints(),
         _tile(hidden, tile),
         entropy_grad,
+        torch.is_grad_enabled(),
     )
     return outputs
 

@@ -340,8 +340,9 @@ class HFLearner:
         self._plan.end_batch()
         self.version += 1
         self._stepped = False
-        if self.device.type == "cpu":
-            release_free_memory()  # of the backward passes
+        last = self.version >= self.settings.total_iterations
+        if self.device.type == "cpu" and (last or self.module.recomputes):
+            release_free_memory()  # otherwise the next iteration uses it again
 
     def weights(self) -> Mapping[str, Tensor]:
         """A copy of the policy's trainable weights; empty on ranks that do not send them."""

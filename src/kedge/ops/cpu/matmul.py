@@ -114,6 +114,12 @@ def outer(g: Tensor, x: Tensor) -> Tensor:
     return product(g.T, x.T)  # contiguous: autograd would copy another layout
 
 
+def input_gradient(g: Tensor, w: Tensor) -> Tensor:
+    """The product g w float [m, k] of g [m, n] and w [n, k], without gradient."""
+    large = len(g) >= _MANY_ROWS and w.shape[0] > w.shape[1] >= _WIDE
+    return product(g, w.T.contiguous() if large and by_onednn(g) else w.T)  # as in outer
+
+
 def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
     """Add x w float [m, k] of x [m, n] and w [n, k] to ``total``, in its precision."""
     if total.dtype == x.dtype and not by_onednn(x):
@@ -149,7 +155,7 @@ class _Linear(torch.autograd.Function):
         x, w = ctx.saved_tensors
         g, (of_x, of_w, of_bias) = up[0], ctx.needs_input_grad
         return (
-            product(g, w.T) if of_x else None,
+            input_gradient(g, w) if of_x else None,
             outer(g, x) if of_w else None,
             g.sum(0) if of_bias else None,
         )
