@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kedge.backends.liveness import HungCheck
 from kedge.backends.ray import cluster
 from kedge.backends.ray.actor import HEALTH
 from kedge.backends.ray.context import DriverMailbox, RankContext
 from kedge.backends.ray.placement import Placement, place, plan_seats
+from kedge.backends.ray.stop_probe import ActorProcess, StopProbe
 from kedge.backends.ray.worker import Failure, RankWorker
 from kedge.backends.shutdown import GracefulShutdown
 from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
@@ -117,6 +119,18 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ping:
+    """A health check of a rank."""
+
+    ref: Any
+    check: HungCheck
+    started: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
 @dataclass(slots=True)
 class _LearnerGroup:
     """All ranks, and their mailbox to the driver."""
@@ -127,9 +141,8 @@ class _LearnerGroup:
     control_store: cluster.ControlStore
     mailbox: Any = None
     ranks: list[Any] = field(default_factory=list)
-    processes: list[tuple[int, str]] = field(default_factory=list)  # process id and node
-    pings: dict[int, tuple[Any, float]] = field(default_factory=dict)  # running, and start time
-    hung: set[int] = field(default_factory=set)
+    processes: list[ActorProcess] = field(default_factory=list)
+    pings: dict[int, _Ping] = field(default_factory=dict)  # by rank
     mail: Any = None  # running call of ``take``
 
     def start(self) -> None:
@@ -223,7 +236,7 @@ class _LearnerGroup:
                 "WORLD_SIZE": len(self.ranks),
                 "LOCAL_RANK": local_rank,
             }
-            launch_env |= {"MASTER_ADDR": self.processes[0][1], "MASTER_PORT": port}
+            launch_env |= {"MASTER_ADDR": self.processes[0].address, "MASTER_PORT": port}
             context = RankContext(
                 rank=rank,
                 world_size=len(self.ranks),
@@ -266,7 +279,11 @@ class _LearnerGroup:
         try:
             rows, notes = ray.get(mail)
         except ray.exceptions.RayError:
-            return  # the mailbox is being restarted
+            logger.warning(
+                "the actor that carries metrics to this screen is gone; Ray restarts it, and"
+                " iterations that are missing here are in metrics.jsonl"
+            )
+            return
         if self.on_row is not None:
             for row in rows:
                 self.on_row(row)
@@ -282,27 +299,34 @@ class _LearnerGroup:
             text = f"{type(error.cause).__name__}: {error.cause}"
             return None, Failure(rank=rank, when=time.time(), text=text, trace=str(error))
         except ray.exceptions.RayError as error:
-            return None, self._death(rank, cluster.cause(error))
+            return None, self._death(rank, f"is gone: {cluster.cause(error)}")
         return outcome
 
-    def _death(self, rank: int, reason: str) -> Failure:
-        pid, node = self.processes[rank]
-        text = f"process {pid} on {node} is gone: {reason}"
+    def _death(self, rank: int, what: str) -> Failure:
+        text = f"{self.processes[rank]} {what}"
         return Failure(rank=rank, when=time.time(), text=text, died=True)
 
-    def _hung(self, running: Mapping[Any, int]) -> list[Failure]:
+    def _hung(self, running: dict[Any, int]) -> list[Failure]:
+        """Failures of ranks that hang, which are no longer waited for."""
         import ray
 
-        now, failures = time.monotonic(), []
-        for rank in set(running.values()) - self.hung:
-            ping, started = self.pings.setdefault(rank, (self._ping(rank), now))
-            if ray.wait([ping], timeout=0)[0]:
-                if now - started > self.limits.heartbeat:
+        failures = []
+        for ref, rank in list(running.items()):
+            ping = self.pings.get(rank) or self._start_ping(rank)
+            if ray.wait([ping.ref], timeout=0)[0]:
+                if ping.seconds() > self.limits.heartbeat:
                     self.pings.pop(rank)
-            elif now - started > self.limits.patience:
-                self.hung.add(rank)
-                failures.append(self._death(rank, f"no response for {self.limits.patience:g} s"))
+            elif reason := ping.check.reason(ping.seconds()):
+                del running[ref]
+                failures.append(self._death(rank, reason))
         return failures
+
+    def _start_ping(self, rank: int) -> _Ping:
+        process = self.processes[rank]
+        name = f"learner {rank} ({process})"
+        check = HungCheck(name, self.limits.patience, StopProbe(process))
+        ping = self.pings[rank] = _Ping(ref=self._ping(rank), check=check)
+        return ping
 
     def _root_cause(self, failures: Sequence[Failure]) -> KedgeError:
         root, *others = sorted(failures, key=lambda failure: failure.order)

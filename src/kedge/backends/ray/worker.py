@@ -14,6 +14,7 @@ from typing import Any
 
 from kedge.backends.ray.context import RankContext, set_context
 from kedge.backends.ray.rollout_store import take_references
+from kedge.backends.ray.stop_probe import ActorProcess
 from kedge.backends.vllm.nccl_transfer import free_port
 
 # Parts of errors that a rank raises because another one is gone.
@@ -44,11 +45,9 @@ class Failure:
 class RankWorker:
     """Runs a job as one rank; made an actor by ``ray.remote``."""
 
-    def ping(self) -> tuple[int, str]:
-        """Process id and address of the node."""
-        import ray
-
-        return os.getpid(), ray.util.get_node_ip_address()
+    def ping(self) -> ActorProcess:
+        """Where this process runs."""
+        return ActorProcess.current()
 
     def exit(self) -> None:
         """End this process."""
