@@ -267,7 +267,8 @@ class Actor:
                 raise error.cause from None
             raise RolloutError(f"{self.name} failed: {error.cause!r}") from error
         except RayError as error:
-            raise LostActorError(f"{self._where} is gone: {cause(error)}") from error
+            reason = cause(error, self.process.node)
+            raise LostActorError(f"{self._where} is gone: {reason}") from error
 
     def _kill(self) -> None:
         import ray

@@ -23,6 +23,10 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL = 0.2  # seconds between checks of the ranks
+_MAILBOX_LOST = (
+    "the actor that sends metrics to this screen was lost and is restarted; metrics that are"
+    " missing here are in metrics.jsonl"
+)
 _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 
 
@@ -140,6 +144,7 @@ class _LearnerGroup:
     on_row: Callable[[dict[str, Any]], None] | None
     control_store: cluster.ControlStore
     mailbox: Any = None
+    mailbox_lost: bool = False
     ranks: list[Any] = field(default_factory=list)
     processes: list[ActorProcess] = field(default_factory=list)
     pings: dict[int, _Ping] = field(default_factory=dict)  # by rank
@@ -210,7 +215,7 @@ class _LearnerGroup:
 
         if not ray.is_initialized():
             return
-        if self.control_store.lost():  # calls of Ray's own would block; the actors still respond
+        if self.control_store.silent():  # the actors still respond
             for actor in self.ranks:
                 actor.exit.options(concurrency_group=HEALTH).remote()
             return
@@ -279,11 +284,11 @@ class _LearnerGroup:
         try:
             rows, notes = ray.get(mail)
         except ray.exceptions.RayError:
-            logger.warning(
-                "the actor that carries metrics to this screen is gone; Ray restarts it, and"
-                " iterations that are missing here are in metrics.jsonl"
-            )
+            if not self.mailbox_lost:
+                logger.warning("%s", _MAILBOX_LOST)
+            self.mailbox_lost = True
             return
+        self.mailbox_lost = False
         if self.on_row is not None:
             for row in rows:
                 self.on_row(row)
@@ -299,7 +304,9 @@ class _LearnerGroup:
             text = f"{type(error.cause).__name__}: {error.cause}"
             return None, Failure(rank=rank, when=time.time(), text=text, trace=str(error))
         except ray.exceptions.RayError as error:
-            return None, self._death(rank, f"is gone: {cluster.cause(error)}")
+            return None, self._death(
+                rank, f"is gone: {cluster.cause(error, self.processes[rank].node)}"
+            )
         return outcome
 
     def _death(self, rank: int, what: str) -> Failure:
