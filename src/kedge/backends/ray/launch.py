@@ -195,7 +195,11 @@ class _LearnerGroup:
                     self.mailbox.stop.remote()  # again and again, since the mailbox may restart
                     if shutdown.newly_requested():
                         deadline = time.monotonic() + self.limits.stop
-                if self.control_store.lost():
+                if self.control_store.lost():  # Ray takes seconds to disconnect: report it first
+                    logger.warning(
+                        "Ray's control store at %s does not respond; ending all learners",
+                        self.control_store.address,
+                    )
                     raise LostLearnerError(self.control_store.cause)
             for _ in range(2):  # a call that is under way, and what came after it
                 self._forward(wait_seconds=_DRAIN)
