@@ -200,8 +200,10 @@ class Listener:
         return time.monotonic() - self._begin
 
 
-def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outcome:
-    """Run the command, strike it, and resume it."""
+def inject(
+    kind: str, folder: Path, calm: list[dict[str, Any]], at: int, *, resume: bool = True
+) -> Outcome:
+    """Run the command, strike it, and resume it unless ``resume`` is False."""
     fault = FAULTS[kind]
     with contextlib.ExitStack() as stack:
         flags, strike, nodes = list(fault.flags), fault.strike, None
@@ -241,16 +243,25 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
             load=round(load, 1),
             left=left,
         )
-    if run.steps < ITERATIONS and list(folder.glob("checkpoint-*")):
-        again = Run(folder, *fault.flags, "--resume_from_checkpoint")
-        with contextlib.suppress(TimeoutError):
-            again.wait(again.ended)
-        if not again.ended():
-            os.killpg(again.process.pid, signal.SIGKILL)
-        again.left()
-    if not {"--ray_engine", "--rollout_engine"} & {*fault.flags}:  # vLLM rounds as it batches
+    if run.steps < ITERATIONS and resume:
+        finish(folder, fault.flags)
+    compares = resume or run.steps == ITERATIONS
+    if compares and not {"--ray_engine", "--rollout_engine"} & {
+        *fault.flags
+    }:  # vLLM rounds as it batches
         outcome.exact = same(rows(folder), calm)
     return outcome
+
+
+def finish(folder: Path, flags: tuple[str, ...]) -> None:
+    """Resume a run from its newest checkpoint, if it has one."""
+    if list(folder.glob("checkpoint-*")):
+        run = Run(folder, *flags, "--resume_from_checkpoint")
+        with contextlib.suppress(TimeoutError):
+            run.wait(run.ended)
+        if not run.ended():
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.left()
 
 
 def short(said: str) -> str:
@@ -318,6 +329,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=[*FAULTS])
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--at", type=int, nargs="+", default=[STRIKE_AT], help="iterations")
+    parser.add_argument("--no_resume", action="store_true", help="do not resume runs that ended")
     parser.add_argument("--append", action="store_true", help="keep the recorded faults")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     parser.add_argument("--keep", type=Path, help="folder for the runs; not deleted")
@@ -337,7 +349,8 @@ def main() -> None:
     for kind in options.kinds:
         for i, at in enumerate(options.at * options.times):
             try:
-                found = inject(kind, root / f"{kind}-{i}", expected, at)
+                resume = not options.no_resume
+                found = inject(kind, root / f"{kind}-{i}", expected, at, resume=resume)
             except LookupError as error:
                 print(f"{kind} was not injected: {error}", flush=True)
                 continue
