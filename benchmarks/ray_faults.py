@@ -245,10 +245,8 @@ def inject(
         )
     if run.steps < ITERATIONS and resume:
         finish(folder, fault.flags)
-    compares = resume or run.steps == ITERATIONS
-    if compares and not {"--ray_engine", "--rollout_engine"} & {
-        *fault.flags
-    }:  # vLLM rounds as it batches
+    rounds = {"--ray_engine", "--rollout_engine"} & {*fault.flags}  # vLLM, as it batches
+    if not rounds and (resume or run.steps == ITERATIONS):
         outcome.exact = same(rows(folder), calm)
     return outcome
 

@@ -43,12 +43,14 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
     try:
         with _own_session() if address == "local" else contextlib.nullcontext():
             ray.init(address=address, configure_logging=False, log_to_driver=False, **resources)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises any kind
         raise ConfigError(_why_not(address, error)) from error
     return True
 
 
 def _why_not(address: str, error: Exception) -> str:
+    if address == "local":
+        return f"Ray did not start on this machine: {error}; if it is short of memory, free some"
     mode = os.environ.get("RAY_AUTH_MODE", "unset")
     if mode != "token" and responds(address):
         return (
