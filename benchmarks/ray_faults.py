@@ -338,9 +338,8 @@ def main() -> None:
         return
     root = options.keep or Path(tempfile.mkdtemp(prefix="kedge-faults-"))
     expected = undisturbed(root / "calm")
-    recorded: list[dict[str, Any]] = []
-    if options.append and options.out.exists():
-        recorded = json.loads(options.out.read_text())["faults"]
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    recorded = before.get("faults", []) if options.append else []
     outcomes: list[Outcome] = []
     print("| fault | exit | found | seconds | load | left running | rows exact | said |")
     print("|---|---|---|---|---|---|---|---|")
@@ -362,6 +361,7 @@ def main() -> None:
                 "processor": platform.processor() or platform.machine(),
                 "iterations": ITERATIONS,
                 "faults": [*recorded, *(asdict(x) for x in outcomes)],
+                "earlier": before.get("earlier", []),  # faults of earlier versions
             }
             options.out.write_text(json.dumps(report, indent=1) + "\n")
     if options.keep is None:

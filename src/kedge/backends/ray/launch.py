@@ -24,7 +24,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL = 0.2  # seconds between checks of the ranks
 _MAILBOX_LOST = (
-    "the actor that sends metrics to this screen was lost and is restarted; metrics that are"
+    "the actor that sends metrics to this screen was lost and has been restarted; metrics that are"
     " missing here are in metrics.jsonl"
 )
 _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
@@ -144,7 +144,7 @@ class _LearnerGroup:
     on_row: Callable[[dict[str, Any]], None] | None
     control_store: cluster.ControlStore
     mailbox: Any = None
-    mailbox_lost: bool = False
+    mailbox_process: int = 0  # process id; 0: not known yet
     ranks: list[Any] = field(default_factory=list)
     processes: list[ActorProcess] = field(default_factory=list)
     pings: dict[int, _Ping] = field(default_factory=dict)  # by rank
@@ -286,13 +286,12 @@ class _LearnerGroup:
             return
         mail, self.mail = self.mail, None
         try:
-            rows, notes = ray.get(mail)
+            rows, notes, process = ray.get(mail)
         except ray.exceptions.RayError:
-            if not self.mailbox_lost:
-                logger.warning("%s", _MAILBOX_LOST)
-            self.mailbox_lost = True
-            return
-        self.mailbox_lost = False
+            return  # the mailbox is being restarted
+        if self.mailbox_process not in (0, process):
+            logger.warning("%s", _MAILBOX_LOST)
+        self.mailbox_process = process
         if self.on_row is not None:
             for row in rows:
                 self.on_row(row)
