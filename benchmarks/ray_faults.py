@@ -263,11 +263,11 @@ def finish(folder: Path, flags: tuple[str, ...]) -> None:
 
 
 def short(said: str) -> str:
-    """The beginning of a message, without process ids."""
+    """The first clause of a message, without process ids."""
     said = re.sub(r"process \d+", "process ...", said.removeprefix("kedge async-ppo: error: "))
-    for end in (" resume", "; resume", ": {", "('"):
+    for end in (";", ": {", "('", ", because"):
         said = said.partition(end)[0]
-    return said[:160].replace("|", "/")
+    return re.sub(r"HOST:\d+", "HOST", said)[:120].replace("|", "/")
 
 
 def span(values: list[float]) -> str:
@@ -361,7 +361,7 @@ def main() -> None:
                 "processor": platform.processor() or platform.machine(),
                 "iterations": ITERATIONS,
                 "faults": [*recorded, *(asdict(x) for x in outcomes)],
-                "earlier": before.get("earlier", []),  # faults of earlier versions
+                "earlier": before.get("earlier", []),
             }
             options.out.write_text(json.dumps(report, indent=1) + "\n")
     if options.keep is None:
