@@ -14,6 +14,7 @@ import pytest
 
 from kedge.backends import liveness
 from kedge.backends.liveness import HungCheck, is_stopped, reporting_silence, watch_group
+from kedge.backends.ray.cluster import cause
 
 BUSY = "while True: pass"
 LEADER = (  # prints the process id of its child, and ends with its standard input
@@ -103,3 +104,21 @@ def test_the_loss_of_the_guard_is_reported_and_the_end_of_a_server_is_not(guard_
         assert (f"kill {child}" in caplog.text) is guard_is_killed
     finally:
         end(leader)
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        (
+            "4 worker(s) were killed due to the node running low on memory. Memory on the node ("
+            "IP: 10.0.0.1, ID: 55a0) was 22.67GB used / 23.54GB limit (0.96); top 10 memory users ...",
+            "Ray killed it because its node was low on memory (22.67GB used / 23.54GB);",
+        ),
+        ("The actor is dead because its node has died. Node Id: 55a0 ...", "its node was lost"),
+        ("Worker exit type: SYSTEM_ERROR Worker exit detail: ...", "it was killed (perhaps out of"),
+        ("The actor 61cb is unavailable: ...", "it or its node was lost"),
+        ("x. The actor is dead because Y. Some common causes ...", "The actor is dead because Y"),
+    ],
+)
+def test_why_ray_lost_an_actor_is_one_clause(text, meaning):
+    assert cause(RuntimeError(text)).startswith(meaning)

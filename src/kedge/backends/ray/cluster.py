@@ -178,6 +178,12 @@ def cause(error: Exception, node: str | None = None) -> str:
     text = " ".join(str(error).split())
     if "node has died" in text or (node is not None and _is_lost(node)):
         return "its node was lost"
+    if "running low on memory" in text:
+        used = re.search(r"was (\S+ used / \S+) limit", text)
+        return (
+            f"Ray killed it because its node was low on memory ({used[1] if used else 'unknown'});"
+            " free memory there, or start fewer actors on it"
+        )
     if "SYSTEM_ERROR" in text:
         return _DIED
     if "unavailable" in text:
