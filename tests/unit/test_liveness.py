@@ -111,7 +111,7 @@ def test_the_loss_of_the_guard_is_reported_and_the_end_of_a_server_is_not(guard_
     [
         (
             "4 worker(s) were killed due to the node running low on memory. Memory on the node ("
-            "IP: 10.0.0.1, ID: 55a0) was 22.67GB used / 23.54GB limit (0.96); top 10 memory users ...",
+            "IP: 10.0.0.1, ID: 55a0) was 22.67GB used / 23.54GB limit (0.96); top users ...",
             "Ray killed it because its node was low on memory (22.67GB used / 23.54GB);",
         ),
         ("The actor is dead because its node has died. Node Id: 55a0 ...", "its node was lost"),
