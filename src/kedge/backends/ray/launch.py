@@ -24,8 +24,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL = 0.2  # seconds between checks of the ranks
 _MAILBOX_LOST = (
-    "the actor that sends metrics to this screen was lost and has been restarted; metrics that are"
-    " missing here are in metrics.jsonl"
+    "the actor that sends metrics to this screen was lost; metrics that are missing here are in"
+    " metrics.jsonl"
 )
 _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 
@@ -203,6 +203,8 @@ class _LearnerGroup:
                     raise LostLearnerError(self.control_store.cause)
             for _ in range(2):  # a call that is under way, and what came after it
                 self._forward(wait_seconds=_DRAIN)
+            if self.mail is not None:
+                logger.warning("%s", _MAILBOX_LOST)
         if failures:
             raise self._root_cause(failures)
         if running:
