@@ -201,10 +201,7 @@ class _LearnerGroup:
                         self.control_store.address,
                     )
                     raise LostLearnerError(self.control_store.cause)
-            for _ in range(2):  # a call that is under way, and what came after it
-                self._forward(wait_seconds=_DRAIN)
-            if self.mail is not None:
-                logger.warning("%s", _MAILBOX_LOST)
+            self._forward_rest()
         if failures:
             raise self._root_cause(failures)
         if running:
@@ -299,6 +296,12 @@ class _LearnerGroup:
                 self.on_row(row)
         for note in notes:
             logger.warning("%s", note)
+
+    def _forward_rest(self) -> None:
+        for _ in range(2):  # a call that is under way, and what came after it
+            self._forward(wait_seconds=_DRAIN)
+        if self.mail is not None:
+            logger.warning("%s", _MAILBOX_LOST)
 
     def _outcome(self, ref: Any, rank: int) -> tuple[Any, Failure | None]:
         import ray
