@@ -6,9 +6,11 @@
 
 Each run is ``kedge async-ppo`` with stories-head32, two rollout engines and ``max_lag=1``, with a
 checkpoint every two iterations.  A fault strikes a process of the run after some iterations; some
-kinds wait until the process is sampling.  A run that ends is resumed, and its rows are compared
-with those of an undisturbed run.  Needs Ray; the kinds that begin with ``vllm`` need vLLM.  Prints
-each fault and writes results/ray_faults.json; ``--table`` prints those that are recorded, by kind.
+kinds wait until the process is sampling.  Timeouts are the defaults.  Recorded are the seconds
+until the first line on the screen that names the fault (``found``), and until the command has ended
+or two more iterations are logged (``seconds``).  A run that ends is resumed, and its rows are
+compared with those of an undisturbed run.  Needs Ray; the kinds that begin with ``vllm`` need vLLM.
+Prints each fault and writes results/ray_faults.json; ``--table`` prints the recorded ones, by kind.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from typing import Any
 import psutil
 
 from .ray_nodes import two_nodes
-from .ray_run import ITERATIONS, LIMIT, PATIENCE, Run, line_of, rows, same
+from .ray_run import ITERATIONS, LIMIT, Run, line_of, rows, same
 
 RESULTS = Path(__file__).parent / "results"
+OTHER = re.compile("preflight|the trained model is in|the resumed run|Token authentication")
 STRIKE_AT = 3  # iterations that are finished when the fault strikes, unless --at says otherwise
 
 
@@ -139,6 +142,9 @@ FAULTS = {
     "vllm_core_killed": Fault(
         strike=send(9, "EngineCore"), recovers=True, flags=SERVER, sampling=("EngineCore",)
     ),
+    "vllm_core_stopped": Fault(
+        strike=send(19, "EngineCore"), recovers=True, flags=SERVER, sampling=("EngineCore",)
+    ),
     "vllm_guard_killed": Fault(strike=send(9, "process_guard"), recovers=True, flags=SERVER),
     "node_lost": lost_node("RankWorker", (0, 2), engines=1),
     "engine_node_lost": lost_node("ActorHost", (2, 1), engines=2, recovers=True),
@@ -152,8 +158,10 @@ class Outcome:
     kind: str
     at: int  # iterations that were finished; 0: while the run started
     code: int | None  # exit code; None: given up
+    found: float | None  # seconds until a line on stderr named the fault; None: none did
     seconds: float  # until two more iterations, or the end of the command
-    said: str  # the line on stderr that names the fault
+    said: list[str]  # lines on stderr after the fault
+    load: float  # average load of the machine over a minute, at the fault
     left: list[str] = field(default_factory=list)
     exact: bool | None = None  # rows equal those of an undisturbed run; None: not compared
 
@@ -170,15 +178,32 @@ def wait_for_moment(run: Run, fault: Fault, at: int) -> None:
         raise LookupError(f"the run ended before the fault: {run.said[-2000:]}")
 
 
-def named(said: str) -> str:
-    """The first line that names a fault, without what differs from run to run."""
-    words = ("is gone", "respond", "lost", "interrupted", "SIGTERM", "error:", "failed at")
-    lines = [line for line in said.splitlines() if any(word in line for word in words)]
-    return re.sub(r"\d+\.\d+\.\d+\.\d+", "HOST", lines[0])[:160] if lines else "nothing"
+class Listener:
+    """Reads what a run writes on stderr after a fault."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._before, self._begin = run, len(run.said), time.monotonic()
+        self.found: float | None = None
+
+    def lines(self) -> list[str]:
+        """Complete lines about the fault, without addresses; notes when the first one appeared."""
+        text = self._run.said[self._before :].rpartition("\n")[0]
+        text = re.sub(r"\d+\.\d+\.\d+\.\d+", "HOST", text)
+        lines = [line for line in text.splitlines() if line and not OTHER.search(line)]
+        if lines and self.found is None:
+            self.found = round(time.monotonic() - self._begin, 1)
+        return lines
+
+    def seconds(self) -> float:
+        """Since the fault."""
+        self.lines()
+        return time.monotonic() - self._begin
 
 
-def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outcome:
-    """Run the command, strike it, and resume it."""
+def inject(
+    kind: str, folder: Path, calm: list[dict[str, Any]], at: int, *, resume: bool = True
+) -> Outcome:
+    """Run the command, strike it, and resume it unless ``resume`` is False."""
     fault = FAULTS[kind]
     with contextlib.ExitStack() as stack:
         flags, strike, nodes = list(fault.flags), fault.strike, None
@@ -186,24 +211,25 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
             nodes = stack.enter_context(two_nodes(fault.cpus))
             flags += ["--ray_address", nodes.address]
             strike = partial(nodes.kill_node_of, fault.role)
-        run, struck, heard = Run(folder, *flags), False, 0
+        run, listener, seconds = Run(folder, *flags), None, LIMIT
         try:
             wait_for_moment(run, fault, at)
+            load = os.getloadavg()[0]
+            listener = heard = Listener(run)
+            before = run.steps
             strike(run)
-            struck, before, heard = True, run.steps, len(run.said)
-            begin = time.monotonic()
             enough = min(before + 2, ITERATIONS) if fault.recovers else ITERATIONS + 1
-            run.wait(lambda: run.ended() or run.steps >= enough)
-            seconds = time.monotonic() - begin
-            while not run.ended() and time.monotonic() - begin < 2 * LIMIT:
+            run.wait(lambda: heard.seconds() and (run.ended() or run.steps >= enough))
+            seconds = heard.seconds()
+            while not run.ended() and heard.seconds() < 2 * LIMIT:
                 run.children()
                 time.sleep(0.2)
         except TimeoutError:
-            seconds = LIMIT
+            pass
         if not run.ended():
             os.killpg(run.process.pid, signal.SIGKILL)
         code, left = run.process.poll(), run.left()
-        if not struck:
+        if listener is None:
             raise LookupError(f"the run did not get so far within {LIMIT:g} s")
         if nodes is not None:
             left += nodes.left()
@@ -211,52 +237,68 @@ def inject(kind: str, folder: Path, calm: list[dict[str, Any]], at: int) -> Outc
             kind=kind,
             at=at,
             code=code,
+            found=listener.found,
             seconds=round(seconds, 1),
-            said=named(run.said[heard:]),
+            said=[line[:400] for line in listener.lines()[:4]],
+            load=round(load, 1),
             left=left,
         )
-    if run.steps < ITERATIONS and list(folder.glob("checkpoint-*")):
-        again = Run(folder, *fault.flags, "--resume_from_checkpoint")
-        with contextlib.suppress(TimeoutError):
-            again.wait(again.ended)
-        if not again.ended():
-            os.killpg(again.process.pid, signal.SIGKILL)
-        again.left()
-    if not {"--ray_engine", "--rollout_engine"} & {*fault.flags}:  # vLLM rounds as it batches
+    if run.steps < ITERATIONS and resume:
+        finish(folder, fault.flags)
+    rounds = {"--ray_engine", "--rollout_engine"} & {*fault.flags}  # vLLM, as it batches
+    if not rounds and (resume or run.steps == ITERATIONS):
         outcome.exact = same(rows(folder), calm)
     return outcome
 
 
+def finish(folder: Path, flags: tuple[str, ...]) -> None:
+    """Resume a run from its newest checkpoint, if it has one."""
+    if list(folder.glob("checkpoint-*")):
+        run = Run(folder, *flags, "--resume_from_checkpoint")
+        with contextlib.suppress(TimeoutError):
+            run.wait(run.ended)
+        if not run.ended():
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.left()
+
+
 def short(said: str) -> str:
-    """The beginning of a message, without process ids."""
+    """The first clause of a message, without process ids."""
     said = re.sub(r"process \d+", "process ...", said.removeprefix("kedge async-ppo: error: "))
-    for end in (": The actor", ": {", " resume", "; resume", ": it was", "('"):
+    for end in (";", ": {", "('", ", because"):
         said = said.partition(end)[0]
-    return said[:90]
+    return re.sub(r"HOST:\d+", "HOST", said)[:120].replace("|", "/")
+
+
+def span(values: list[float]) -> str:
+    """The smallest and the largest value."""
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def table(faults: list[dict[str, Any]]) -> str:
     """Recorded faults by kind, as a table of docs/ray.md."""
     lines = [
-        "| fault | number | after iterations | exit | seconds | said | left running | rows exact |",
-        "|---|---|---|---|---|---|---|---|",
+        "| fault | number | exit | found after (s) | recovered or ended after (s) | load | said"
+        " | left running | rows exact |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in FAULTS:
         of_kind = [fault for fault in faults if fault["kind"] == kind]
         if not of_kind:
             continue
-        seconds = sorted(fault["seconds"] for fault in of_kind)
-        span = f"{seconds[0]:g}" + (f" to {seconds[-1]:g}" if len(seconds) > 1 else "")
+        found = [fault["found"] for fault in of_kind if fault["found"] is not None]
         left = Counter(name.split()[0] for fault in of_kind for name in {*fault["left"]})
-        said = [short(fault["said"]) for fault in reversed(of_kind) if fault["said"]]
+        said = [short(fault["said"][0]) for fault in reversed(of_kind) if fault["said"]]
         exact = [fault["exact"] for fault in of_kind if fault["exact"] is not None]
         cells = [
             kind,
             str(len(of_kind)),
-            ", ".join(map(str, sorted({fault["at"] for fault in of_kind}))),
             ", ".join(dict.fromkeys(str(fault["code"]) for fault in of_kind)),
-            span,
-            next(iter(said), "not recorded"),
+            span(found) if found else "never",
+            span([fault["seconds"] for fault in of_kind]),
+            span([round(fault["load"]) for fault in of_kind]),
+            next(iter(said), "nothing"),
             "; ".join(f"{x} ({n} of {len(of_kind)})" for x, n in left.items()) or "nothing",
             f"{sum(exact)} of {len(exact)}" if exact else "not compared",
         ]
@@ -285,6 +327,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=[*FAULTS])
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--at", type=int, nargs="+", default=[STRIKE_AT], help="iterations")
+    parser.add_argument("--no_resume", action="store_true", help="do not resume runs that ended")
     parser.add_argument("--append", action="store_true", help="keep the recorded faults")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     parser.add_argument("--keep", type=Path, help="folder for the runs; not deleted")
@@ -295,30 +338,30 @@ def main() -> None:
         return
     root = options.keep or Path(tempfile.mkdtemp(prefix="kedge-faults-"))
     expected = undisturbed(root / "calm")
-    recorded: list[dict[str, Any]] = []
-    if options.append and options.out.exists():
-        recorded = json.loads(options.out.read_text())["faults"]
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    recorded = before.get("faults", []) if options.append else []
     outcomes: list[Outcome] = []
-    print("| fault | exit | seconds | left running | rows exact | said |")
-    print("|---|---|---|---|---|---|")
+    print("| fault | exit | found | seconds | load | left running | rows exact | said |")
+    print("|---|---|---|---|---|---|---|---|")
     for kind in options.kinds:
         for i, at in enumerate(options.at * options.times):
             try:
-                found = inject(kind, root / f"{kind}-{i}", expected, at)
+                resume = not options.no_resume
+                found = inject(kind, root / f"{kind}-{i}", expected, at, resume=resume)
             except LookupError as error:
                 print(f"{kind} was not injected: {error}", flush=True)
                 continue
             outcomes.append(found)
             print(
-                f"| {kind} | {found.code} | {found.seconds} | {'; '.join(found.left) or 'nothing'}"
-                f" | {found.exact} | {found.said} |",
+                f"| {kind} | {found.code} | {found.found} | {found.seconds} | {found.load}"
+                f" | {'; '.join(found.left) or 'nothing'} | {found.exact} | {found.said[:1]} |",
                 flush=True,
             )
             report = {
                 "processor": platform.processor() or platform.machine(),
                 "iterations": ITERATIONS,
-                "worker_timeout": PATIENCE,
                 "faults": [*recorded, *(asdict(x) for x in outcomes)],
+                "earlier": before.get("earlier", []),
             }
             options.out.write_text(json.dumps(report, indent=1) + "\n")
     if options.keep is None:

@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
-PATIENCE = 5  # seconds without a response until a process counts as hung (worker_timeout)
 ITERATIONS = 10
 LIMIT = 300.0  # seconds until a run that neither ends nor makes progress is given up
 TIMED = ("time/", "eps", "tokens_per_second", "train_", "step_time", "rollout/restarts")
@@ -41,7 +40,8 @@ def command(folder: Path, *flags: str) -> list[str]:
         *("--local_rollout_batch_size", "8", "--total_episodes", str(8 * ITERATIONS)),
         *("--per_device_train_batch_size", "8", "--response_length", "16", "--num_epochs", "1"),
         *("--learning_rate", "1e-4", "--save_freq", "2", "--vllm_num_engines", "2"),
-        *("--worker_heartbeat", "0.5", "--worker_timeout", str(PATIENCE), *embedded, *flags),
+        *embedded,
+        *flags,
     ]
 
 

@@ -18,13 +18,15 @@ from kedge.backends.shutdown import GracefulShutdown
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_the_first_signal_is_a_wish_and_the_second_an_order(number, raised):
+def test_the_first_signal_is_a_wish_and_the_second_an_order(number, raised, capfd):
     wishes = GracefulShutdown()
     before = signal.getsignal(number)
     with wishes.install():
         assert not wishes.newly_requested()
         os.kill(os.getpid(), number)
         assert [wishes.newly_requested(), wishes.newly_requested()] == [True, False]
+        name = signal.Signals(number).name
+        assert f"kedge: {name}: stopping after this iteration" in capfd.readouterr().err
         with pytest.raises(raised):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before

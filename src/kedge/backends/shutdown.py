@@ -37,10 +37,15 @@ class GracefulShutdown:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
+        first = not self._number
         self._number = self._number or number
         if number in self._seen:
             self._raise()
         self._seen.add(number)
+        if first:
+            name = signal.Signals(number).name
+            text = f"kedge: {name}: stopping after this iteration; again: stopping at once\n"
+            os.write(2, text.encode())  # a signal handler must not use buffers
 
     @property
     def requested(self) -> bool:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kedge.backends.liveness import HungCheck
 from kedge.backends.ray.cluster import ControlStore, cause
+from kedge.backends.ray.stop_probe import ActorProcess, StopProbe
 from kedge.backends.shutdown import exit_with
 from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 
@@ -62,7 +64,8 @@ class Actor:
         limits: ActorLimits,
         revive: Callable[[Actor], None] | None = None,
     ) -> None:
-        self.name, self.restarts, self.pid = name, 0, 0
+        self.name, self.restarts = name, 0
+        self.process = ActorProcess(pid=0, address="", node="")  # until it has started
         self._build, self._options, self._limits = build, dict(options), limits
         self._revive = revive
         self._control_store = ControlStore(2 * limits.heartbeat)
@@ -124,6 +127,11 @@ class Actor:
         """Kill the process; may be called again."""
         self._kill()
 
+    @property
+    def pid(self) -> int:
+        """Process id on its node."""
+        return self.process.pid
+
     # -- below ----------------------------------------------------------------------------------
 
     @property
@@ -167,13 +175,18 @@ class Actor:
         self._handle = actor.options(**self._options).remote()
         ping = self._ping()
         self._wait_for_process(ping)
-        self.pid = self._get(ping)
+        self.process = self._get(ping)
         built = self._build(self._handle)
         # Without health checks: a healthy process may not respond while it imports.
-        if not self._ready([built], self._limits.start):
-            raise LostActorError(
-                f"{self.name} was not ready within {self._limits.start:g} s (worker_start_timeout)"
-            )
+        stopped, begin = StopProbe(self.process), time.monotonic()
+        while not self._ready([built], 1.0):
+            if stopped():
+                raise LostActorError(f"{self._where} was stopped (SIGSTOP) while it started")
+            if time.monotonic() - begin > self._limits.start:
+                raise LostActorError(
+                    f"{self._where} was not ready within {self._limits.start:g} s"
+                    " (worker_start_timeout)"
+                )
         self._get(built)
 
     def _wait_for_process(self, ping: Any) -> None:
@@ -201,6 +214,10 @@ class Actor:
         group = getattr(self._options.get("scheduling_strategy"), "placement_group", None)
         return group is None or bool(placement_group_table(group)["state"] != "RESCHEDULING")
 
+    @property
+    def _where(self) -> str:
+        return f"{self.name} ({self.process})"
+
     def _options_text(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))
 
@@ -213,14 +230,20 @@ class Actor:
         self._check_cluster()
         while not self._ready([call], min(self._limits.heartbeat, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
-                raise LostActorError(f"{self.name} took longer than {limit:g} s")
+                raise LostActorError(f"{self._where} took longer than {limit:g} s")
             self._check_cluster()
-            ping = self._ping()
-            if not self._ready([call, ping], self._limits.patience):
-                raise LostActorError(f"{self.name} did not respond for {self._limits.patience:g} s")
-            if not self._ready([call], 0):
-                self._get(ping)
+            self._check_health(call)
         return self._get(call)
+
+    def _check_health(self, call: Any) -> None:
+        """Wait until the call has ended, or its process responds."""
+        ping, begin = self._ping(), time.monotonic()
+        check = HungCheck(self._where, self._limits.patience, StopProbe(self.process))
+        while not self._ready([call, ping], 0.5):
+            if reason := check.reason(time.monotonic() - begin):
+                raise LostActorError(f"{self._where} {reason}")
+        if not self._ready([call], 0):
+            self._get(ping)
 
     def _check_cluster(self) -> None:
         if self._control_store.lost():
@@ -244,7 +267,8 @@ class Actor:
                 raise error.cause from None
             raise RolloutError(f"{self.name} failed: {error.cause!r}") from error
         except RayError as error:
-            raise LostActorError(f"{self.name} is gone: {cause(error)}") from error
+            reason = cause(error, self.process.node)
+            raise LostActorError(f"{self._where} is gone: {reason}") from error
 
     def _kill(self) -> None:
         import ray
@@ -262,9 +286,9 @@ class ActorHost:
         self._object: Any = None
         threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
 
-    def ping(self) -> int:
-        """Process id."""
-        return os.getpid()
+    def ping(self) -> ActorProcess:
+        """Where this process runs."""
+        return ActorProcess.current()
 
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Build the object; not in the constructor, so that errors keep their type."""

@@ -43,12 +43,14 @@ def connect(address: str | None = None, *, cpus: float = 0) -> bool:
     try:
         with _own_session() if address == "local" else contextlib.nullcontext():
             ray.init(address=address, configure_logging=False, log_to_driver=False, **resources)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises any kind
         raise ConfigError(_why_not(address, error)) from error
     return True
 
 
 def _why_not(address: str, error: Exception) -> str:
+    if address == "local":
+        return f"Ray did not start on this machine: {error}; if it is short of memory, free some"
     mode = os.environ.get("RAY_AUTH_MODE", "unset")
     if mode != "token" and responds(address):
         return (
@@ -121,9 +123,12 @@ class ControlStore:
         now = time.monotonic()
         if self._watched and now - self._checked >= 1:
             self._checked = now
-            silent = not responds(self.address)
-            self._silent_since = (self._silent_since or now) if silent else None
+            self._silent_since = (self._silent_since or now) if self.silent() else None
         return self._silent_since is not None and now - self._silent_since > self._patience
+
+    def silent(self) -> bool:
+        """Whether it does not respond now: calls of Ray's own would block for a minute."""
+        return self._watched and not responds(self.address)
 
     @property
     def cause(self) -> str:
@@ -157,8 +162,40 @@ def leave() -> None:
                 process.kill()
 
 
-def cause(error: Exception) -> str:
-    """Why Ray lost an actor, without the generic part of its message."""
+_DIED = (
+    "it was killed (perhaps out of memory) or crashed; Ray's logs on that node, in"
+    " /tmp/ray/session_latest/logs, may say more"
+)
+
+
+def cause(error: Exception, node: str | None = None) -> str:
+    """Why Ray lost an actor; of other messages than the common ones, the part about this actor.
+
+    Args:
+        error: a ``ray.exceptions.RayError``.
+        node: Ray's id of the actor's node, if known.
+    """
     text = " ".join(str(error).split())
+    if "node has died" in text or (node is not None and _is_lost(node)):
+        return "its node was lost"
+    if "running low on memory" in text:
+        used = re.search(r"was (\S+ used / \S+) limit", text)
+        return (
+            f"Ray killed it because its node was low on memory ({used[1] if used else 'unknown'});"
+            " free memory there, or start fewer actors on it"
+        )
+    if "SYSTEM_ERROR" in text:
+        return _DIED
+    if "unavailable" in text:
+        return "it or its node was lost"
     match = re.search(r"([Tt]he actor is dead because .*?)(?: Some common|$)", text)
     return match[1].rstrip(" .") if match else text
+
+
+def _is_lost(node: str) -> bool:
+    """Whether a node has left the cluster; False if the control store does not respond."""
+    import ray
+
+    if not responds(ray.get_runtime_context().gcs_address):
+        return False
+    return any(found["NodeID"] == node and not found["Alive"] for found in ray.nodes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +28,11 @@ class DriverMailbox:
         """Add a warning."""
         self._notes.append(text)
 
-    def take(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Rows and warnings since the last call."""
+    def take(self) -> tuple[list[dict[str, Any]], list[str], int]:
+        """Rows and warnings since the last call, and the process id."""
         rows, notes = self._rows, self._notes
         self._rows, self._notes = [], []
-        return rows, notes
+        return rows, notes, os.getpid()
 
     def stop(self) -> None:
         """Ask the ranks to write a checkpoint and exit."""

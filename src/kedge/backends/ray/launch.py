@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kedge.backends.liveness import HungCheck
 from kedge.backends.ray import cluster
 from kedge.backends.ray.actor import HEALTH
 from kedge.backends.ray.context import DriverMailbox, RankContext
 from kedge.backends.ray.placement import Placement, place, plan_seats
+from kedge.backends.ray.stop_probe import ActorProcess, StopProbe
 from kedge.backends.ray.worker import Failure, RankWorker
 from kedge.backends.shutdown import GracefulShutdown
 from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
@@ -21,6 +23,10 @@ from kedge.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL = 0.2  # seconds between checks of the ranks
+_MAILBOX_LOST = (
+    "the actor that sends metrics to this screen was lost; metrics that are missing here are in"
+    " metrics.jsonl"
+)
 _DRAIN = 3.0  # seconds to collect errors of other ranks after a failure
 
 
@@ -117,6 +123,18 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ping:
+    """A health check of a rank."""
+
+    ref: Any
+    check: HungCheck
+    started: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
 @dataclass(slots=True)
 class _LearnerGroup:
     """All ranks, and their mailbox to the driver."""
@@ -126,10 +144,10 @@ class _LearnerGroup:
     on_row: Callable[[dict[str, Any]], None] | None
     control_store: cluster.ControlStore
     mailbox: Any = None
+    mailbox_process: int = 0  # process id; 0: not known yet
     ranks: list[Any] = field(default_factory=list)
-    processes: list[tuple[int, str]] = field(default_factory=list)  # process id and node
-    pings: dict[int, tuple[Any, float]] = field(default_factory=dict)  # running, and start time
-    hung: set[int] = field(default_factory=set)
+    processes: list[ActorProcess] = field(default_factory=list)
+    pings: dict[int, _Ping] = field(default_factory=dict)  # by rank
     mail: Any = None  # running call of ``take``
 
     def start(self) -> None:
@@ -177,10 +195,13 @@ class _LearnerGroup:
                     self.mailbox.stop.remote()  # again and again, since the mailbox may restart
                     if shutdown.newly_requested():
                         deadline = time.monotonic() + self.limits.stop
-                if self.control_store.lost():
+                if self.control_store.lost():  # Ray takes seconds to disconnect: report it first
+                    logger.warning(
+                        "Ray's control store at %s does not respond; ending all learners",
+                        self.control_store.address,
+                    )
                     raise LostLearnerError(self.control_store.cause)
-            for _ in range(2):  # a call that is under way, and what came after it
-                self._forward(wait_seconds=_DRAIN)
+            self._forward_rest()
         if failures:
             raise self._root_cause(failures)
         if running:
@@ -197,7 +218,7 @@ class _LearnerGroup:
 
         if not ray.is_initialized():
             return
-        if self.control_store.lost():  # calls of Ray's own would block; the actors still respond
+        if self.control_store.silent():  # the actors still respond
             for actor in self.ranks:
                 actor.exit.options(concurrency_group=HEALTH).remote()
             return
@@ -223,7 +244,7 @@ class _LearnerGroup:
                 "WORLD_SIZE": len(self.ranks),
                 "LOCAL_RANK": local_rank,
             }
-            launch_env |= {"MASTER_ADDR": self.processes[0][1], "MASTER_PORT": port}
+            launch_env |= {"MASTER_ADDR": self.processes[0].address, "MASTER_PORT": port}
             context = RankContext(
                 rank=rank,
                 world_size=len(self.ranks),
@@ -264,14 +285,23 @@ class _LearnerGroup:
             return
         mail, self.mail = self.mail, None
         try:
-            rows, notes = ray.get(mail)
+            rows, notes, process = ray.get(mail)
         except ray.exceptions.RayError:
             return  # the mailbox is being restarted
+        if self.mailbox_process not in (0, process):
+            logger.warning("%s", _MAILBOX_LOST)
+        self.mailbox_process = process
         if self.on_row is not None:
             for row in rows:
                 self.on_row(row)
         for note in notes:
             logger.warning("%s", note)
+
+    def _forward_rest(self) -> None:
+        for _ in range(2):  # a call that is under way, and what came after it
+            self._forward(wait_seconds=_DRAIN)
+        if self.mail is not None:
+            logger.warning("%s", _MAILBOX_LOST)
 
     def _outcome(self, ref: Any, rank: int) -> tuple[Any, Failure | None]:
         import ray
@@ -282,27 +312,36 @@ class _LearnerGroup:
             text = f"{type(error.cause).__name__}: {error.cause}"
             return None, Failure(rank=rank, when=time.time(), text=text, trace=str(error))
         except ray.exceptions.RayError as error:
-            return None, self._death(rank, cluster.cause(error))
+            return None, self._death(
+                rank, f"is gone: {cluster.cause(error, self.processes[rank].node)}"
+            )
         return outcome
 
-    def _death(self, rank: int, reason: str) -> Failure:
-        pid, node = self.processes[rank]
-        text = f"process {pid} on {node} is gone: {reason}"
+    def _death(self, rank: int, what: str) -> Failure:
+        text = f"{self.processes[rank]} {what}"
         return Failure(rank=rank, when=time.time(), text=text, died=True)
 
-    def _hung(self, running: Mapping[Any, int]) -> list[Failure]:
+    def _hung(self, running: dict[Any, int]) -> list[Failure]:
+        """Failures of ranks that hang, which are no longer waited for."""
         import ray
 
-        now, failures = time.monotonic(), []
-        for rank in set(running.values()) - self.hung:
-            ping, started = self.pings.setdefault(rank, (self._ping(rank), now))
-            if ray.wait([ping], timeout=0)[0]:
-                if now - started > self.limits.heartbeat:
+        failures = []
+        for ref, rank in list(running.items()):
+            ping = self.pings.get(rank) or self._start_ping(rank)
+            if ray.wait([ping.ref], timeout=0)[0]:
+                if ping.seconds() > self.limits.heartbeat:
                     self.pings.pop(rank)
-            elif now - started > self.limits.patience:
-                self.hung.add(rank)
-                failures.append(self._death(rank, f"no response for {self.limits.patience:g} s"))
+            elif reason := ping.check.reason(ping.seconds()):
+                del running[ref]
+                failures.append(self._death(rank, reason))
         return failures
+
+    def _start_ping(self, rank: int) -> _Ping:
+        process = self.processes[rank]
+        name = f"learner {rank} ({process})"
+        check = HungCheck(name, self.limits.patience, StopProbe(process))
+        ping = self.pings[rank] = _Ping(ref=self._ping(rank), check=check)
+        return ping
 
     def _root_cause(self, failures: Sequence[Failure]) -> KedgeError:
         root, *others = sorted(failures, key=lambda failure: failure.order)

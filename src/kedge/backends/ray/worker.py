@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 
 from kedge.backends.ray.context import RankContext, set_context
 from kedge.backends.ray.rollout_store import take_references
+from kedge.backends.ray.stop_probe import ActorProcess
+from kedge.backends.shutdown import exit_with
 from kedge.backends.vllm.nccl_transfer import free_port
 
 # Parts of errors that a rank raises because another one is gone.
@@ -44,11 +47,12 @@ class Failure:
 class RankWorker:
     """Runs a job as one rank; made an actor by ``ray.remote``."""
 
-    def ping(self) -> tuple[int, str]:
-        """Process id and address of the node."""
-        import ray
+    def __init__(self) -> None:
+        threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
 
-        return os.getpid(), ray.util.get_node_ip_address()
+    def ping(self) -> ActorProcess:
+        """Where this process runs."""
+        return ActorProcess.current()
 
     def exit(self) -> None:
         """End this process."""

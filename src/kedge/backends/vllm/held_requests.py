@@ -102,4 +102,11 @@ class HeldRequests(Generic[T]):
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(_report)
         return self._loop.run_until_complete(work)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report an error in a callback, except that a Unix socket closed while it was waited for."""
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
+from kedge.backends.liveness import reporting_silence
 from kedge.backends.vllm.held_requests import HeldRequests
 from kedge.backends.vllm.service import (
     GenerationRequest,
@@ -25,6 +26,10 @@ from kedge.backends.vllm.service import (
 from kedge.backends.vllm.weight_payload import WeightPayload, shared_memory
 from kedge.errors import RolloutError, SyncError
 
+_RESTART = (
+    "start it again with the same flags, and resume from the latest checkpoint with"
+    " resume_from_checkpoint=True"
+)
 _SECONDS = 0.1  # of waiting for a result in one call of ``serve``
 
 
@@ -65,6 +70,9 @@ class Remote:
     ) -> None:
         self.url = url.rstrip("/")
         self._uds = uds
+        # One on a Unix socket is started and restarted by ``Server``.
+        self._name = "the vLLM server" if uds else f"the vLLM server at {self.url}"
+        self._way_out = "" if uds else f"; {_RESTART}"
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
         self._folder = Path(
             tempfile.mkdtemp(prefix="kedge-weights-", dir=folder or shared_memory())
@@ -275,11 +283,12 @@ class Remote:
     def _check_alive(self) -> None:
         """Poll the server's engine loop."""
         try:
-            read_json(self._client.get("/weight_info"))
+            with reporting_silence(self._name, self._patience):
+                read_json(self._client.get("/weight_info"))
         except httpx.TimeoutException:
             raise LostServerError(
-                f"the vLLM server at {self.url} did not respond for {self._patience:g} s"
-                " (worker_timeout)"
+                f"{self._name} did not respond for {self._patience:g} s (worker_timeout)"
+                f"{self._way_out}"
             ) from None
         except httpx.TransportError as error:
             raise self._gone(error) from error
@@ -297,7 +306,7 @@ class Remote:
             raise self._gone(error) from error
 
     def _gone(self, error: httpx.TransportError) -> LostServerError:
-        return LostServerError(f"the vLLM server at {self.url} is gone: {error!r}")
+        return LostServerError(f"{self._name} is gone: {error!r}{self._way_out}")
 
 
 def read_json(response: httpx.Response) -> Any:

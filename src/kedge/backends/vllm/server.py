@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from kedge.backends.liveness import watch_group
 from kedge.backends.vllm import process_guard
 from kedge.backends.vllm.inprocess import device_args, fixed_args
 from kedge.backends.vllm.policy_spec import PolicySpec
@@ -293,6 +295,7 @@ class Process:
                 start_new_session=True,
             )
         self._finalizer = weakref.finalize(self, _terminate, self._running)
+        threading.Thread(target=watch_group, args=(self._running,), daemon=True).start()
 
     @property
     def pid(self) -> int:

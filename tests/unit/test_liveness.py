@@ -1,0 +1,124 @@
+"""Processes that do not respond: stopped ones are found in seconds, busy ones are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kedge.backends import liveness
+from kedge.backends.liveness import HungCheck, is_stopped, reporting_silence, watch_group
+from kedge.backends.ray.cluster import cause
+
+BUSY = "while True: pass"
+LEADER = (  # prints the process id of its child, and ends with its standard input
+    "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
+    "print(child.pid, flush=True); sys.stdin.read()"
+)
+
+
+def group(child: str = "import time; time.sleep(60)"):
+    """A process group with one child, whose process id is the second result."""
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER, child],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    return leader, int(leader.stdout.readline())
+
+
+def end(leader):
+    """Kill what is left of a group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
+    for pipe in (leader.stdin, leader.stdout):
+        pipe.close()
+
+
+def test_a_stopped_process_is_told_from_a_busy_one_and_from_none():
+    leader, child = group(BUSY)
+    try:
+        assert not is_stopped(child)
+        os.kill(child, signal.SIGSTOP)
+        until = time.monotonic() + 5
+        while not is_stopped(child) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert is_stopped(child)
+    finally:
+        end(leader)
+    assert not is_stopped(leader.pid)
+
+
+def test_a_busy_process_has_the_whole_patience_and_a_stopped_one_seconds(caplog):
+    busy = HungCheck("engine 0", 60.0, lambda: False)
+    assert [busy.reason(s) for s in (0.5, 7.0, 9.0, 30.0, 59.0)] == [None] * 5
+    (warning,) = caplog.messages
+    assert warning.startswith("engine 0 has not responded for 8 s; it may be busy")
+    assert "after 60 s without a response (worker_timeout)" in warning
+    assert busy.reason(60.1) == "did not respond for 60 s (worker_timeout)"
+    stopped = HungCheck("engine 0", 60.0, lambda: True)
+    assert stopped.reason(1.0) is None  # it has not been looked at
+    assert stopped.reason(2.1) == "was stopped by a signal (SIGSTOP)"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_only_a_long_silence_is_reported(seconds, caplog, monkeypatch):
+    monkeypatch.setattr(liveness, "WARN_AFTER", 0.1)
+    with reporting_silence("the vLLM server", 60.0):
+        time.sleep(seconds)
+    assert len(caplog.records) == (seconds > 0)
+
+
+def test_a_server_with_a_stopped_process_is_killed(caplog):
+    leader, child = group()
+    try:
+        os.kill(child, signal.SIGSTOP)
+        watch_group(leader, every=0.1)
+        assert f"its process {child} was stopped" in caplog.text
+        assert leader.wait(5) == -signal.SIGKILL
+    finally:
+        end(leader)
+
+
+@pytest.mark.parametrize("guard_is_killed", [True, False])
+def test_the_loss_of_the_guard_is_reported_and_the_end_of_a_server_is_not(guard_is_killed, caplog):
+    caplog.set_level(logging.WARNING)
+    leader, child = group()
+    try:
+        if guard_is_killed:
+            leader.kill()
+        else:
+            os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait()
+        watch_group(leader, every=0.1)
+        assert (f"kill {child}" in caplog.text) is guard_is_killed
+    finally:
+        end(leader)
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        (
+            "4 worker(s) were killed due to the node running low on memory. Memory on the node ("
+            "IP: 10.0.0.1, ID: 55a0) was 22.67GB used / 23.54GB limit (0.96); top users ...",
+            "Ray killed it because its node was low on memory (22.67GB used / 23.54GB);",
+        ),
+        ("The actor is dead because its node has died. Node Id: 55a0 ...", "its node was lost"),
+        ("Worker exit type: SYSTEM_ERROR Worker exit detail: ...", "it was killed (perhaps out of"),
+        ("The actor 61cb is unavailable: ...", "it or its node was lost"),
+        ("x. The actor is dead because Y. Some common causes ...", "The actor is dead because Y"),
+    ],
+)
+def test_why_ray_lost_an_actor_is_one_clause(text, meaning):
+    assert cause(RuntimeError(text)).startswith(meaning)
