@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from kedge.backends.trackers import Screen
+from kedge.ops.cpu.heap import keep_free_memory, release_free_memory
 from kedge.ops.cpu.patch import Kernels
 
 LABELS = {
@@ -30,7 +31,9 @@ LABELS = {
 
 
 def train_with_progress(trainer: Any) -> None:
-    """Call ``trainer.train`` with a ``RowCallback`` and, on CPUs, the faster matrix products.
+    """Call ``trainer.train`` with a ``RowCallback``.
+
+    On CPUs with faster matrix products; the memory that a step frees is kept for the next one.
 
     Args:
         trainer: a ``transformers.Trainer``; resumes as ``args.resume_from_checkpoint`` says.
@@ -40,10 +43,13 @@ def train_with_progress(trainer: Any) -> None:
     rows, kernels = RowCallback(), Kernels([trainer.model] if _is_plain(trainer) else [])
     trainer.add_callback(rows)
     trainer.add_callback(_AfterStep(kernels))
+    if trainer.args.device.type == "cpu":
+        keep_free_memory()
     try:
         with kernels.active():
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     finally:
+        release_free_memory()
         rows.close()
 
 
