@@ -149,6 +149,8 @@ def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
 
 @pytest.mark.parametrize("batch_size", [2, 7, 64])
 def test_kedge_generate_writes_the_completions_of_a_prompt_in_order(batch_size, tmp_path) -> None:
+    from datasets import Dataset
+
     found = generate_completions(
         saved(tmp_path),
         Dataset.from_list(PROMPTS),
