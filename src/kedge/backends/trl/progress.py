@@ -33,7 +33,8 @@ LABELS = {
 def train_with_progress(trainer: Any) -> None:
     """Call ``trainer.train`` with a ``RowCallback``.
 
-    On CPUs with faster matrix products; the memory that a step frees is kept for the next one.
+    On CPUs with faster matrix products; without checkpointing, memory that a step frees is kept for
+    the next one.
 
     Args:
         trainer: a ``transformers.Trainer``; resumes as ``args.resume_from_checkpoint`` says.
@@ -43,7 +44,10 @@ def train_with_progress(trainer: Any) -> None:
     rows, kernels = RowCallback(), Kernels([trainer.model] if _is_plain(trainer) else [])
     trainer.add_callback(rows)
     trainer.add_callback(_AfterStep(kernels))
-    if trainer.args.device.type == "cpu":
+    # With checkpointing the heap would grow by the activations that it frees (``ops.cpu.heap``).
+    new_name = getattr(trainer.args, "activation_checkpointing", None)
+    checkpoints = new_name or trainer.args.gradient_checkpointing
+    if trainer.args.device.type == "cpu" and not checkpoints:
         keep_free_memory()
     try:
         with kernels.active():
