@@ -184,7 +184,7 @@ CONFIGS: dict[str, type[OnPolicyConfig]] = {
 
 
 # Commands whose flags take seconds to import.
-HELP = ("async-ppo", "grpo", "ppo", "reward", "rloo", "sft")
+HELP = ("async-ppo", "grpo", "plan", "ppo", "reward", "rloo", "sft")
 
 
 def options_page(config: type[OnPolicyConfig]) -> str:

@@ -56,3 +56,12 @@ def test_the_stored_help_is_for_the_short_list_alone():
     assert stored_help("ppo", ["--help", "all"]) is None
     assert stored_help("ppo", ["--learning_rate", "1"]) is None
     assert stored_help("generate", ["--help"]) is None
+
+
+def test_the_help_of_a_plan_is_that_of_its_command():
+    ppo, plan = (stored_help(*words) for words in (("ppo", ["-h"]), ("plan", ["ppo", "-h"])))
+    first, _, rest = plan.partition("\n")
+    assert (
+        first == "usage: kedge plan ppo [--num_processes N] [--config FILE.yaml] [--flag value ...]"
+    )
+    assert rest == ppo.partition("\n")[2]

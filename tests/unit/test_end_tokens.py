@@ -147,6 +147,22 @@ def test_kedge_generate_ends_at_them(tmp_path, caplog) -> None:
     assert "EOS" not in caplog.text
 
 
+@pytest.mark.parametrize("batch_size", [2, 7, 64])
+def test_kedge_generate_writes_the_completions_of_a_prompt_in_order(batch_size, tmp_path) -> None:
+    from datasets import Dataset
+
+    found = generate_completions(
+        saved(tmp_path),
+        Dataset.from_list(PROMPTS),
+        num_generations=3,
+        batch_size=batch_size,
+        max_new_tokens=4,
+        temperature=1.0,
+    )
+    assert [row["prompt"] for row in found] == [p["prompt"] for p in PROMPTS for _ in range(3)]
+    assert len({row["completion"] for row in found[:3]}) == 3
+
+
 @pytest.mark.parametrize(
     ("stops", "finished", "expected"),
     [

@@ -47,8 +47,16 @@ def stored_help(command: str, argv: Sequence[str]) -> str | None:
     """The text of ``kedge COMMAND --help`` if ``argv`` asks for it; None if it must be built.
 
     The flags of the commands that train are fields of transformers' dataclasses, whose import takes
-    seconds.
+    seconds.  ``kedge plan ppo --help`` is that of ``kedge ppo``.
     """
+    if not {"-h", "--help"} & set(argv) or "all" in argv:
+        return None
+    prog = command
+    if command == "plan" and (FOLDER / f"{argv[0]}.txt").is_file():
+        command = argv[0]
+        prog = f"plan {command} [--num_processes N]"
     file = FOLDER / f"{command}.txt"
-    short = {"-h", "--help"} & set(argv) and "all" not in argv
-    return file.read_text(encoding="utf-8") if short and file.is_file() else None
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    return text.replace(f"usage: kedge {command}", f"usage: kedge {prog}", 1)

@@ -12,7 +12,7 @@ from kedge.cli.flags import stored_help
 
 _PACKAGES = {
     "kedge.demo": {
-        "demo": "train a small model with RLHF from nothing, in about five minutes on a CPU",
+        "demo": "train a small model with RLHF from nothing, in about three minutes on a CPU",
     },
     "kedge.cli.train": {
         "ppo": "train a language model with PPO",

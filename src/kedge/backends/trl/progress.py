@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from kedge.backends.trackers import Screen
+from kedge.ops.cpu.heap import keep_free_memory, release_free_memory
 from kedge.ops.cpu.patch import Kernels
 
 LABELS = {
@@ -30,7 +31,10 @@ LABELS = {
 
 
 def train_with_progress(trainer: Any) -> None:
-    """Call ``trainer.train`` with a ``RowCallback`` and, on CPUs, the faster matrix products.
+    """Call ``trainer.train`` with a ``RowCallback``.
+
+    On CPUs with faster matrix products; without checkpointing, memory that a step frees is kept for
+    the next one.
 
     Args:
         trainer: a ``transformers.Trainer``; resumes as ``args.resume_from_checkpoint`` says.
@@ -40,10 +44,16 @@ def train_with_progress(trainer: Any) -> None:
     rows, kernels = RowCallback(), Kernels([trainer.model] if _is_plain(trainer) else [])
     trainer.add_callback(rows)
     trainer.add_callback(_AfterStep(kernels))
+    # With checkpointing the heap would grow by the activations that it frees (``ops.cpu.heap``).
+    new_name = getattr(trainer.args, "activation_checkpointing", None)
+    checkpoints = new_name or trainer.args.gradient_checkpointing
+    if trainer.args.device.type == "cpu" and not checkpoints:
+        keep_free_memory()
     try:
         with kernels.active():
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     finally:
+        release_free_memory()
         rows.close()
 
 

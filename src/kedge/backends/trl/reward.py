@@ -18,6 +18,7 @@ from torch import nn
 from kedge.backends.rewards.heads import SHIFT, save_adapter_shift
 from kedge.backends.rewards.model import RewardModel
 from kedge.backends.trl.progress import train_with_progress
+from kedge.backends.trl.tokenize import tokenize_rows
 from kedge.errors import ConfigError, DataError
 
 
@@ -90,6 +91,7 @@ def train_reward(
     model.config.pad_token_id = tokenizer.pad_token_id
     if fresh_head:
         init_head(model, seed=config.seed)
+    train, test, config = tokenize_rows(train, test, tokenizer, config)
     trainer = RewardTrainer(
         model=model,
         args=config,

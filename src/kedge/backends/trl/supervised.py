@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from kedge.backends.trl.progress import train_with_progress
+from kedge.backends.trl.tokenize import tokenize_rows
 from kedge.errors import ConfigError, DataError
 
 
@@ -45,6 +46,7 @@ def train_supervised(
         raise DataError(
             "the tokenizer must have an end-of-text token to end completions; set eos_token"
         )
+    train, test, config = tokenize_rows(train, test, tokenizer, config)
     trainer = SFTTrainer(
         model=model,
         args=config,

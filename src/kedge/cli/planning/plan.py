@@ -38,13 +38,23 @@ CONFIGS: dict[str, type[OnPolicyConfig]] = {
     "rloo": RLOOConfig,
     "grpo": GRPOConfig,
 }
+USAGE = f"""\
+usage: kedge plan {"|".join(CONFIGS)} [--num_processes N] [flags of that command]
+
+Show batch sizes and estimated memory of a run, and check its flags, without loading weights.
+
+  --num_processes N   ranks that train; by default those of this launch
+
+`kedge plan ppo --help` lists the flags of `kedge ppo`.
+example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
+             --reward_funcs rewards.py:length --output_dir runs/a"""
 PROMPT_GUESS = 512  # tokens, where there is no dataset to look at
 
 
 def main(argv: Sequence[str]) -> None:
     """``kedge plan ppo [flags]``, or of another command that trains."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: kedge plan {'|'.join(CONFIGS)} [--num_processes N] [flags of that command]")
+        print(USAGE)
         return
     name, *rest = argv
     if name not in CONFIGS:

@@ -109,18 +109,17 @@ def generate_completions(
     for name_, value in (("num_generations", num_generations), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"--{name_} {value} must be at least 1")
-    if num_generations > 1:
-        dataset = dataset.select([i for i in range(len(dataset)) for _ in range(num_generations)])
-    size = min(batch_size, max(len(dataset), 1))
+    size = min(max(batch_size // num_generations, 1), max(len(dataset), 1))
     prompts = DatasetPrompts(
         dataset,
         tokenizer,
         prompts_per_step=size,
+        num_generations=num_generations,
         seed=seed,
         shuffle=False,
         max_prompt_length=max_prompt_length,
     )
-    rollout_engine = _engine(engine, model, tokenizer)
+    rollout_engine = _engine(engine, model, tokenizer, batch_size)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=ends)
     completions: list[dict[str, Any]] = []
     for step in range(-(-len(prompts) // size)):
@@ -132,10 +131,11 @@ def generate_completions(
             if "completion" in columns:
                 columns["reference"] = columns.pop("completion")
             completions.append({**columns, "completion": text, "finished": ended})
-    return completions[: len(prompts)]  # the last batch is padded with rows from the start
+    # The last batch is padded with rows from the start.
+    return completions[: len(prompts) * num_generations]
 
 
-def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
+def _engine(kind: str, model: Any, tokenizer: Any, batch_size: int) -> Any:
     from kedge.trainers.build.setup import pad_id
 
     pad = pad_id(tokenizer)
@@ -145,7 +145,7 @@ def _engine(kind: str, model: Any, tokenizer: Any) -> Any:
         from kedge.backends.hf.rollout import EmbeddedEngine
 
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-        return EmbeddedEngine(model, pad_id=pad, tokenizer=tokenizer, shares_weights=True)
+        return EmbeddedEngine(model, pad_id=pad, tokenizer=tokenizer, chunk_rows=batch_size)
     from kedge.config.options import installed
 
     if not installed("vllm"):
