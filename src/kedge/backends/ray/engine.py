@@ -51,6 +51,7 @@ class RayEngine:
         shared_weights: SharedWeights,
     ) -> None:
         self._shared_weights = shared_weights
+        self.stage_weights = shared_weights.stage
         self._stored = shared_weights.store(payload)
         self._pad_id: int = settings["pad_id"]
         self._loaded: tuple[int, Receipt] | None = None
@@ -118,7 +119,7 @@ class RayEngine:
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""
-        stored = self._shared_weights.store(WeightPayload(tuple(weights.items())))
+        stored = self._shared_weights.store(WeightPayload((), weights=weights))
         receipt: Receipt = self.actor.call("load_stored", stored, version)
         self._stored, self._loaded = stored, (version, receipt)
         return receipt

@@ -89,6 +89,11 @@ class ShardedEngine:
         dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
         return dtype
 
+    @property
+    def stage_weights(self) -> Any:
+        """Takes weights to where engines read them; None: they have no such place."""
+        return getattr(self.engines[0], "stage_weights", None)
+
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 

@@ -92,6 +92,11 @@ class RankSharedEngine:
         dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
         return dtype
 
+    @property
+    def stage_weights(self) -> Any:
+        """Takes weights to where engines read them; None: they have no such place."""
+        return getattr(self.engine, "stage_weights", None)
+
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 

@@ -150,8 +150,13 @@ class Remote:
         Raises:
             SyncError: vLLM rejected them.
         """
+        folder = self._folder / str(self._loads + 1)
+        try:
+            payload.write(folder)
+        except BaseException:  # the server has its weights, and gets them again after a restart
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._loads += 1
-        payload.write(self._folder / str(self._loads))
         previous, self._adapter = self._adapter, None
         if payload.adapter is not None:
             self._adapter = f"kedge-{self._loads}"
