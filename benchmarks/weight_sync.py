@@ -1,11 +1,11 @@
 """Bytes, copies and seconds of a weight sync, against the number of rollout engines.
 
-    python -m benchmarks.weight_sync --megabytes 2048 --engines 1 4 16
+    python -m benchmarks.weight_sync --megabytes 1024 --engines 1 4 16
 
 The weights of a model of the given size (float32 on the learner) are sent to pretend engines, each
 in a thread, which copy every tensor into a model in their dtype.  Ways: "bucket by bucket" into
 Ray's object store, which all engines read, as learners send weights; "whole copy" in the dtype of
-the engines, then into the store, as they did before; "files", which each vLLM server reads.
+the engines, then into the store, as they did before; "files", which all vLLM servers read.
 Counted are the bytes of tensors that the sender allocates besides its weights and the store, at
 their peak, the bytes in the store or in files, and CPU and wall seconds.  Needs Ray.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,8 @@ from torch import Tensor
 from kedge.backends.hf.fingerprint import WeightsCopy
 from kedge.backends.ray import cluster
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
-from kedge.backends.vllm.weight_payload import WeightPayload, shared_memory
+from kedge.backends.vllm.weight_files import WeightFiles
+from kedge.backends.vllm.weight_payload import WeightPayload
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64
@@ -59,13 +59,12 @@ def from_files(folder: Path, model: dict[str, Tensor]) -> None:
                 model[name].copy_(tensors.get_tensor(name))
 
 
-def send(way: str, current: dict[str, Tensor], engines: int, folder: Path) -> list[Read]:
+def send(way: str, current: dict[str, Tensor], engines: int) -> list[Read]:
     """Make the weights available; returns how each engine reads them."""
     payload = WeightPayload(tuple(current.items()), dtype=torch.bfloat16, weights=current)
     if way == "files":
-        for engine in range(engines):
-            payload.write(folder / str(engine))
-        return [lambda model, i=i: from_files(folder / str(i), model) for i in range(engines)]
+        written = WeightFiles().store(payload)
+        return [lambda model: from_files(written.path, model)] * engines
     if way == "whole copy":
         current = {name: x.bfloat16() for name, x in current.items()}
     staged: WeightsCopy = SharedWeights(engines, torch.bfloat16).stage(current.items())
@@ -76,20 +75,19 @@ def measure(way: str, engines: int, megabytes: int) -> dict[str, Any]:
     """One weight sync to all engines."""
     current = weights(megabytes, 1)
     model = {name: torch.empty_like(x, dtype=torch.bfloat16) for name, x in current.items()}
-    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
-        cpu, begin = time.process_time(), time.perf_counter()
-        with PrivateBytes() as private:
-            reads = send(way, current, engines, Path(folder))
-        with ThreadPoolExecutor(engines) as threads:
-            list(threads.map(lambda read: read(model), reads))
-        seconds = time.perf_counter() - begin
-        cpu = time.process_time() - cpu
+    cpu, begin = time.process_time(), time.perf_counter()
+    with PrivateBytes() as private:
+        reads = send(way, current, engines)
+    with ThreadPoolExecutor(engines) as threads:
+        list(threads.map(lambda read: read(model), reads))
+    seconds = time.perf_counter() - begin
+    cpu = time.process_time() - cpu
     size = sum(x.numel() * 2 for x in current.values())
     return {
         "engines": engines,
         "way": way,
         "private_megabytes": round(private.most / (1 << 20)),
-        "stored_megabytes": round(size * (engines if way == "files" else 1) / (1 << 20)),
+        "stored_megabytes": round(size / (1 << 20)),
         "cpu_seconds": round(cpu, 3),
         "seconds": round(seconds, 3),
     }
@@ -98,7 +96,7 @@ def measure(way: str, engines: int, megabytes: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=2048, help="of the weights in float32")
+    parser.add_argument("--megabytes", type=int, default=1024, help="of the weights in float32")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--out", type=Path, default=RESULTS / "weight_sync.json")
     options = parser.parse_args()

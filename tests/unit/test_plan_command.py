@@ -180,7 +180,7 @@ def test_the_asynchronous_run_is_planned_for_all_its_learners(tiny, tmp_path, ca
         (
             ["--rollout_engine", "vllm_server"],
             4,
-            "all weights in float32, in host memory for each; rollout engines: 3",
+            "all weights in float32, once in host memory; rollout engines: 3",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from kedge.backends.hf.learner_state import WeightCopier
 from kedge.backends.vllm import Remote, weight_payload
 from kedge.backends.vllm.engine import VLLMEngine
 from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.weight_files import WeightFiles
 from kedge.errors import SyncError
 from kedge.types import Sampling
 from tests.contract.engines import policy, trained
@@ -45,7 +46,7 @@ def test_an_engine_with_half_of_the_weights_does_not_sample():
 
 
 def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch):
-    remote = Remote("http://unused", folder=str(tmp_path))
+    remote = Remote("http://unused", files=WeightFiles(parent=str(tmp_path)))
     spec, weights = PolicySpec.of(policy()), trained(policy())
     monkeypatch.setattr(remote, "reload", lambda version: None)
     remote.load(spec.payload(weights), 1)
@@ -53,12 +54,30 @@ def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch
     with pytest.raises(
         SyncError, match=r"weights of 0.00 GB cannot be written.*weight_sync_folder"
     ):
-        remote.load(spec.payload(weights), 2)
+        remote.load(spec.payload(moved(weights, 0.1)), 2)
     monkeypatch.undo()
-    (folder,) = remote._folder.iterdir()
-    assert folder.name == str(remote._loads)  # loaded again if the server is restarted
+    (folder,) = tmp_path.iterdir()
+    assert folder == remote._folder.path  # loaded again if the server is restarted
     assert set(load_file(folder / "model.safetensors")) == set(weights)
     remote.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("servers", [1, 4, 16])
+def test_servers_of_a_machine_read_the_same_files(servers, tmp_path, monkeypatch):
+    files = WeightFiles(servers, str(tmp_path))
+    remotes = [Remote(f"http://unused{i}", files=files) for i in range(servers)]
+    spec = PolicySpec.of(policy())
+    for version in (1, 2):
+        payload = spec.payload(moved(trained(policy()), 0.1 * version))
+        for remote in remotes:
+            monkeypatch.setattr(remote, "reload", lambda version: None)
+            remote.load(payload, version)
+        (folder,) = tmp_path.iterdir()  # the old ones are gone
+        assert {remote._folder.path for remote in remotes} == {folder}
+    for remote in remotes:
+        remote.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_are_written_and_converted_a_bucket_at_a_time(tmp_path, monkeypatch):

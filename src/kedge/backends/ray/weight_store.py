@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.backends.hf.fingerprint import WeightsCopy
+from kedge.backends.vllm.weight_files import StoredOnce
 from kedge.backends.vllm.weight_payload import WeightPayload, buckets
 from kedge.errors import SyncError
 
@@ -70,8 +70,8 @@ def _octets(x: Tensor) -> Any:
     return x.view(-1).view(torch.uint8).numpy()
 
 
-class SharedWeights:
-    """Stores weights for the first of several readers; forgets them after the last.
+class SharedWeights(StoredOnce[StoredWeights]):
+    """Weights of engines in the object store; see ``StoredOnce``.
 
     Args:
         readers: number of engines that load each set of weights.
@@ -79,13 +79,8 @@ class SharedWeights:
     """
 
     def __init__(self, readers: int, dtype: torch.dtype | None = None) -> None:
-        self._readers, self._dtype = readers, dtype
-        self._lock = threading.Lock()
-        self._key: tuple[tuple[str, int, int], ...] = ()
-        self._payload = WeightPayload(())  # kept so that its memory is not reused
-        self._stored: Future[StoredWeights] | None = None
-        self._left = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight store")
+        super().__init__(readers, lambda x: StoredWeights.put(x.weights.items(), x.dtype))
+        self._dtype = dtype
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> WeightsCopy:
         """The weights as views of the store, in which they are put a bucket at a time."""
@@ -94,24 +89,10 @@ class SharedWeights:
         staged.stored = stored
         return staged
 
-    def store(self, payload: WeightPayload) -> StoredWeights:
-        """The stored weights; the same for the same tensors."""
-        return self.begin(payload).result()
-
     def begin(self, payload: WeightPayload) -> Future[StoredWeights]:
-        """``store`` in the background, during which the weights must not change."""
+        """The stored weights; not in the background if they are staged."""
         if isinstance(payload.weights, WeightsCopy) and payload.weights.stored is not None:
             done: Future[StoredWeights] = Future()
             done.set_result(payload.weights.stored)
             return done
-        with self._lock:
-            trained = payload.weights.items()
-            key = tuple((name, x.data_ptr(), x._version) for name, x in trained)
-            if self._stored is None or key != self._key:
-                self._stored = self._thread.submit(StoredWeights.put, trained, payload.dtype)
-                self._key, self._payload, self._left = key, payload, self._readers
-            self._left -= 1
-            stored = self._stored
-            if self._left == 0:
-                self._key, self._payload, self._stored = (), WeightPayload(()), None
-            return stored
+        return super().begin(payload)
