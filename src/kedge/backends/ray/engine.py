@@ -85,20 +85,7 @@ class RayEngine:
     def generate_stored(
         self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
     ) -> list[Any]:
-        """``generate``, leaving the responses in the object store for ``read_rows``.
-
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each reference, in order.
-
-        Returns:
-            A ``ray.ObjectRef`` of each share.
-
-        Raises:
-            SyncError: the actor sampled with other weights than were loaded.
-        """
+        """``StoringEngine.generate_stored``: a ``ray.ObjectRef`` of each share."""
         versions, *references = self.actor.call_stored(
             "generate_packed",
             without_columns(prompts),

@@ -112,20 +112,7 @@ class ShardedEngine:
     def generate_stored(
         self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
     ) -> list[list[Any]]:
-        """``generate`` with engines that leave responses in a store; references to them.
-
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each share, in order.
-
-        Returns:
-            The references of each share, in the order of its rows.
-
-        Raises:
-            RolloutError: as for ``generate``.
-        """
+        """``StoringEngine.generate_stored``: the references of all engines, by share."""
         if self._check is not None:
             self._check(prompts, sampling)
         ends = list(itertools.accumulate(sizes))

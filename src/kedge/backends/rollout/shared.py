@@ -43,7 +43,7 @@ class Exchange(Protocol):
     """Passes the responses of each rank to it, not through rank 0."""
 
     def hand_out(self, shares: Sequence[Sequence[Any]]) -> Sequence[Any]:
-        """A ticket for each share of what ``engine.generate_stored`` returned.  On rank 0."""
+        """A ticket for each share from ``StoringEngine.generate_stored``.  On rank 0."""
         ...
 
     def read(self, ticket: Any, prompts: PromptBatch) -> Rollout:

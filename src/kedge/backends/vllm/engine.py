@@ -93,20 +93,7 @@ class VLLMEngine:
     def generate_stored(
         self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
     ) -> list[Any]:
-        """``generate`` with a service that leaves the responses in a store.
-
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each reference, in order.
-
-        Returns:
-            A reference to each share.
-
-        Raises:
-            RolloutError: as for ``generate``.
-        """
+        """``StoringEngine.generate_stored``, by a service that leaves responses in a store."""
         self._check_request(prompts, sampling)
         options = {"pad_id": self._pad_id, "extra_slot": self._extra_slot, "version": self._sent}
         with self._awake():
