@@ -29,7 +29,7 @@ from torch import Tensor
 from kedge.backends.hf.fingerprint import WeightsCopy
 from kedge.backends.ray import cluster
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
-from kedge.backends.vllm.weight_files import WeightFiles
+from kedge.backends.vllm.weight_files import WeightFolder
 from kedge.backends.vllm.weight_payload import WeightPayload
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,7 +63,8 @@ def send(way: str, current: dict[str, Tensor], engines: int) -> list[Read]:
     """Make the weights available; returns how each engine reads them."""
     payload = WeightPayload(tuple(current.items()), dtype=torch.bfloat16, weights=current)
     if way == "files":
-        written = WeightFiles().store(payload)
+        written = WeightFolder()
+        payload.write(written.path)  # once for all servers
         return [lambda model: from_files(written.path, model)] * engines
     if way == "whole copy":
         current = {name: x.bfloat16() for name, x in current.items()}

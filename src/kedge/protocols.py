@@ -251,7 +251,7 @@ class Learner(Stateful, Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A copy of the policy's weights."""
+        """The policy's weights, to be loaded before training continues unless they are a copy."""
         ...
 
     def fingerprint(self) -> str:
