@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "all turns of an episode have the random numbers of the first",
         "environments/held.py",
-        "seed=turn_seed(row.seed, episode.turns),",
-        "seed=row.seed,",
+        "seed=turn_seed(first.seed, turn),",
+        "seed=first.seed,",
         "tests/environments/test_held.py",
     ),
     Mutant(

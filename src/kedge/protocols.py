@@ -116,6 +116,43 @@ class ContinuousEngine(RolloutEngine, Protocol):
         ...
 
 
+class StoringEngine(RolloutEngine, Protocol):
+    """A rollout engine that can leave responses in a store, from which each rank reads its own."""
+
+    def generate_stored(
+        self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
+    ) -> Sequence[Any]:
+        """``generate``, leaving the responses in the store.
+
+        Args:
+            prompts: one row per response.
+            sampling: the sampling distribution.
+            seed: of all rows.
+            sizes: number of rows of each share, in order.
+
+        Returns:
+            What each share is read with; a reference, or several in the order of its rows.
+
+        Raises:
+            RolloutError: as for ``generate``.
+        """
+        ...
+
+
+class StagingEngine(RolloutEngine, Protocol):
+    """A rollout engine that reads weights from a store, where they may wait for it."""
+
+    @property
+    def stage_weights(
+        self,
+    ) -> Callable[[Iterable[tuple[str, Tensor]]], Mapping[str, Tensor]] | None:
+        """Puts weights into the store as they come; returns those for ``load_weights``.
+
+        None: the engine has no store.
+        """
+        ...
+
+
 # Text (a user message), chat messages, or token ids; None: nothing to say.
 Observation = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | None
 Info = Mapping[str, Any]
@@ -214,7 +251,7 @@ class Learner(Stateful, Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A copy of the policy's weights."""
+        """The policy's weights, to be loaded before training continues unless they are a copy."""
         ...
 
     def fingerprint(self) -> str:

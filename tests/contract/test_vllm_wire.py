@@ -27,7 +27,7 @@ class Sent:
         self.service = Relayed(spec, trained(model), {"kv_cache_memory_bytes": 2**26})
         self.calls = []
         self.engine = VLLMEngine(self, spec, pad_id=PAD)
-        self.wire = NcclTransfer(self, info(), limit=60.0)
+        self.wire = NcclTransfer(self, info(), limit=60.0, device=torch.device("cpu"))
 
     def __getattr__(self, name):
         return getattr(self.service, name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kedge.environments.calls import Calls
+from kedge.environments.calls import Calls, RunningCalls
 from tests.environments.toys import Echo, engine, prompts, rollouts, sampling
 
 
@@ -105,3 +105,33 @@ def test_latencies_of_64_episodes_overlap(make: Any) -> None:
         if seconds(make) <= 1.3 * (seconds(Echo) + 5 * Slow.latency):
             return
     raise AssertionError("latencies do not overlap")
+
+
+def test_threads_that_need_the_event_loop_at_once_share_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, loops = asyncio.new_event_loop, list[Any]()
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        loops.append(make())
+        return loops[-1]
+
+    monkeypatch.setattr(asyncio, "new_event_loop", slow)
+
+    async def same(x: int) -> int:
+        return x
+
+    def call(x: int) -> Any:
+        return same(x)
+
+    assert Calls()([partial(call, i) for i in range(8)]) == list(range(8))
+    assert len(loops) == 1
+
+
+def test_seconds_of_a_call_end_with_the_call_not_when_it_is_asked_for() -> None:
+    running: RunningCalls[str] = RunningCalls(Calls())
+    running.add("short", lambda: None)
+    time.sleep(0.3)
+    running.wait(1.0)
+    assert running.seconds["short"] < 0.2

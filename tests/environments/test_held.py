@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kedge.backends.hf.fingerprint import policy_weights
+from kedge.backends.hf.slots import SlotStepper
 from kedge.environments import EnvironmentRollouts
 from kedge.errors import LostRequestsError, RolloutError
 from kedge.types import Rollout
@@ -43,6 +44,16 @@ class Slow(Echo):
     def step(self, response: Any) -> Any:
         time.sleep(0.3 * self.slow)
         return super().step(response)
+
+
+class Wrapped:
+    """An engine around another."""
+
+    def __init__(self) -> None:
+        self.inner = engine()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class Failing(Echo):
@@ -131,6 +142,51 @@ def test_tokens_have_the_version_that_sampled_them() -> None:
     assert rollout.version.tolist() == first.tolist()
 
 
+def test_an_engine_that_is_slow_does_not_truncate_episodes() -> None:
+    class SlowEngine(Wrapped):
+        def advance(self) -> Any:
+            time.sleep(0.02)
+            return self.inner.advance()
+
+    played = rollouts(Echo, SlowEngine(), max_seconds=0.05, max_turn_tokens=4)
+    played.submit(prompts(4), sampling=sampling(max_new_tokens=60), seed=5)
+    assert drained(played).terminated.all()
+
+
+def test_an_environment_that_is_slow_is_truncated() -> None:
+    played = rollouts(Slow, engine(), max_seconds=0.2, max_turn_tokens=4)
+    played.submit(prompts(8), sampling=sampling(max_new_tokens=60), seed=5)
+    terminated = drained(played).terminated
+    assert terminated.any()
+    assert not terminated.all()
+
+
+def test_first_turns_of_a_group_are_submitted_together_and_read_once() -> None:
+    class Counting(Wrapped):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes = list[int]()
+
+        def submit(self, batch: Any, **options: Any) -> None:
+            self.sizes.append(len(batch))
+            self.inner.submit(batch, **options)
+
+    counting, starts = Counting(), list[int]()
+    start = SlotStepper.start
+
+    def counted(self: Any, ids: Any, mask: Any, rows: Any) -> Any:
+        starts.append(len(ids))
+        return start(self, ids, mask, rows)
+
+    played = rollouts(Echo, counting, max_turns=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotStepper, "start", counted)
+        played.submit(prompts(8, 4), sampling=sampling(), seed=1)
+        drained(played)
+    assert counting.sizes == [4, 4]
+    assert sum(starts) == 2
+
+
 def test_dropped_episodes_give_their_environments_back() -> None:
     made: list[Echo] = []
     gate = threading.Event()
@@ -161,12 +217,8 @@ def test_dropped_episodes_give_their_environments_back() -> None:
 
 
 def test_an_engine_that_dies_drops_the_episodes() -> None:
-    class Dying:
-        def __init__(self) -> None:
-            self.inner, self.dead = engine(), False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
+    class Dying(Wrapped):
+        dead = False
 
         def advance(self) -> Any:
             if not self.dead:

@@ -82,7 +82,10 @@ def send_to_the_second(monkeypatch):
 
     def make(name, *args, **named):
         group = EngineGroup(
-            1, 1, lambda control: NcclTransfer(control, info(), limit=120.0), limit=120.0
+            1,
+            1,
+            lambda control: NcclTransfer(control, info(), limit=120.0, device=torch.device("cpu")),
+            limit=120.0,
         )
         return plain(name, *args, **named | {"group": None if name == "engine 0" else group})
 

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
-from kedge.backends.ray import weight_store
+from kedge.backends.hf.learner_state import WeightCopier
 from kedge.backends.ray.resources import SharedArgument
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
+from kedge.backends.vllm import weight_payload
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.weight_payload import WeightPayload
+from kedge.errors import SyncError
 from kedge.testing import tiny_policy
 from tests.on_ray.clusters import local, needs_ray
+from tests.private_bytes import PrivateBytes
 
 pytestmark = needs_ray
 
@@ -35,7 +38,7 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     put = ray.put
 
     def counted(bucket: Any) -> Any:
-        sizes.append(sum(x.nbytes for *_, x in bucket if x is not None))
+        sizes.append(sum(x.nbytes for *_, x in bucket))
         return put(bucket)
 
     monkeypatch.setattr(ray, "put", counted)
@@ -72,7 +75,7 @@ def test_floating_point_weights_are_stored_in_the_dtype_of_the_engines(puts: lis
 def test_buckets_bound_what_is_on_the_host(
     puts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_store, "_BUCKET", 200)
+    monkeypatch.setattr(weight_payload, "BUCKET", 200)
     want = {f"w{i}": torch.full((25,), float(i)) for i in range(10)}
     stored = StoredWeights.put(want.items())
     assert puts == [200] * 5
@@ -82,8 +85,8 @@ def test_buckets_bound_what_is_on_the_host(
 def test_a_tied_weight_is_stored_once(puts: list[int]) -> None:
     model = tiny_policy("qwen2", tie_word_embeddings=True)
     spec = PolicySpec.of(model)
-    payload = spec.payload(policy_weights(model))
-    found = dict(StoredWeights.put(payload.named).tensors())
+    stored = SharedWeights(1).store(spec.payload(policy_weights(model)))
+    found = dict(spec.payload(dict(stored.tensors())).named)  # in the engine
     assert sum(puts) == sum(4 * p.numel() for p in model.parameters())
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
 
@@ -98,20 +101,20 @@ def test_readers_map_the_store_and_hold_no_copy() -> None:
 def test_bytes_moved_do_not_depend_on_the_number_of_engines(engines: int, puts: list[int]) -> None:
     shared, size = SharedWeights(engines), 4 * (1 << 12)
     for version in range(3):
-        payload = WeightPayload((("w", torch.full((1 << 12,), float(version))),))
+        payload = WeightPayload((), weights={"w": torch.full((1 << 12,), float(version))})
         with ThreadPoolExecutor(engines) as threads:
             stored = list(threads.map(lambda _, p=payload: shared.store(p), range(engines)))
         assert len({id(x) for x in stored}) == 1
         assert puts == [size] * (version + 1)
         assert shared._stored is None  # nothing is kept once the last engine has it
-        assert shared._payload.named == ()
+        assert not shared._payload.weights
 
 
 def test_weights_sent_over_nccl_are_stored_once_in_the_background(puts: list[int]) -> None:
     shared = SharedWeights(2)
-    payload = WeightPayload((("w", torch.ones(1 << 12)),), dtype=torch.bfloat16)
+    payload = WeightPayload((), dtype=torch.bfloat16, weights={"w": torch.ones(1 << 12)})
     stored = [shared.begin(payload) for _ in range(2)]
-    assert shared._payload.named == ()  # the tensors may be freed once they are stored
+    assert not shared._payload.weights  # the tensors may be freed once they are stored
     assert stored[0] is stored[1]
     assert dict(stored[0].result().tensors())["w"].dtype == torch.bfloat16
     assert puts == [2 << 12]
@@ -142,3 +145,33 @@ def test_an_adapter_is_sent_alone(puts: list[int]) -> None:
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(puts) == 4 * adapter
     assert adapter < sum(p.numel() for p in model.parameters()) / 2
+
+
+@pytest.mark.parametrize("engines", [1, 4, 16])
+def test_a_sync_holds_one_bucket_besides_the_store(
+    engines: int, puts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, width = 1 << 20, 1 << 16  # bytes, numbers of a weight
+    monkeypatch.setattr(weight_payload, "BUCKET", bucket)
+    policy = torch.nn.ModuleList([torch.nn.Linear(width, 1, bias=False) for _ in range(64)])
+    shared = SharedWeights(engines, torch.bfloat16)
+    with PrivateBytes() as held:
+        staged: Any = WeightCopier(dtype=torch.bfloat16, stage=shared.stage)(policy)
+        for _ in range(engines):
+            loaded = shared.store(WeightPayload((), dtype=torch.bfloat16, weights=staged))
+            assert loaded is staged.stored
+    assert held.most <= 2 * bucket == 2 * width * 64 / 4  # with the workspace of the fingerprint
+    assert held.now() <= bucket / 2
+    assert puts == [bucket] * 8
+    assert staged.fingerprint == fingerprint(policy_weights(policy))
+
+
+def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def full(_: Any) -> Any:
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(SyncError, match=r"keep those that they have.*larger object_store_memory"):
+        SharedWeights(2).stage([("w", torch.ones(3))])

@@ -1,6 +1,9 @@
+import hashlib
+
 import pytest
 import torch
 
+from kedge.backends.hf import fingerprint as module
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
 from kedge.testing import tiny_policy
 
@@ -62,3 +65,30 @@ def test_policy_weights_are_those_that_train():
     model.requires_grad_(False)
     model.transformer.ln_f.weight.requires_grad_(True)
     assert set(policy_weights(model)) == {"transformer.ln_f.weight"}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 700, 2300])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_sums_of_shards_make_the_fingerprint_of_the_whole(rows, ranks, monkeypatch):
+    whole = torch.randn(rows, 51, generator=torch.Generator().manual_seed(rows))
+    chunk, factors = -(-rows // ranks), module._factors(torch.device("cpu"))
+    shards = []
+    for rank in range(ranks):
+        begin, end = (min(r * chunk, rows) for r in (rank, rank + 1))
+        shards.append(module._sum_shard(whole[begin:end], begin * 51, factors))
+    head = f"w {tuple(whole.shape)} {whole.dtype}"
+    local = iter([[("w", shard)] for shard in shards])
+
+    def all_gather(out, mine):
+        out[:] = [mine, *(_ints(next(local)[0][1]) for _ in range(ranks - 1))]
+
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(module.dist, "all_gather_object", all_gather)
+    next(local)
+    (line,) = module._join_shards([(head, shards[0])])
+    digest = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
+    assert digest == fingerprint({"w": whole})
+
+
+def _ints(x):
+    return [(x.first, int(x.head), int(x.rows), x.last, int(x.tail))]

@@ -11,6 +11,7 @@ from peft import LoraConfig
 
 from kedge.algorithms import ppo
 from kedge.backends.hf import optim
+from kedge.backends.hf.fingerprint import fingerprint, full, policy_weights
 from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.peft import with_adapter
 from kedge.backends.hf.reference import AdapterReference, frozen_copy
@@ -98,6 +99,8 @@ def run(mode: str, out: str) -> None:
         found.advance_version()
     receipt = engine.load_weights({}, found.version)
     assert receipt.fingerprint == found.fingerprint()
+    whole = {name: full(p) for name, p in policy_weights(found.policy).items()}
+    assert found.fingerprint() == fingerprint(whole)  # although no rank gathered anything
     weights = {name: x.flatten().double().tolist() for name, x in found.weights().items()}
     found.save(Path(out + "-policy"), Path(out + "-value"))
     if rank == 0:

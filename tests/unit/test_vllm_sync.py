@@ -183,9 +183,8 @@ def test_an_adapter_is_a_separate_payload(tmp_path):
 
 
 def test_no_weights_stay_in_shared_memory_of_a_process_that_closed_nothing(tmp_path):
-    code = "import sys; from kedge.backends.vllm import Remote; "
-    code += "r = Remote('http://x', folder=sys.argv[1])"
-    code += "; (r._folder / 'w').mkdir(); print(r._folder)"
+    code = "import sys; from kedge.backends.vllm.weight_files import WeightFolder; "
+    code += "f = WeightFolder(sys.argv[1]); (f.path / 'w').mkdir(); print(f.path)"
     done = processes.run("-W", "ignore", "-c", code, str(tmp_path))
     assert done.stdout.startswith(str(tmp_path))
     assert list(tmp_path.iterdir()) == []

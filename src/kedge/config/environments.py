@@ -32,7 +32,11 @@ class EnvironmentArguments:
         None, "Tokens per turn. Unset: what is left of response_length.", ge=1
     )
     max_episode_seconds: float | None = _environment(
-        None, "Seconds after which the running episodes of a batch are truncated.", gt=0, le=SECONDS
+        None,
+        "Seconds that the environment of an episode may work, without sampling, before the episode"
+        " is truncated; in order, those of the whole batch.",
+        gt=0,
+        le=SECONDS,
     )
     max_tool_calling_iterations: int | None = _environment(
         None, "Turns of an episode whose tool calls are made. Unset: no limit.", ge=1

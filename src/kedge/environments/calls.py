@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,7 @@ class Calls:
         self.timeout = timeout
         self.room = threading.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()  # threads of environments may ask for it first
 
     def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The result of each call, or the exception that it raised."""
@@ -64,16 +66,29 @@ class Calls:
         return future
 
     def _schedule(self, awaitable: Any) -> Future[Any]:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=self._loop.run_forever, name="environments", daemon=True
-            ).start()
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._loop.run_forever, name="environments", daemon=True
+                ).start()
 
         async def result() -> Any:
             return await awaitable
 
         return asyncio.run_coroutine_threadsafe(result(), self._loop)
+
+
+@dataclass(slots=True)
+class _Run(Generic[Key]):
+    """A call that was started."""
+
+    key: Key
+    begin: float
+    end: float | None = None
+
+    def stop(self, _: Future[Any]) -> None:
+        self.end = time.monotonic()
 
 
 class RunningCalls(Generic[Key]):
@@ -82,7 +97,8 @@ class RunningCalls(Generic[Key]):
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._waiting: deque[tuple[Key, Callable[[], Any]]] = deque()
-        self._running: dict[Future[Any], tuple[Key, float]] = {}
+        self._running: dict[Future[Any], _Run[Key]] = {}
+        self.seconds: dict[Key, float] = {}  # that the calls took which ``wait`` returned last
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -95,7 +111,9 @@ class RunningCalls(Generic[Key]):
     def _start_waiting(self) -> None:
         while self._waiting and self._calls.room.acquire(blocking=False):
             key, call = self._waiting.popleft()
-            self._running[self._calls.start(call)] = key, time.monotonic()
+            run, future = _Run(key, time.monotonic()), self._calls.start(call)
+            future.add_done_callback(run.stop)
+            self._running[future] = run
 
     def wait(self, seconds: float) -> dict[Key, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``."""
@@ -103,11 +121,12 @@ class RunningCalls(Generic[Key]):
             time.sleep(min(seconds, _NO_ROOM))
         done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
         results: dict[Key, Any] = {}
+        self.seconds = {}
         for future in done:
             results[self._end(future)] = future.result() if (e := _error(future)) is None else e
         timeout = self._calls.timeout
         before = -math.inf if timeout is None else time.monotonic() - timeout
-        for future in [x for x, (_, begin) in self._running.items() if begin < before]:
+        for future in [x for x, run in self._running.items() if run.begin < before]:
             future.cancel()
             results[self._end(future)] = TimeoutError(f"no answer within {timeout:g} seconds")
         self._start_waiting()
@@ -115,14 +134,17 @@ class RunningCalls(Generic[Key]):
 
     def _end(self, future: Future[Any]) -> Key:
         self._calls.room.release()
-        return self._running.pop(future)[0]
+        run = self._running.pop(future)
+        end = time.monotonic() if run.end is None else run.end
+        self.seconds[run.key] = end - run.begin
+        return run.key
 
     def abandon(self, ended: Callable[[Key, BaseException | None], None]) -> None:
         """Forget all calls; ``ended`` gets key and error of each once it does not run any more."""
         for key, _ in self._waiting:
             ended(key, None)
-        for future, (key, _) in self._running.items():
-            future.add_done_callback(partial(self._abandoned, ended, key))
+        for future, run in self._running.items():
+            future.add_done_callback(partial(self._abandoned, ended, run.key))
         self._waiting.clear()
         self._running.clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,8 +30,8 @@ class _Row:
     prompts: PromptBatch  # one row
     sampling: Sampling
     seed: int
-    begin: float
     episode: Episode
+    seconds: float = 0.0  # of its environment
     limit: int = 0  # tokens of the turn that is being sampled
     then: Callable[[Any], None] | None = None  # gets the answer of the environment
 
@@ -63,6 +63,7 @@ class HeldEpisodes:
         self._rows: dict[int, _Row] = {}  # by key
         self._groups: dict[int, list[_Row]] = {}  # by group id
         self._left: Counter[int] = Counter()  # running episodes of each group
+        self._beginning: Counter[int] = Counter()  # of these, without their first observation
         self._seconds = (0.0, 0.0)  # in environments and in the model since groups were complete
 
     @property
@@ -75,6 +76,7 @@ class HeldEpisodes:
         episodes = self._environments.episodes(prompts)
         for group, index in zip(*group_rows(prompts), strict=True):
             first = int(prompts.row[index].min())
+            self._beginning[group] = len(index)
             self._groups[group] = []
             for i in index.tolist():
                 row = _Row(
@@ -83,7 +85,6 @@ class HeldEpisodes:
                     prompts=prompts.rows(slice(i, i + 1)),
                     sampling=sampling,
                     seed=seed,
-                    begin=self._clock(),
                     episode=episodes[i],
                 )
                 self._next += 1
@@ -105,6 +106,7 @@ class HeldEpisodes:
         continuations = [(self._rows[key].then, result) for key, result in answers.items()]
         for key in answers:
             self._rows[key].then = None
+            self._rows[key].seconds += self._calls.seconds[key]
         for then, result in continuations:
             assert then is not None  # it was asked
             then(result)
@@ -143,22 +145,32 @@ class HeldEpisodes:
 
     def _began(self, row: _Row, result: Any) -> None:
         self._environments.began(row.episode, result)
-        self._next_turn(row)
+        self._beginning[row.group] -= 1
+        if not self._beginning[row.group]:  # together: the engine reads an equal prompt once
+            del self._beginning[row.group]
+            self._next_turns(self._groups[row.group])
 
-    def _next_turn(self, row: _Row) -> None:
-        """Sample another turn, or end the episode."""
-        episode, sampling = row.episode, row.sampling
-        if episode.done:
-            self._environments.release(episode)
-            del self._rows[row.key]
-            self._left[row.group] -= 1
+    def _next_turns(self, rows: Sequence[_Row]) -> None:
+        """Sample another turn of rows of a group, or end their episodes."""
+        live = [row for row in rows if not row.episode.done]
+        for row in rows:
+            if row.episode.done:
+                self._environments.release(row.episode)
+                del self._rows[row.key]
+                self._left[row.group] -= 1
+        if not live:
             return
-        row.limit = self._turns.limit(episode, sampling)
-        minimum = 0 if episode.turns else min(sampling.min_new_tokens, row.limit)
+        first = live[0]  # where there are more, all are at their first turn
+        limit, turn = self._turns.limit(first.episode, first.sampling), first.episode.turns
+        minimum = 0 if turn else min(first.sampling.min_new_tokens, limit)
+        for row in live:
+            row.limit = limit
+        prompts = PromptBatch.cat([row.prompts for row in live])
+        histories = [row.episode.history for row in live]
         self._engine.submit(
-            stack_rows(row.prompts, [episode.history], torch.tensor([row.key]), self._pad),
-            sampling=replace(sampling, max_new_tokens=row.limit, min_new_tokens=minimum),
-            seed=turn_seed(row.seed, episode.turns),
+            stack_rows(prompts, histories, torch.tensor([row.key for row in live]), self._pad),
+            sampling=replace(first.sampling, max_new_tokens=limit, min_new_tokens=minimum),
+            seed=turn_seed(first.seed, turn),
         )
 
     def _take_turn(self, row: _Row, sampled: Rollout, i: int) -> None:
@@ -168,13 +180,13 @@ class HeldEpisodes:
         step = partial(row.episode.environment.step, response)
 
         def stepped(result: Any) -> None:
-            late = self._turns.late(self._clock() - row.begin)
+            late = self._turns.late(row.seconds)
             last = late or row.episode.turns == self._turns.max_turns
             room = row.sampling.max_new_tokens
             self._environments.stepped(row.episode, response, result, room=room, last=last)
             final = self._environments.final_reward(row.episode)
             if final is None:
-                self._next_turn(row)
+                self._next_turns([row])
             else:
                 self._ask(row, final, partial(self._ended, row))
 
@@ -182,7 +194,7 @@ class HeldEpisodes:
 
     def _ended(self, row: _Row, result: Any) -> None:
         self._environments.add_final_reward(row.episode, result)
-        self._next_turn(row)
+        self._next_turns([row])
 
     def cancel(self) -> None:
         """Drop all episodes."""
@@ -205,4 +217,5 @@ class HeldEpisodes:
         self._rows = {}
         self._groups.clear()
         self._left.clear()
+        self._beginning.clear()
         self._seconds = (0.0, 0.0)

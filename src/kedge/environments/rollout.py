@@ -46,7 +46,8 @@ class EnvironmentRollouts:
         tokenizer: the policy's; None if environments exchange token ids only.
         max_turns: turns per episode; None: as many as its tokens allow.
         max_turn_tokens: tokens per turn; None: as many as the episode has left.
-        max_seconds: seconds after which the running episodes of a batch are truncated.
+        max_seconds: seconds that the environment of an episode may work, without sampling, before
+            the episode is truncated; for ``generate``, those of the whole batch, side by side.
         timeout: seconds that a call of an environment may take; None: no limit.
         on_env_error: what an exception, a timeout or an invalid answer of an environment does:
             "raise" RolloutError, "drop" the episode from training, or "score" its last turn with
@@ -217,7 +218,7 @@ class EnvironmentRollouts:
             index = torch.tensor([i for i, episode in enumerate(episodes) if not episode.done])
             responses = self._sample(prompts.rows(index), live, sampling, seed, turn)
             ready = self._clock()
-            late = self._turns.late(ready - begin)
+            late = self._turns.late(in_environments)
             self._environments.step(
                 live,
                 responses,

@@ -34,7 +34,7 @@ class Turns:
         return min(left, self.max_turn_tokens or left)
 
     def late(self, seconds: float) -> bool:
-        """Whether an episode that takes so long must end."""
+        """Whether an episode whose environment has worked for so long must end."""
         return self.max_seconds is not None and seconds > self.max_seconds
 
     def response(self, ids: list[int], terminated: bool, sampling: Sampling) -> Response:

@@ -345,7 +345,7 @@ class HFLearner:
             release_free_memory()  # otherwise the next iteration uses it again
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A copy of the policy's trainable weights; empty on ranks that do not send them."""
+        """The policy's trainable weights, as ``copy_weights`` hands them to rollout engines."""
         return self.copy_weights(self.policy)
 
     def fingerprint(self) -> str:

@@ -5,7 +5,7 @@ Of a sharded model rank 0 alone holds full tensors, and only where a copy or a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,61 +17,81 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from kedge.backends.hf.actor_critic import Value
-from kedge.backends.hf.fingerprint import WeightsCopy, fingerprint, full, policy_weights
+from kedge.backends.hf.fingerprint import FingerprintSums, WeightsCopy, full, policy_weights
 from kedge.backends.hf.peft import own_adapters
 from kedge.backends.hf.sharding import shard_like
 from kedge.backends.hf.value_head import ScalarModel, save_value
 from kedge.errors import CheckpointError
 from kedge.types import StoredTensor
 
+Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCopier:
-    """Copies the trainable weights of a policy for rollout engines.
+    """Hands the trainable weights of a policy to rollout engines, without a copy on its device.
 
     Args:
         first_only: one engine, on rank 0, gets them: other ranks gather nothing and get no weights.
         dtype: of the copies; None: as the weights are.
+        stage: takes full tensors one by one to where engines read them; None: to host memory.
+        live: engines load the weights before training continues, so they get the learner's tensors
+            themselves, unless these are sharded.
     """
 
     first_only: bool = False
     dtype: torch.dtype | None = None
+    stage: Stage | None = None
+    live: bool = False
 
     def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
-        """Full weights of a possibly sharded policy, gathered one at a time.  Collective.
-
-        In another dtype they are ``WeightsCopy``, with the fingerprint of the weights.
-        """
-        if self.dtype is None:
-            return {name: x.clone() if x is p else x for name, p, x in self._full(policy)}
-        copies = WeightsCopy()
+        """Full weights of a possibly sharded policy, gathered one at a time.  Collective."""
+        named = policy_weights(policy)
+        if (
+            self.live
+            and self.stage is None
+            and not any(isinstance(p, DTensor) for p in named.values())
+        ):
+            return named if not self.first_only or is_first() else {}
+        sums, devices = FingerprintSums(), set[torch.device]()
 
         def weights() -> Iterator[tuple[str, Tensor]]:
-            for name, _, x in self._full(policy):
-                copies[name] = x.to(self.dtype, copy=True)
-                yield name, x
+            for name, p in named.items():
+                x = full_on_first(p) if self.first_only else full(p)
+                if x is not None:
+                    sums.add(name, x)
+                    devices.add(x.device)
+                    yield name, x
 
-        copies.fingerprint = fingerprint(weights())
-        return copies
+        staged = (self.stage or self._copy)(weights())
+        staged.fingerprint, staged.device = sums.digest(), next(iter(devices), None)
+        return staged
 
-    def _full(self, policy: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for name, p in policy_weights(policy).items():
-            x = full_on_first(p) if self.first_only else full(p)
-            if x is not None:
-                yield name, p, x
+    def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> WeightsCopy:
+        return WeightsCopy(
+            (name, x.to("cpu", self.dtype if x.is_floating_point() else None, copy=True))
+            for name, x in weights
+        )
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def full_on_first(x: Tensor) -> Tensor | None:
     """The full tensor of a possibly sharded one on rank 0, None on others.  Collective."""
     if not isinstance(x, DTensor):
-        return x if not dist.is_initialized() or dist.get_rank() == 0 else None
+        return x if is_first() else None
     local, ranks = x.to_local(), x.device_mesh.size()
     padded = local.new_zeros((-(-x.shape[0] // ranks), *x.shape[1:]))  # as in the longest shard
     padded[: len(local)] = local
-    first = x.device_mesh.get_rank() == 0
-    parts = [torch.empty_like(padded) for _ in range(ranks)] if first else None
-    dist.gather(padded, parts, dst=0)
-    return None if parts is None else torch.cat(parts)[: x.shape[0]]
+    if x.device_mesh.get_rank() != 0:
+        dist.gather(padded, None, dst=0)
+        return None
+    whole = local.new_empty((ranks, *padded.shape))
+    dist.gather(padded, list(whole.unbind()), dst=0)
+    return whole.flatten(0, 1)[: x.shape[0]]
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor] | None:

@@ -81,7 +81,7 @@ class _Waiting:
     """A row that has no slot yet."""
 
     key: int
-    prompt: Tensor  # int64 [P]; the same tensor for all rows of a group
+    prompt: Tensor  # int64 [P]
     row: int  # selects the random numbers, with the seed
     seed: int
     limit: int  # tokens of the response
@@ -234,13 +234,14 @@ class SlotSampler:
 
     def _fill(self, new: list[_Waiting]) -> Tensor:
         """Add rows to the batch; returns the logits of their first tokens."""
-        prompts = list({id(x.prompt): x.prompt for x in new}.values())
-        index = {id(prompt): i for i, prompt in enumerate(prompts)}
+        tokens = [tuple(x.prompt.tolist()) for x in new]  # rows of several groups may share them
+        unique = dict(zip(tokens, (x.prompt for x in new), strict=True))
+        prompts, index = list(unique.values()), {key: i for i, key in enumerate(unique)}
         width = max(map(len, prompts))
         ids = torch.stack([_left(prompt, width, 0) for prompt in prompts])
         mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts])
         stepper = SlotStepper(self._model, self._recorded)
-        logits = stepper.start(ids, mask, torch.tensor([index[id(x.prompt)] for x in new]))
+        logits = stepper.start(ids, mask, torch.tensor([index[key] for key in tokens]))
         if self._stepper is None:
             self._stepper = stepper
         else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kedge.backends.hf.fingerprint import policy_weights
@@ -48,7 +49,7 @@ def build_embedded(
         "autocast": inputs.dtype,
     }
     model = SharedArgument(partial(on_cpu, skeleton(inputs.policy)), len(resources.seats))
-    payload = WeightPayload(tuple(policy_weights(inputs.policy).items()))
+    payload = WeightPayload((), weights=policy_weights(inputs.policy))
     shared_weights = SharedWeights(len(resources.seats))
     makers = [
         partial(
@@ -148,13 +149,14 @@ def _vllm_starts(
     if _uses_nccl(weights, gpus=gpus, transfer=transfer, adapter=spec.adapter is not None):
         arguments = dict(arguments) | {"weight_transfer_config": NCCL}
         limit = cluster.worker_start_timeout
+        device = next(iter(weights.values())).device
         if together:
-            groups = [_group(len(seats), int(gpus), limit)] * len(seats)
+            groups = [_group(len(seats), int(gpus), limit, device)] * len(seats)
         else:
-            groups = [_group(1, int(gpus), limit) for _ in seats]
+            groups = [_group(1, int(gpus), limit, device) for _ in seats]
     shared_spec = SharedArgument(spec.on_cpu, len(seats))
-    shared_weights = SharedWeights(len(seats))
     payload = spec.payload(weights)
+    shared_weights = SharedWeights(len(seats), payload.dtype)
     return [
         partial(
             RayService,
@@ -171,13 +173,14 @@ def _vllm_starts(
     ]
 
 
-def _group(engines: int, gpus: int, limit: float) -> EngineGroup:
+def _group(engines: int, gpus: int, limit: float, device: torch.device) -> EngineGroup:
     import ray
 
     address = ray.util.get_node_ip_address()
 
     def create(control: Control) -> NcclTransfer:
-        return NcclTransfer(control, nccl(address=address, workers=engines * gpus), limit=limit)
+        info = nccl(address=address, workers=engines * gpus)
+        return NcclTransfer(control, info, limit=limit, device=device)
 
     return EngineGroup(engines, gpus, create, limit=limit)
 

@@ -51,6 +51,7 @@ class RayEngine:
         shared_weights: SharedWeights,
     ) -> None:
         self._shared_weights = shared_weights
+        self.stage_weights = shared_weights.stage
         self._stored = shared_weights.store(payload)
         self._pad_id: int = settings["pad_id"]
         self._loaded: tuple[int, Receipt] | None = None
@@ -84,20 +85,7 @@ class RayEngine:
     def generate_stored(
         self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
     ) -> list[Any]:
-        """``generate``, leaving the responses in the object store for ``read_rows``.
-
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each reference, in order.
-
-        Returns:
-            A ``ray.ObjectRef`` of each share.
-
-        Raises:
-            SyncError: the actor sampled with other weights than were loaded.
-        """
+        """``StoringEngine.generate_stored``: a ``ray.ObjectRef`` of each share."""
         versions, *references = self.actor.call_stored(
             "generate_packed",
             without_columns(prompts),
@@ -118,7 +106,7 @@ class RayEngine:
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""
-        stored = self._shared_weights.store(WeightPayload(tuple(weights.items())))
+        stored = self._shared_weights.store(WeightPayload((), weights=weights))
         receipt: Receipt = self.actor.call("load_stored", stored, version)
         self._stored, self._loaded = stored, (version, receipt)
         return receipt

@@ -139,7 +139,7 @@ class RankExchange:
         """The rollout of a share, once.
 
         Raises:
-            RolloutError: the node that held a part of it is lost.
+            RolloutError: rank 0 is lost, or the node that held a part of it.
         """
         import ray
 
@@ -147,7 +147,14 @@ class RankExchange:
             return read_rows(take_references(ticket), prompts, self._pad_id)
         # Not with the ticket: Ray does not count references that it does not carry itself.
         take = self._context.first.take_references.options(concurrency_group=HEALTH)
-        return read_rows(ray.get(take.remote(ticket)), prompts, self._pad_id)
+        try:
+            references = ray.get(take.remote(ticket))
+        except ray.exceptions.RayActorError as error:
+            raise RolloutError(
+                "rank 0, which has the references to the responses of this rank, is lost:"
+                f" {cause(error)}; resume the run from its latest checkpoint"
+            ) from error
+        return read_rows(references, prompts, self._pad_id)
 
 
 def take_references(ticket: int) -> Sequence[Any]:

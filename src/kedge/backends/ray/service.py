@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
-
 from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.backends.ray.resources import SharedArgument
 from kedge.backends.ray.rollout_store import pack_shares
@@ -54,6 +52,7 @@ class RayService:
         group: EngineGroup | None = None,
     ) -> None:
         self._shared_weights, self._limits, self._group = shared_weights, limits, group
+        self.stage = shared_weights.stage
         self._version: int | None = None
         # The current weights in the object store, for a restart; those that were sent over NCCL
         # are stored in the background, so that no GPU holds a copy of them.
@@ -206,7 +205,7 @@ def hosted_vllm(
 
     class HostedVLLM(kind):  # type: ignore[misc, valid-type]
         def load_stored(self, stored: StoredWeights, version: int) -> None:
-            self.load(WeightPayload(tuple(stored.tensors()), spec.adapter), version)
+            self.load(spec.payload(dict(stored.tensors())), version)
 
         def generate_packed(
             self,
@@ -232,17 +231,7 @@ def hosted_vllm(
             )
             return reported, *pack_shares(rollout, sizes, extra=extra_slot)[1:]
 
-    named = dict(stored.tensors())
-    # An adapter is stored under other names, and loaded below.
-    weights = {
-        name: named[name] if name in named else torch.zeros(p.shape, dtype=p.dtype)
-        for name, p in spec.skeleton.named_parameters()
-        if p.is_meta
-    }
-    vllm = HostedVLLM(spec, weights, engine_args, shares_gpu=shares_gpu)
-    if spec.adapter is not None:
-        vllm.load_stored(stored, 0)
-    return vllm
+    return HostedVLLM(spec, dict(stored.tensors()), engine_args, shares_gpu=shares_gpu)
 
 
 class ActorControl:

@@ -89,6 +89,11 @@ class ShardedEngine:
         dtype: torch.dtype | None = getattr(self.engines[0], "sync_dtype", None)
         return dtype
 
+    @property
+    def stage_weights(self) -> Any:
+        """Takes weights to where engines read them; None: they have no such place."""
+        return getattr(self.engines[0], "stage_weights", None)
+
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.
 
@@ -107,20 +112,7 @@ class ShardedEngine:
     def generate_stored(
         self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
     ) -> list[list[Any]]:
-        """``generate`` with engines that leave responses in a store; references to them.
-
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each share, in order.
-
-        Returns:
-            The references of each share, in the order of its rows.
-
-        Raises:
-            RolloutError: as for ``generate``.
-        """
+        """``StoringEngine.generate_stored``: the references of all engines, by share."""
         if self._check is not None:
             self._check(prompts, sampling)
         ends = list(itertools.accumulate(sizes))

@@ -43,7 +43,7 @@ class Exchange(Protocol):
     """Passes the responses of each rank to it, not through rank 0."""
 
     def hand_out(self, shares: Sequence[Sequence[Any]]) -> Sequence[Any]:
-        """A ticket for each share of what ``engine.generate_stored`` returned.  On rank 0."""
+        """A ticket for each share from ``StoringEngine.generate_stored``.  On rank 0."""
         ...
 
     def read(self, ticket: Any, prompts: PromptBatch) -> Rollout:
@@ -91,6 +91,11 @@ class RankSharedEngine:
         """The dtype in which the engine is sent weights; None: as they are, or by rank 0."""
         dtype: torch.dtype | None = getattr(self.engine, "sync_dtype", None)
         return dtype
+
+    @property
+    def stage_weights(self) -> Any:
+        """Takes weights to where engines read them; None: they have no such place."""
+        return getattr(self.engine, "stage_weights", None)
 
     def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
         """One response per row; each depends on (weights, prompt, row, seed) alone.

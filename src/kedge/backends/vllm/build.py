@@ -20,6 +20,7 @@ from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.server import Server
 from kedge.backends.vllm.server_check import check_server
 from kedge.backends.vllm.service import Service
+from kedge.backends.vllm.weight_files import WeightFiles
 from kedge.config.rollout import engine_args
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
@@ -190,7 +191,7 @@ def build_servers(
             Server,
             *model,
             python=vllm_python,
-            folder=weight_sync_folder,
+            files=WeightFiles(len(gpus), weight_sync_folder),
             start_timeout=worker_start_timeout,
             heartbeat=worker_heartbeat,
             patience=worker_timeout,
@@ -219,7 +220,7 @@ def build_remote(
     ) -> Service:
         remote = Remote(
             rollout_engine,
-            folder=weight_sync_folder,
+            files=WeightFiles(parent=weight_sync_folder),
             heartbeat=worker_heartbeat,
             patience=worker_timeout,
             slow=worker_start_timeout,

@@ -68,6 +68,7 @@ class VLLMEngine:
         self.max_length = service.max_length()  # tokens of prompt and response together
         self._last: _Sync | None = None
         self._sent: int | None = None  # version
+        self._incomplete: int | None = None  # version of which some weights may be missing
         self._requests = GroupRequests[GenerationResult]()
         self._new: dict[int, GenerationRequest] = {}  # of these, not sent to the service yet
 
@@ -92,20 +93,7 @@ class VLLMEngine:
     def generate_stored(
         self, prompts: PromptBatch, *, sampling: Sampling, seed: int, sizes: Sequence[int]
     ) -> list[Any]:
-        """``generate`` with a service that leaves the responses in a store.
-
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each reference, in order.
-
-        Returns:
-            A reference to each share.
-
-        Raises:
-            RolloutError: as for ``generate``.
-        """
+        """``StoringEngine.generate_stored``, by a service that leaves responses in a store."""
         self._check_request(prompts, sampling)
         options = {"pad_id": self._pad_id, "extra_slot": self._extra_slot, "version": self._sent}
         with self._awake():
@@ -134,6 +122,7 @@ class VLLMEngine:
         return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
 
     def _check_request(self, prompts: PromptBatch, sampling: Sampling) -> None:
+        self._check_complete()
         check_sampling(sampling, self.spec.vocabulary)
         check_prompts(prompts, sampling, self.spec.skeleton.config)
         self._check_length(prompts, sampling)
@@ -142,6 +131,11 @@ class VLLMEngine:
     def sync_dtype(self) -> torch.dtype | None:
         """The dtype in which it is sent weights; None: as they are."""
         return self.spec.dtype if self.spec.adapter is None else None
+
+    @property
+    def stage_weights(self) -> Any:
+        """Takes weights to where the service reads them; None: the service has no such place."""
+        return getattr(self.service, "stage", None)
 
     @property
     def slots(self) -> int:
@@ -180,6 +174,7 @@ class VLLMEngine:
         Raises:
             LostRequestsError: vLLM was restarted, without its requests.
         """
+        self._check_complete()
         new, self._new = self._new, {}
         try:
             sampled = self.service.serve(new)
@@ -228,6 +223,13 @@ class VLLMEngine:
                 " it, or shorten prompts (max_prompt_length) or responses"
             )
 
+    def _check_complete(self) -> None:
+        if self._incomplete is not None:
+            raise SyncError(
+                f"vLLM cannot sample: loading version {self._incomplete} failed, so it may have"
+                " weights of two versions; load weights again, or resume the run"
+            )
+
     def _check_versions(self, versions: set[int]) -> None:
         if self._sent is not None and (wrong := versions - {self._sent, -1}):  # -1: unknown
             raise SyncError(
@@ -245,10 +247,11 @@ class VLLMEngine:
             SyncError: the weights do not fit the policy, or vLLM does not compute with them.
         """
         payload = self.spec.payload(weights)
-        self._sent = version
         sent = self._expected(weights, version)
         self._wake("weights")  # not yet the KV cache, while the weights are loaded
+        self._incomplete = version
         self.service.load(payload, version)
+        self._sent, self._incomplete = version, None
         self._wake("kv_cache")
         measured = torch.tensor(self.service.score(self.spec.probe().tolist()))
         reported = self.service.version()

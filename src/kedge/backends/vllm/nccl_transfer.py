@@ -30,15 +30,16 @@ class NcclTransfer:
         control: of the vLLM, or of several.
         info: of the group: vLLM's ``TrainerInitInfo`` of some backend; see ``nccl``.
         limit: seconds that creating the group, or sending all weights, may take.
+        device: of the learner, to which weights in host memory are moved one at a time.
 
     Raises:
         RolloutError: the group was not created in time.
     """
 
-    def __init__(self, control: Control, info: Any, *, limit: float) -> None:
+    def __init__(self, control: Control, info: Any, *, limit: float, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        self._source, self._limit = Source(), limit
+        self._source, self._limit, self._device = Source(device), limit, device
         self._engine: Any = run_with_timeout(
             limit,
             lambda: WeightTransferTrainerFactory.trainer_init(
@@ -53,13 +54,12 @@ class NcclTransfer:
         Raises:
             RolloutError: it took too long; the group cannot be used any more.
         """
-        device = payload.named[0][1].device
 
         def work() -> None:
-            if device.type != "cuda":
+            if self._device.type != "cuda":
                 self._engine.send_weights()
                 return
-            with torch.cuda.device(device):
+            with torch.cuda.device(self._device):
                 torch.cuda.current_stream().synchronize()  # wait until the weights are computed
                 self._engine.send_weights()
 
@@ -185,7 +185,8 @@ class FanOut:
 class Source:
     """Weights as vLLM reads them: first metadata of all, then the tensors in that order."""
 
-    payload = WeightPayload(())
+    def __init__(self, device: torch.device) -> None:
+        self.payload, self._device = WeightPayload(()), device
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of every weight."""
@@ -198,7 +199,7 @@ class Source:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.payload.tensors()
+        return ((name, x.to(self._device)) for name, x in self.payload.tensors())
 
 
 def nccl(*, address: str, workers: int) -> Any:

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,9 @@ class PolicySpec:
         if missing:
             raise SyncError(f"trained weight {missing[0]!r} is missing; send all trained weights")
         if self.adapter is not None:
-            return WeightPayload(adapter_weights(weights), self.adapter)
+            return WeightPayload(adapter_weights(weights), self.adapter, weights=weights)
         whole = self._with_head(parameters | dict(weights))
-        return WeightPayload(tuple(whole), dtype=self.dtype)
+        return WeightPayload(tuple(whole), dtype=self.dtype, weights=weights)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a folder that vLLM can load: configuration, weights without adapter, tokenizer."""
@@ -181,46 +182,63 @@ class PolicySpec:
         self, weights: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
     ) -> Tensor:
         """Log-probabilities of the probe by the learner's code: float32 [rows, tokens - 1]."""
-        device = next(iter(weights.values())).device
+        device = getattr(weights, "device", None) or next(iter(weights.values())).device
         ids = self.probe().to(device)
         frozen = {n: p for n, p in self.skeleton.named_parameters() if not p.is_meta}
         parameters = {n: p.to(device) for n, p in frozen.items()} | dict(weights)
+        sent = dict.fromkeys(weights, None if self.adapter is not None else self.dtype)
         # Without autocast's cache, which would hold a copy of all weights.
         mixed = torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
-        with _SKELETON_LOCK, mixed, _widening_layers(self.skeleton, parameters):
+        with _SKELETON_LOCK, mixed, _widening_layers(self.skeleton, parameters, device, sent):
             logits = functional_call(self.skeleton, parameters, kwargs={"input_ids": ids}).logits
         picked = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
         return picked[..., 0].cpu()
 
 
 @contextlib.contextmanager
-def _widening_layers(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Context in which weights of a lower precision are computed with in that of the model.
+def _widening_layers(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    device: torch.device,
+    sent: Mapping[str, torch.dtype | None],
+) -> Iterator[None]:
+    """Context in which weights are rounded as they are sent, and computed with on ``device``.
 
-    Those of layers are widened while the layer runs, so that no wide copy of the model exists.
+    Those of layers are converted while the layer runs, so that no wide copy of the model exists,
+    nor a copy on the device.
 
     Args:
         model: called with ``weights`` in place of its parameters.
-        weights: those outside of layers are widened here.
+        weights: those outside of layers are converted here.
+        device: of the computation.
+        sent: dtypes in which rollout engines get them; None: as they are.
     """
-    wide = {name: p.dtype for name, p in model.named_parameters()}
-    if all(x.dtype == wide[name] for name, x in weights.items()):
-        yield
-        return
+    kinds = {name: (sent.get(name), p.dtype) for name, p in model.named_parameters()}
+
+    def converted(name: str, x: Tensor) -> Tensor:
+        narrow, wide = kinds[name]
+        return x.to(device, narrow if x.is_floating_point() else None).to(wide)
+
+    changed = {
+        name
+        for name, x in weights.items()
+        if x.device != device or {x.dtype, *kinds[name]} - {None} != {x.dtype}
+    }
     hooks = []
+    layers: set[str] = set()
     for prefix, layer in model.named_modules():
         if isinstance(layer, GradientCheckpointingLayer):
             names = {f"{prefix}.{name}": name for name, _ in layer.named_parameters()}
-            widen = _Widened({names[name]: wide[name] for name in names})
+            layers |= names.keys()
+            inner = {names[name]: partial(converted, name) for name in names.keys() & changed}
+            convert = _Converted(inner)
             hooks += [
-                layer.register_forward_pre_hook(widen.enter),
-                layer.register_forward_hook(widen.leave),
+                layer.register_forward_pre_hook(convert.enter),
+                layer.register_forward_hook(convert.leave),
             ]
-            for name in names:
-                wide.pop(name)
-    weights |= {name: x.to(wide[name]) for name, x in weights.items() if name in wide}
+    weights |= {name: converted(name, weights[name]) for name in changed - layers}
     try:
         yield
     finally:
@@ -229,23 +247,23 @@ def _widening_layers(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[N
 
 
 @dataclass(slots=True)
-class _Widened:
-    """Hooks that give the parameters of a layer their dtypes while it runs."""
+class _Converted:
+    """Hooks that convert the parameters of a layer while it runs."""
 
-    dtypes: Mapping[str, torch.dtype]
-    narrow: dict[str, Tensor] = field(default_factory=dict)
+    functions: Mapping[str, Callable[[Tensor], Tensor]]
+    before: dict[str, Tensor] = field(default_factory=dict)
 
     def enter(self, layer: nn.Module, _: Any) -> None:
-        for name, dtype in self.dtypes.items():
+        for name, function in self.functions.items():
             owner, last = _owner(layer, name)
-            self.narrow[name] = x = getattr(owner, last)
-            owner._parameters[last] = x.to(dtype)
+            self.before[name] = x = getattr(owner, last)
+            owner._parameters[last] = function(x)
 
     def leave(self, layer: nn.Module, *_: Any) -> None:
-        for name, x in self.narrow.items():
+        for name, x in self.before.items():
             owner, last = _owner(layer, name)
             owner._parameters[last] = x
-        self.narrow.clear()
+        self.before.clear()
 
 
 def _owner(layer: nn.Module, name: str) -> tuple[Any, str]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
-import tempfile
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -23,7 +19,8 @@ from kedge.backends.vllm.service import (
     allowed_matrix,
     parse_version,
 )
-from kedge.backends.vllm.weight_payload import WeightPayload, shared_memory
+from kedge.backends.vllm.weight_files import WeightFiles, WeightFolder
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import RolloutError, SyncError
 
 _RESTART = (
@@ -51,8 +48,8 @@ class Remote:
     Args:
         url: of the server, e.g. ``http://host:8000``.
         uds: Unix socket that the server listens on, instead of the address in ``url``.
-        folder: parent of the folder for sending weights, which the server must see at the same
-            path; None: this machine's shared memory, or its temporary folder.
+        files: for sending weights, perhaps shared with other servers; the server must see them at
+            the same path.
         heartbeat: seconds between health checks while the server generates.
         patience: seconds without a response after which the server counts as lost.
         slow: seconds that loading weights may take.
@@ -63,7 +60,7 @@ class Remote:
         url: str,
         *,
         uds: str | None = None,
-        folder: str | None = None,
+        files: WeightFiles | None = None,
         heartbeat: float = 5.0,
         patience: float = 60.0,
         slow: float = 600.0,
@@ -74,11 +71,8 @@ class Remote:
         self._name = "the vLLM server" if uds else f"the vLLM server at {self.url}"
         self._way_out = "" if uds else f"; {_RESTART}"
         self._heartbeat, self._patience, self._slow = heartbeat, patience, slow
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="kedge-weights-", dir=folder or shared_memory())
-        )
-        # Also without close(): shared memory outlives the process.
-        self._clean = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._files = files or WeightFiles()
+        self._folder: WeightFolder | None = None  # of the weights to load after a restart
         self._loads = 0
         self._version = 0  # of the weights
         self._adapter: str | None = None  # name of the newest one in vLLM
@@ -158,15 +152,14 @@ class Remote:
         Raises:
             SyncError: vLLM rejected them.
         """
+        folder = self._files.store(payload)
         self._loads += 1
-        payload.write(self._folder / str(self._loads))
-        previous, self._adapter = self._adapter, None
-        if payload.adapter is not None:
-            self._adapter = f"kedge-{self._loads}"
+        (before, self._folder), previous = (self._folder, folder), self._adapter
+        self._adapter = None if payload.adapter is None else f"kedge-{self._loads}"
         self.reload(version)
         if previous is not None:
             self._post("/v1/unload_lora_adapter", json={"lora_name": previous})
-        shutil.rmtree(self._folder / str(self._loads - 1), ignore_errors=True)
+        del before  # vLLM may read the files of an adapter until it is unloaded
 
     def reload(self, version: int) -> None:
         """Load the last written weights again, for example after a restart.
@@ -174,7 +167,8 @@ class Remote:
         Raises:
             SyncError: vLLM rejected them.
         """
-        folder = str(self._folder / str(self._loads))
+        assert self._folder is not None  # weights were loaded
+        folder = str(self._folder.path)
         path = "/collective_rpc"
         body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         if self._adapter is not None:
@@ -225,10 +219,10 @@ class Remote:
         self._post(f"/wake_up?tags={part}")
 
     def close(self) -> None:
-        """Close connections and delete the folder of weights; the server keeps running."""
+        """Close connections and forget the files of weights; the server keeps running."""
         self._held.cancel()
         self._client.close()
-        self._clean()
+        self._folder = None
 
     def _name_version(self, version: int) -> None:
         """Set the version of the weights in vLLM."""

@@ -25,6 +25,7 @@ from kedge.backends.vllm.inprocess import device_args, fixed_args
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.remote import LostServerError, Remote
 from kedge.backends.vllm.service import GenerationRequest, GenerationResult, check_version
+from kedge.backends.vllm.weight_files import WeightFiles
 from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
 
@@ -52,7 +53,7 @@ class Server:
         weights: initial weights, version 0.
         engine_args: engine arguments of vLLM by name.
         python: Python interpreter with vLLM; None: the current one.
-        folder: parent of the folder for sending weights; None: this machine's shared memory.
+        files: for sending weights, perhaps shared with other servers.
         start_timeout: seconds that starting, or loading weights, may take.
         heartbeat: seconds between health checks while the server generates.
         patience: seconds without a response after which the server counts as hung and is killed.
@@ -69,7 +70,7 @@ class Server:
         engine_args: Mapping[str, Any] | None = None,
         *,
         python: str | None = None,
-        folder: str | None = None,
+        files: WeightFiles | None = None,
         start_timeout: float = 600.0,
         heartbeat: float = 5.0,
         patience: float = 60.0,
@@ -99,7 +100,7 @@ class Server:
         self._remote = Remote(
             "http://vllm",
             uds=str(socket),
-            folder=folder,
+            files=files,
             heartbeat=heartbeat,
             patience=patience,
             slow=start_timeout,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kedge.backends.hf.peft import is_quantized
 from kedge.errors import ConfigError, SyncError
 
+BUCKET = 256 << 20  # bytes of weights that are on their way at a time
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
@@ -28,6 +29,7 @@ class WeightPayload:
     named: tuple[tuple[str, Tensor], ...]
     adapter: Any = None
     dtype: torch.dtype | None = None  # of the rollout engine; None: as they are
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # as the learner gave them
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and weights in the dtype of the rollout engine."""
@@ -35,27 +37,53 @@ class WeightPayload:
             yield name, x.to(self.dtype if x.is_floating_point() else None)
 
     def write(self, folder: Path) -> None:
-        """Write one safetensors file into ``folder``, atomically."""
+        """Write safetensors files of at most ``BUCKET`` bytes, or of one tensor, into ``folder``.
+
+        Raises:
+            SyncError: there is no room for them.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        name = "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
-        tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for key, x in self.tensors():
-            tensor = x.contiguous().cpu()
-            tensors[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
-            seen.add(tensor.data_ptr())
-        part = folder / f"{name}.part"
         try:
-            save_file(tensors, part, metadata={"format": "pt"})
+            if self.adapter is not None:  # one file, which vLLM reads by its name
+                self.adapter.save_pretrained(folder)
+                _save(dict(self.tensors()), folder / "adapter_model.safetensors")
+                return
+            for number, bucket in enumerate(buckets(self.tensors())):
+                suffix = f"-{number:05}" if number else ""  # vLLM reads all files of the folder
+                _save(dict(bucket), folder / f"model{suffix}.safetensors")
         except (OSError, SafetensorError) as error:
-            size = sum(x.numel() * x.element_size() for x in tensors.values()) / 1e9
+            size = sum(
+                x.numel()
+                * (self.dtype if self.dtype and x.is_floating_point() else x.dtype).itemsize
+                for _, x in self.named
+            )
             raise SyncError(
-                f"weights of {size:.2f} GB cannot be written to {folder}: {error}; set"
+                f"weights of {size / 1e9:.2f} GB cannot be written to {folder}: {error}; set"
                 " weight_sync_folder to a folder with room (shared memory is small in a container)"
             ) from error
-        if self.adapter is not None:
-            self.adapter.save_pretrained(folder)
-        part.replace(folder / name)
+
+
+def buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors on the host, ``BUCKET`` bytes together, each list until the next one."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, x in named:
+        bucket.append((name, x.detach().cpu().contiguous()))
+        size += x.nbytes
+        if size >= BUCKET:
+            yield bucket
+            bucket.clear()  # also for the caller, before the next one exists
+            size = 0
+    if bucket:
+        yield bucket
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    seen: set[int] = set()
+    for name, x in tensors.items():  # a tied head is the same tensor
+        tensors[name] = x.clone() if x.data_ptr() in seen else x
+        seen.add(x.data_ptr())
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def shared_memory() -> str | None:

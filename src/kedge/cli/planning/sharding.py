@@ -15,6 +15,7 @@ from kedge.config.rollout_engines import find_engine
 
 RESERVE = 5 * 2.0**30  # bytes of a GPU that are left to CUDA, NCCL and fragments
 GPU = 79 * 2.0**30  # bytes that 80 GB are, where this machine has no GPU to look at
+_SEND = 2 * 2.0**30  # bytes of the two buffers of vLLM's broadcast from GPU to GPU
 _WHOLE = ("value head", "reward", "reward adapter")  # every rank holds these
 
 
@@ -24,37 +25,26 @@ class Units:
 
     layer: int  # of the largest layer
     root: int  # outside of layers: embedding and head, unsharded from forward to backward
+    largest: int  # of the largest weight, gathered alone for rollout engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a run is sharded, and how many copies of the weights its first rank holds for engines.
+    """How a run is sharded, and whether its first rank sends weights to rollout engines.
 
     Args:
         stage: of ZeRO: 1 and 2 leave weights gathered from the forward to the backward pass.
         ranks: number of learners.
-        separate: rollout engines have their own devices, and get copies of the weights.
-        width: bytes of a weight in a copy.
-        as_completed: the newest copy is kept until the next one.
-        max_lag: copies in a queue, at most, while training continues.
+        separate: rollout engines have their own devices, and are sent weights.
+        width: bytes of a weight as it is sent.
+        max_lag: above 0, engines load weights while training continues.
     """
 
     stage: Literal[1, 2, 3]
     ranks: int
     separate: bool = False
     width: float = 4.0
-    as_completed: bool = False
     max_lag: int = 0
-
-    @property
-    def copies_at_sync(self) -> int:
-        """Copies of the trained weights when they are gathered."""
-        return self.separate * (2 if self.as_completed else max(self.max_lag, 1))
-
-    @property
-    def copies_in_training(self) -> int:
-        """Copies of the trained weights that may still be held in the next iteration."""
-        return self.separate * (1 if self.as_completed else self.max_lag)
 
 
 def read_sharding(config: OnPolicyConfig, ranks: int, policy: Need) -> Sharding | None:
@@ -68,7 +58,6 @@ def read_sharding(config: OnPolicyConfig, ranks: int, policy: Need) -> Sharding 
         ranks=ranks,
         separate=engine.copies_weights,
         width=sync_width(config, policy),
-        as_completed=config.rollout_schedule == "as_completed",
         max_lag=config.max_lag,
     )
 
@@ -86,7 +75,11 @@ def count_units(config: Any, *, head: str) -> Units:
         return sum(p.numel() for p in module.parameters())
 
     layers = [size(m) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    return Units(layer=max(layers, default=0), root=size(model) - sum(layers))
+    return Units(
+        layer=max(layers, default=0),
+        root=size(model) - sum(layers),
+        largest=max(p.numel() for p in model.parameters()),
+    )
 
 
 def sharded_peaks(
@@ -115,20 +108,21 @@ def sharded_peaks(
         return (unit.root + unit.layer) * 4.0
 
     policy = needs[0]
-    copy = policy.trained * sharding.width
     resident = sum(n.resident / (1 if n.role in _WHOLE else sharding.ranks) for n in needs)
     sampling = 0.0 if sharding.separate else policy.weights + policy.generation
-    held = sharding.copies_in_training * copy
-    # Rounded copies are verified in float32, with a layer and the root widened.
-    verified = units.get("policy") if sharding.separate and sharding.width < 4 else None
-    widened = 0.0 if verified is None else (verified.root + verified.layer) * 4.0
+    sync = loading = 0.0
+    if sharding.separate and (unit := units.get("policy")) is not None:
+        # Weights go to the host one by one; a layer and the root come back to be verified.
+        loading = (unit.root + unit.layer) * 4.0 + _SEND
+        sync = max(unit.largest * (4.0 + sharding.width), loading)
+    meanwhile = loading if sharding.max_lag else 0.0
     return {
-        "sampling": resident + held + sampling,
-        "log-probabilities": resident + held + max(gathered(n) + n.forward for n in needs),
+        "sampling": resident + meanwhile + sampling,
+        "log-probabilities": resident + meanwhile + max(gathered(n) + n.forward for n in needs),
         "training": resident
-        + held
+        + meanwhile
         + sum(gathered(n) + gradients(n) + n.training for n in needs if n.trained),
-        "weight sync": resident + sharding.copies_at_sync * copy + widened,
+        "weight sync": resident + sync,
     }
 
 

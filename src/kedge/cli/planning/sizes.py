@@ -61,9 +61,8 @@ def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str
         return None
     width = sync_width(config, policy)
     engines = config.vllm_num_engines if engine.several else 1
-    how = "stored or broadcast once" if engine.actors else "written for each"
     sent = "all weights" if policy.trained == policy.parameters else "the adapter"
-    note = f"per iteration: {sent} in {'16 bits' if width == 2 else 'float32'}, {how}"
+    note = f"per iteration: {sent} in {'16 bits' if width == 2 else 'float32'}, once in host memory"
     return "weight sync", human(policy.trained * width), f"{note}; rollout engines: {engines}"
 
 

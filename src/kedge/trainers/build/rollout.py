@@ -86,7 +86,10 @@ class RolloutStage:
             make = partial(self._shared, make, learner.world_size)
         engine = make()
         learner.copy_weights = WeightCopier(
-            first_only=not self.separate, dtype=getattr(engine, "sync_dtype", None)
+            first_only=not self.separate,
+            dtype=getattr(engine, "sync_dtype", None),
+            stage=getattr(engine, "stage_weights", None),
+            live=args.max_lag == 0,
         )
         return engine
 

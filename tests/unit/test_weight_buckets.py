@@ -1,0 +1,111 @@
+"""Weights on their way to vLLM: a bucket at a time, and what remains if a sync fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kedge.backends.hf.learner_state import WeightCopier
+from kedge.backends.vllm import Remote, weight_payload
+from kedge.backends.vllm.engine import VLLMEngine
+from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.weight_files import WeightFiles
+from kedge.errors import SyncError
+from kedge.types import Sampling
+from tests.contract.engines import policy, trained
+from tests.contract.test_rollout_engine import prompts
+from tests.private_bytes import PrivateBytes
+from tests.unit.test_vllm_sync import Sleeper, moved
+
+
+def test_an_engine_with_half_of_the_weights_does_not_sample():
+    model = policy()
+    spec, weights = PolicySpec.of(model), trained(model)
+    service = Sleeper(spec, weights)
+    engine = VLLMEngine(service, spec, pad_id=0)
+    engine.load_weights(weights, 1)
+    load, sampling = service.load, Sampling(max_new_tokens=1)
+
+    def half(payload, version):
+        raise SyncError("vLLM rejected the weights of version 2: after a half of them")
+
+    service.load = half
+    with pytest.raises(SyncError, match="after a half"):
+        engine.load_weights(moved(weights, 1e-2), 2)
+    for sample in (
+        lambda: engine.generate(prompts(), sampling=sampling, seed=0),
+        lambda: engine.submit(prompts(), sampling=sampling, seed=0),
+        engine.advance,
+    ):
+        with pytest.raises(SyncError, match=r"loading version 2 failed.*weights of two versions"):
+            sample()
+    service.load = load
+    engine.load_weights(moved(weights, 1e-2), 2)
+    assert engine.generate(prompts(), sampling=sampling, seed=0).version.unique().tolist() == [2]
+
+
+def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch):
+    remote = Remote("http://unused", files=WeightFiles(parent=str(tmp_path)))
+    spec, weights = PolicySpec.of(policy()), trained(policy())
+    monkeypatch.setattr(remote, "reload", lambda version: None)
+    remote.load(spec.payload(weights), 1)
+    monkeypatch.setattr(weight_payload, "_save", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(
+        SyncError, match=r"weights of 0.00 GB cannot be written.*weight_sync_folder"
+    ):
+        remote.load(spec.payload(moved(weights, 0.1)), 2)
+    monkeypatch.undo()
+    (folder,) = tmp_path.iterdir()
+    assert folder == remote._folder.path  # loaded again if the server is restarted
+    assert set(load_file(folder / "model.safetensors")) == set(weights)
+    remote.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("servers", [1, 4, 16])
+def test_servers_of_a_machine_read_the_same_files(servers, tmp_path, monkeypatch):
+    files = WeightFiles(servers, str(tmp_path))
+    remotes = [Remote(f"http://unused{i}", files=files) for i in range(servers)]
+    spec = PolicySpec.of(policy())
+    for version in (1, 2):
+        payload = spec.payload(moved(trained(policy()), 0.1 * version))
+        for remote in remotes:
+            monkeypatch.setattr(remote, "reload", lambda version: None)
+            remote.load(payload, version)
+        (folder,) = tmp_path.iterdir()  # the old ones are gone
+        assert {remote._folder.path for remote in remotes} == {folder}
+    for remote in remotes:
+        remote.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_written_and_converted_a_bucket_at_a_time(tmp_path, monkeypatch):
+    bucket, width = 1 << 14, 1 << 10
+    monkeypatch.setattr(weight_payload, "BUCKET", bucket)
+    named = tuple((f"w{i}", torch.full((width,), float(i))) for i in range(64))
+    payload = weight_payload.WeightPayload(named, dtype=torch.bfloat16)
+    with PrivateBytes() as held:
+        payload.write(tmp_path)
+    assert held.most <= bucket + 2 * width < 2 * width * 64 / 4
+    found = {}
+    for file in sorted(tmp_path.iterdir()):
+        assert file.stat().st_size < bucket + 2000
+        found |= load_file(file)
+    assert all(torch.equal(found[name], x.bfloat16()) for name, x in named)
+    with PrivateBytes() as held:
+        for _ in payload.tensors():
+            pass
+    assert held.most <= 2 * 2 * width
+
+
+def test_a_synchronous_run_sends_the_learners_tensors_themselves():
+    model = policy()
+    live = WeightCopier(live=True, dtype=torch.bfloat16)(model)
+    assert {x.data_ptr() for x in live.values()} == {p.data_ptr() for p in model.parameters()}
+    copied = WeightCopier(dtype=torch.bfloat16)(model)
+    spec = PolicySpec.of(model, dtype=torch.bfloat16)
+    first, second = spec.expected(live), spec.expected(copied)
+    assert torch.equal(first.logprobs, second.logprobs)
+    assert torch.equal(first.rounded, second.rounded)
+    assert first.fingerprint == second.fingerprint
