@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from kedge.algorithms import ppo
 from kedge.backends.hf import trunk
 from kedge.backends.hf.freezing import find_layers, share_frozen_weights, train_top_layers
+from kedge.backends.hf.joined_rows import JoinedAttention
 from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.model import causal_parts, get_backbone
 from kedge.backends.hf.packing import pack
@@ -88,16 +89,22 @@ def build_learner(policy, *, value="head", reference=True, cache=True, **options
 
 
 class Passes:
-    """Counts how many rows each layer of a model reads."""
+    """Counts how many tokens each layer of a model reads."""
 
     def __init__(self, model):
-        self.rows = Counter()
+        self.tokens = Counter()
         _, layers = find_layers(get_backbone(model) or model)
         for number, layer in enumerate(layers):
             first = next(m for m in layer.modules() if not list(m.children()))
             first.register_forward_hook(
-                lambda _, inputs, __, number=number: self.rows.update({number: len(inputs[0])})
+                lambda _, inputs, __, number=number: self.tokens.update(
+                    {number: inputs[0].shape[:2].numel()}
+                )
             )
+
+
+def real_tokens(r):
+    return int(r.prompts.mask.sum() + r.response_mask.sum())
 
 
 def update(learner, *, epochs=2, max_tokens=None):
@@ -172,18 +179,44 @@ def test_kept_states_are_exact_in_float64(family):
             torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_frozen_layers_read_each_row_once():
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_kept_states_of_joined_rows_with_shared_prompts(family):
+    model = freeze(build(family, dtype=torch.float64), 2).eval()
+    backbone = get_backbone(model)
+    cache = trunk.TrunkCache([causal_parts(model)])
+    r = rollout(rows=4, prompt=12)
+    prompts = [x[[0, 0, 2, 0]] for x in (r.prompts.ids, r.prompts.mask)]  # 0, 1 and 3 are equal
+    packed = pack(*prompts, r.ids, r.response_mask, joined=True)
+    assert len(packed.groups[0]) > 2
+    top = [p for p in backbone.parameters() if p.requires_grad]
+    weight = torch.randn(packed.ids.numel(), SHAPE["hidden_size"], dtype=torch.float64)
+
+    def outputs(hidden):
+        return [hidden, *torch.autograd.grad((hidden[0] * weight).sum(), top)]
+
+    with JoinedAttention([model]).active():
+        expected = outputs(trunk.trunk(backbone, packed.ids, packed.groups))
+        for kept in ([], [1], [0, 2], [0, 1, 2, 3]):  # rows of an earlier batch
+            cache.clear()
+            with cache.active():
+                if kept:
+                    trunk.read_trunk(backbone, packed.select(kept))
+                found = outputs(trunk.read_trunk(backbone, packed))
+            torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+
+
+def test_frozen_layers_read_each_token_once():
     policy, value = freeze(build()), load_value(freeze(build(head="score", seed=1), 2))
     learner = build_learner(policy, value=value)
     reads = [Passes(m) for m in (policy, value.model, learner.reference.model)]
     update(learner, epochs=3)
-    rows = len(rollout())
-    often = 4 * rows  # annotation and three epochs
-    assert [reads[0].rows[i] for i in range(LAYERS)] == [rows, rows, rows, often]
-    assert [reads[1].rows[i] for i in range(LAYERS)] == [rows, rows, often, often]
-    assert [reads[2].rows[i] for i in range(LAYERS)] == [0, 0, 0, rows]
+    once = real_tokens(rollout())
+    often = 4 * once  # annotation and three epochs
+    assert [reads[0].tokens[i] for i in range(LAYERS)] == [once, once, once, often]
+    assert [reads[1].tokens[i] for i in range(LAYERS)] == [once, once, often, often]
+    assert [reads[2].tokens[i] for i in range(LAYERS)] == [0, 0, 0, once]
     update(learner, epochs=1)  # the next iteration has other rows
-    assert reads[0].rows[0] == 2 * rows
+    assert reads[0].tokens[0] == 2 * once
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -214,7 +247,7 @@ def test_adapters_on_the_top_layers(value, checkpointing):
         )
         reads = Passes(policy.get_base_model())
         results.append(update(learner))
-        assert (reads.rows[0] == len(rollout())) == cache
+        assert (reads.tokens[0] == real_tokens(rollout())) == cache
     assert_same(*results, 1e-6)
 
 
@@ -238,7 +271,8 @@ def test_rows_beyond_the_memory_are_computed_again(monkeypatch, caplog):
     policy = freeze(build())
     learner, reads = build_learner(policy), Passes(policy)
     limited = update(learner)
-    assert len(rollout()) < reads.rows[0] < 4 * len(rollout())  # of two models and two epochs
+    once = real_tokens(rollout())
+    assert once < reads.tokens[0] < 4 * once  # of two models and two epochs
     assert caplog.text.count("computed again") == 1
     assert_same(limited, update(build_learner(freeze(build()), cache=False)), 1e-6)
 
@@ -259,7 +293,7 @@ def test_layers_that_are_unfrozen_later_are_computed_again():
     learner, reads = build_learner(policy), Passes(policy)
     policy.requires_grad_(True)
     update(learner)
-    assert reads.rows[0] == 3 * len(rollout())
+    assert reads.tokens[0] == 3 * real_tokens(rollout())
 
 
 def test_what_trains():

@@ -53,7 +53,7 @@ class ForwardPlan:
         self.trunks = TrunkCache(owners if plain and settings.cache_trunk else [])
         self.last_layers = LastLayers(owners if plain else [])
         skipped = self.trunks.skipped
-        self.joins_rows = plain and not skipped and module.join_rows(reference)
+        self.joins_rows = plain and module.join_rows(reference)
         self._attention = JoinedAttention(models if self.joins_rows else [])
         budget = settings.padding_budget
         if budget is None:

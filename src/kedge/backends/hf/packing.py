@@ -68,10 +68,46 @@ class Packed:
         read = None if self.read is None else self.read.to(device)
         return replace(self, ids=self.ids.to(device), source=source, host_ids=self.ids, read=read)
 
+    def row_tokens(self) -> list[Tensor]:
+        """Flat indices int64 of the real tokens of each row, into ``ids`` and its states."""
+        prompts, responses = (starts.tolist() for starts in self._starts())
+        both = zip(
+            prompts, responses, self.prompt_lengths.tolist(), self.lengths.tolist(), strict=True
+        )
+        device = self.ids.device
+        return [
+            torch.cat(
+                [
+                    torch.arange(first, first + before, device=device),
+                    torch.arange(second, second + all_tokens - before, device=device),
+                ]
+            )
+            for first, second, before, all_tokens in both
+        ]
+
     def row_keys(self) -> list[bytes]:
         """The real tokens of each row; equal for equal rows."""
-        host = (self.ids if self.host_ids is None else self.host_ids).numpy()
-        return [row[:n].tobytes() for row, n in zip(host, self.lengths.tolist(), strict=True)]
+        host = (self.ids if self.host_ids is None else self.host_ids).flatten()
+        return [host[index.cpu()].numpy().tobytes() for index in self.row_tokens()]
+
+    def select(self, rows: Sequence[int]) -> Packed:
+        """Some rows, of which prompts are not shared; without what is read of them."""
+        index = torch.tensor(rows, device=self.lengths.device)
+        lengths, prompts = self.lengths[index], self.prompt_lengths[index]
+        if self.groups is None:
+            width = int(lengths.max())
+            chosen = index.to(self.ids.device)
+            return Packed(ids=self.ids[chosen, :width], lengths=lengths, prompt_lengths=prompts)
+        every, starts = self.row_tokens(), lengths.cumsum(0) - lengths
+        tokens = torch.cat([every[row] for row in rows])
+        return Packed(
+            ids=self.ids[:, tokens],
+            lengths=lengths,
+            prompt_lengths=prompts,
+            groups=tuple((n,) for n in lengths.tolist()),
+            prompt_starts=starts,
+            response_starts=starts + prompts,
+        )
 
 
 def pack(

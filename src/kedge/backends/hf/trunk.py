@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from kedge.backends.hf.freezing import find_layers, layer_number
 from kedge.backends.hf.joined_rows import run_joined
@@ -99,36 +98,40 @@ class _LowerLayers:
         """Whether nothing in it trains; users may change that at any time."""
         return not any(p.requires_grad for p in self.weights.values())
 
-    def run(self, ids: Tensor) -> Tensor:
-        """The states [b, L, H] after the frozen layers."""
+    def run(self, ids: Tensor, groups: Sequence[Group] | None = None) -> Tensor:
+        """The states [b, L, H] after the frozen layers; [1, T, H] of joined rows."""
 
         def stop(hidden_states: Tensor, *_: Any, **__: Any) -> None:
             raise _Reached(hidden_states)
 
         try:
             with _replaced([self.layers[self.depth]], stop):
-                trunk(self.backbone, ids)
+                trunk(self.backbone, ids, groups)
         except _Reached as reached:
             return reached.states
         raise RuntimeError("its layers do not run one after another")
 
     def states(self, packed: Packed) -> Tensor:
         """The same for packed rows; only rows that are not kept are computed."""
-        keys, lengths = packed.row_keys(), packed.lengths.tolist()
+        keys, tokens = packed.row_keys(), packed.row_tokens()
         missing = [i for i, key in enumerate(keys) if key not in self.rows]
         computed: dict[bytes, Tensor] = {}
         if missing:
-            index = torch.tensor(missing, device=packed.ids.device)
             whole = len(missing) == len(keys)
-            width = max(lengths[i] for i in missing)
+            part = packed if whole else packed.select(missing)
             with torch.no_grad():
-                states = self.run(packed.ids if whole else packed.ids[index, :width])
-            computed = {keys[i]: row[: lengths[i]] for i, row in zip(missing, states, strict=True)}
+                states = self.run(part.ids, part.groups)
+            flat = states.flatten(0, 1)
+            rows = [flat[index] for index in part.row_tokens()]
+            computed = {keys[i]: row for i, row in zip(missing, rows, strict=True)}
             self._keep(computed)
             if whole:
                 return states
         kept = [self.rows[key] if key in self.rows else computed[key] for key in keys]
-        return pad_sequence(kept, batch_first=True)
+        flat = kept[0].new_zeros(packed.ids.numel(), kept[0].shape[-1])
+        for index, row in zip(tokens, kept, strict=True):
+            flat[index] = row
+        return flat.view(*packed.ids.shape, -1)
 
     def _keep(self, computed: Mapping[bytes, Tensor]) -> None:
         for key, row in computed.items():
@@ -143,7 +146,7 @@ class _LowerLayers:
                     )
                 self.full = True
                 return
-            self.rows[key] = row.clone()
+            self.rows[key] = row
             self.size += size
 
     def clear(self) -> None:
@@ -169,16 +172,16 @@ class _CachedTrunk:
     requires_grad: bool  # by a hook on the embedding, which reentrant checkpointing needs
 
     def read(self, packed: Packed) -> Tensor:
-        """Last hidden states float [b, L, H]."""
+        """Last hidden states float [b, L, H]; [1, T, H] of joined rows."""
         if not self.lower.frozen:
-            return trunk(self.backbone, packed.ids)
+            return trunk(self.backbone, packed.ids, packed.groups)
         states = self.lower.states(packed)
         if self.requires_grad and torch.is_grad_enabled():
             states = states.detach().requires_grad_()
         # The model computes its masks and position embeddings; its embedding is not used.
         output = (states,) if self.returns_tuple else states
         with _replaced(self.layers[: self.lower.depth], lambda *_, **__: output):
-            return trunk(self.backbone, packed.ids)
+            return trunk(self.backbone, packed.ids, packed.groups)
 
 
 class TrunkCache:
