@@ -340,9 +340,8 @@ class HFLearner:
         self._plan.end_batch()
         self.version += 1
         self._stepped = False
-        last = self.version >= self.settings.total_iterations
-        if self.device.type == "cpu" and (last or self.module.recomputes):
-            release_free_memory()  # otherwise the next iteration uses it again
+        if self.device.type == "cpu":
+            release_free_memory()  # of the backward passes
 
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's trainable weights, as ``copy_weights`` hands them to rollout engines."""
