@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,11 +124,30 @@ def test_other_modules_and_hooks_run_as_they_are(monkeypatch: pytest.MonkeyPatch
     calls = []
     hooked.lm_head.register_forward_hook(lambda *_: calls.append(1))
     replaced.lm_head.__class__ = Counting
+    patched, own = policy("llama", max_positions=256), []
+    usual = patched.lm_head.forward
+    patched.lm_head.forward = lambda x: own.append(1) or usual(x)
     with replays(monkeypatch) as rows:
-        for model in (hooked, replaced):
+        for model in (hooked, replaced, patched):
             EmbeddedEngine(model, pad_id=0).generate(prompts(), sampling=SAMPLING, seed=1)
     assert not rows
-    assert len(calls) == Counting.calls >= 40
+    assert len(calls) == len(own) == Counting.calls >= 40
+
+
+def test_weights_are_freed_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("llama", max_positions=256)
+    weight = weakref.ref(model.lm_head.weight)
+    engine = EmbeddedEngine(model, pad_id=0)
+    gc.collect()
+    gc.disable()
+    try:
+        with replays(monkeypatch) as rows:
+            engine.generate(prompts(), sampling=SAMPLING, seed=1)
+        assert rows
+        del engine, model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 class Toy:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kedge.backends.hf.kv_cache import GrowingLayer
 from kedge.ops.cpu.matmul import cpu_kernels_enabled
-from kedge.ops.cpu.patch import run_layer
+from kedge.ops.cpu.patch import is_replaced, run_layer
 
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 MIN_STEPS = 24  # fewer do not repay what the recordings cost
@@ -57,8 +58,13 @@ def can_record(model: nn.Module, layers: Sequence[Any]) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is of a known package, without hooks of others."""
-    hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+    """Whether a module is of a known package, without hooks or a ``forward`` of others."""
+    hooks = chain(
+        *(module._forward_hooks.values(), module._forward_pre_hooks.values()),
+        *(_global_forward_hooks.values(), _global_forward_pre_hooks.values()),
+    )
+    if not is_replaced(module) and "forward" in vars(module):
+        return False
     return type(module).__module__.partition(".")[0] in _PACKAGES and all(
         getattr(hook, "__module__", "").startswith("transformers.utils.") for hook in hooks
     )
@@ -254,7 +260,7 @@ class Program:
         given = ", ".join(["layers", *_INPUTS, "rows", "more", *(f"{c}={c}" for c in constants)])
         source = "\n ".join([f"def run({given}):", *body, f"return {first.result}"])
         exec(compile(source, "<decode step>", "exec"), constants)
-        return constants["run"]
+        return constants.pop("run")  # a cycle would hold all weights
 
     def __call__(self, layers: Sequence[GrowingLayer], *inputs: Tensor | None) -> Tensor:
         """Logits [b, V]; appends to the layers."""

@@ -13,7 +13,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
-from kedge.ops.cpu.lora import lora_forward, lora_layers
 from kedge.ops.cpu.low_precision import (
     Bf16Weight,
     autocasts_to_bf16,
@@ -34,9 +33,7 @@ class Kernels:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        models = list(models)
         self._layers = [layer for model in models for layer in _layers(model)]
-        self._adapted = [layer for model in models for layer in lora_layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
 
     @contextmanager
@@ -46,8 +43,7 @@ class Kernels:
             (layer, _usual_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
         ]
-        adapted = [(layer, partial(lora_forward, layer)) for layer in self._adapted]
-        with _replaced([*forwards, *adapted]):
+        with _replaced(forwards):
             try:
                 yield
             finally:
@@ -105,6 +101,11 @@ def _one_call(layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor
     if has_torch_function_unary(x):
         return handle_torch_function(run_layer, (x,), layer, x)
     return forward(x)
+
+
+def is_replaced(layer: nn.Module) -> bool:
+    """Whether ``Kernels`` has replaced its forward now."""
+    return getattr(vars(layer).get("forward"), "func", None) is _one_call
 
 
 def run_layer(layer: nn.Module, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from kedge.engine.checkpoint.replay import pack
 from kedge.engine.loop import Engine
 from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.errors import ConfigError
+from kedge.ops.cpu.heap import release_free_memory
 from kedge.trainers.reporting.best_effort import BestEffortWriter
 from kedge.trainers.reporting.token_log import build_token_log
 from kedge.trainers.reporting.trackers import build_trackers, link, log_prompt_lengths
@@ -108,6 +109,7 @@ class Run:
             self._load_best()
             self.callbacks.fire("on_train_end")
         finally:
+            release_free_memory()  # also if an optimizer step failed
             self.callbacks.tracker.close()
         if screen is not None and self.args.output_dir:
             root = shlex.quote(str(self.root()))
