@@ -15,6 +15,22 @@ import pytest
 from kedge.backends.shutdown import GracefulShutdown
 
 
+def test_a_signal_is_recorded_although_nobody_reads_the_screen():
+    read, write = os.pipe()
+    os.close(read)
+    screen = os.dup(2)
+    os.dup2(write, 2)
+    wishes = GracefulShutdown()
+    try:
+        with wishes.install():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
+        os.close(write)
+    assert wishes.requested
+
+
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )

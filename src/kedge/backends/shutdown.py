@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -45,7 +46,8 @@ class GracefulShutdown:
         if first:
             name = signal.Signals(number).name
             text = f"kedge: {name}: stopping after this iteration; again: stopping at once\n"
-            os.write(2, text.encode())  # a signal handler must not use buffers
+            with contextlib.suppress(OSError):  # its reader has ended
+                os.write(2, text.encode())  # a signal handler must not use buffers
 
     @property
     def requested(self) -> bool:

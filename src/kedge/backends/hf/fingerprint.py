@@ -72,7 +72,7 @@ class FingerprintSums:
 
 
 class WeightsCopy(dict[str, Tensor]):
-    """Weights by name as they are kept for rollout engines, in host memory."""
+    """Weights by name as they are kept for rollout engines."""
 
     fingerprint = ""  # of the weights before they were rounded
     device: torch.device | None = None  # of the weights themselves

@@ -29,12 +29,13 @@ Stage = Callable[[Iterable[tuple[str, Tensor]]], WeightsCopy]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCopier:
-    """Hands the trainable weights of a policy to rollout engines, without a copy on its device.
+    """Hands the trainable weights of a policy to rollout engines.
 
     Args:
         first_only: one engine, on rank 0, gets them: other ranks gather nothing and get no weights.
         dtype: of the copies; None: as the weights are.
-        stage: takes full tensors one by one to where engines read them; None: to host memory.
+        stage: takes full tensors one by one to where engines read them; None: copies on ``device``.
+        device: of the copies; None: the learner's.
         live: engines load the weights before training continues, so they get the learner's tensors
             themselves, unless these are sharded.
     """
@@ -42,6 +43,7 @@ class WeightCopier:
     first_only: bool = False
     dtype: torch.dtype | None = None
     stage: Stage | None = None
+    device: str | None = None
     live: bool = False
 
     def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
@@ -68,10 +70,11 @@ class WeightCopier:
         return staged
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> WeightsCopy:
-        return WeightsCopy(
-            (name, x.to("cpu", self.dtype if x.is_floating_point() else None, copy=True))
-            for name, x in weights
-        )
+        copies = WeightsCopy()
+        for name, x in weights:
+            dtype = self.dtype if x.is_floating_point() else None
+            copies[name] = x.to(device=self.device, dtype=dtype, copy=True)
+        return copies
 
 
 def is_first() -> bool:

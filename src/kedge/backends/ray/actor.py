@@ -20,6 +20,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
 _NODE_PATIENCE = 5.0  # seconds without a node for a restart
+_NOT_STARTED = ActorProcess(pid=0, address="", node="")
 HEALTH = "health"  # concurrency group: a separate thread inside the actor
 
 
@@ -65,7 +66,7 @@ class Actor:
         revive: Callable[[Actor], None] | None = None,
     ) -> None:
         self.name, self.restarts = name, 0
-        self.process = ActorProcess(pid=0, address="", node="")  # until it has started
+        self.process = _NOT_STARTED
         self._build, self._options, self._limits = build, dict(options), limits
         self._revive = revive
         self._control_store = ControlStore(2 * limits.heartbeat)
@@ -172,6 +173,7 @@ class Actor:
 
         groups = {HEALTH: 1}
         actor = ray.remote(concurrency_groups=groups)(ActorHost)
+        self.process = _NOT_STARTED
         self._handle = actor.options(**self._options).remote()
         ping = self._ping()
         self._wait_for_process(ping)
@@ -216,7 +218,7 @@ class Actor:
 
     @property
     def _where(self) -> str:
-        return f"{self.name} ({self.process})"
+        return f"{self.name} ({self.process})" if self.process.pid else self.name
 
     def _options_text(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self._options.items() if k.startswith("num_"))
@@ -267,7 +269,7 @@ class Actor:
                 raise error.cause from None
             raise RolloutError(f"{self.name} failed: {error.cause!r}") from error
         except RayError as error:
-            reason = cause(error, self.process.node)
+            reason = cause(error, self.process.node or None)
             raise LostActorError(f"{self._where} is gone: {reason}") from error
 
     def _kill(self) -> None:

@@ -171,13 +171,12 @@ class Server:
 
     def load(self, payload: WeightPayload, version: int) -> None:
         """Load the weights or the adapter, and reset the prefix cache."""
-        self._version = version
         try:
             self._remote.load(payload, version)
-            self._loaded = True
         except LostServerError as error:  # the weights are written; a new server loads them
-            self._loaded = True
+            self._version, self._loaded = version, True
             self._restart(error, 0)
+        self._version, self._loaded = version, True
 
     def version(self) -> int:
         """Version of the weights that vLLM reports."""

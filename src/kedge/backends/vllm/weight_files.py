@@ -27,28 +27,25 @@ class StoredOnce(Generic[T]):
     def __init__(self, readers: int, put: Callable[[WeightPayload], T]) -> None:
         self._readers, self._put = readers, put
         self._lock = threading.Lock()
-        self._key: tuple[tuple[str, int, int], ...] = ()
-        self._payload = WeightPayload(())  # kept so that its memory is not reused
+        self._payload = WeightPayload(())
         self._stored: Future[T] | None = None
         self._left = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight store")
 
     def store(self, payload: WeightPayload) -> T:
-        """The stored weights; the same for the same tensors."""
+        """The stored weights; the same for the same ``WeightPayload.weights``."""
         return self.begin(payload).result()
 
     def begin(self, payload: WeightPayload) -> Future[T]:
         """``store`` in the background, during which the weights must not change."""
         with self._lock:
-            trained = payload.weights.items()
-            key = tuple((name, x.data_ptr(), x._version) for name, x in trained)
-            if self._stored is None or key != self._key:
+            if self._stored is None or payload.weights is not self._payload.weights:
                 self._stored = self._thread.submit(self._put, payload)
-                self._key, self._payload, self._left = key, payload, self._readers
+                self._payload, self._left = payload, self._readers
             self._left -= 1
             stored = self._stored
             if self._left == 0:
-                self._key, self._payload, self._stored = (), WeightPayload(()), None
+                self._payload, self._stored = WeightPayload(()), None
             return stored
 
 

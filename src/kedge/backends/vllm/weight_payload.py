@@ -46,7 +46,8 @@ class WeightPayload:
         try:
             if self.adapter is not None:  # one file, which vLLM reads by its name
                 self.adapter.save_pretrained(folder)
-                _save(dict(self.tensors()), folder / "adapter_model.safetensors")
+                weights = {name: x.cpu().contiguous() for name, x in self.tensors()}
+                _save(weights, folder / "adapter_model.safetensors")
                 return
             for number, bucket in enumerate(buckets(self.tensors())):
                 suffix = f"-{number:05}" if number else ""  # vLLM reads all files of the folder

@@ -62,8 +62,19 @@ def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str
     width = sync_width(config, policy)
     engines = config.vllm_num_engines if engine.several else 1
     sent = "all weights" if policy.trained == policy.parameters else "the adapter"
-    note = f"per iteration: {sent} in {'16 bits' if width == 2 else 'float32'}, once in host memory"
+    kept = _host_copies(config)
+    copies = f"up to {kept} copies in host memory" if kept else "without a copy"
+    note = f"per iteration: {sent} in {'16 bits' if width == 2 else 'float32'}, {copies}"
     return "weight sync", human(policy.trained * width), f"{note}; rollout engines: {engines}"
+
+
+def _host_copies(config: OnPolicyConfig) -> int:
+    """Copies of the sent weights: those that engines may still load, and the next ones."""
+    engine = find_engine(config)
+    if config.max_lag == 0 and engine.per_rank:
+        return 0
+    in_order = config.rollout_schedule != "as_completed"
+    return max(2, config.max_lag + 1) if in_order else 2
 
 
 def sync_width(config: OnPolicyConfig, policy: memory.Need) -> float:

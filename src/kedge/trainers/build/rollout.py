@@ -89,6 +89,7 @@ class RolloutStage:
             first_only=not self.separate,
             dtype=getattr(engine, "sync_dtype", None),
             stage=getattr(engine, "stage_weights", None),
+            device="cpu",
             live=args.max_lag == 0,
         )
         return engine
