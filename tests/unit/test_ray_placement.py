@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import pickle
+import queue
+import threading
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -262,3 +265,22 @@ class TestSplit:
             start_all([Thing, fail, Thing], undo=lambda: closed.append("room"))
         assert len(closed) == 3
         assert closed[-1] == "room"
+
+
+def test_engines_that_are_collected_release_their_resources_in_another_thread():
+    released = queue.Queue()
+    engines = ShardedEngine(
+        [object()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
+    )
+    del engines
+    gc.collect()
+    assert released.get(timeout=10) != threading.get_ident()
+    engines = ShardedEngine(
+        [object()], pad_id=0, on_close=lambda: released.put(threading.get_ident())
+    )
+    engines.close()
+    engines.close()
+    del engines
+    gc.collect()
+    assert released.get(timeout=10) == threading.get_ident()
+    assert released.empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -55,7 +56,7 @@ class ShardedEngine:
         engines: each holds a copy of the same policy.
         pad_id: fills ``Rollout.ids`` after the end of a response.
         check: rejects prompts that cannot be answered, by their row in the whole batch.
-        on_close: called once, after closing the engines or on garbage collection.
+        on_close: called once, after closing the engines; on garbage collection in a new thread.
     """
 
     def __init__(
@@ -69,7 +70,10 @@ class ShardedEngine:
         self.engines = list(engines)
         self._pad_id = pad_id
         self._check = check
-        self._release = weakref.finalize(self, on_close) if on_close is not None else None
+        self._on_close = on_close
+        # Objects are collected in any thread, also in one of Ray's that ``on_close`` waits for.
+        self._forgotten = weakref.finalize(self, _run_in_background, on_close)
+        self._forgotten.atexit = False
         self._closed = False
         self._threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
 
@@ -179,8 +183,8 @@ class ShardedEngine:
             self._call_all([engine.close for engine in engines], engines)
         finally:
             self._threads.shutdown(wait=True)
-            if self._release is not None:
-                self._release()
+            if self._forgotten.detach() and self._on_close is not None:
+                self._on_close()
 
     def _call_all(
         self, calls: Sequence[Callable[[], T]], engines: Sequence[RolloutEngine]
@@ -224,3 +228,8 @@ def start_all(
         if undo is not None:
             undo()
     return [future.result() for future in futures]
+
+
+def _run_in_background(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        threading.Thread(target=function, daemon=True).start()
