@@ -145,12 +145,14 @@ def test_tokens_have_the_version_that_sampled_them() -> None:
 def test_an_engine_that_is_slow_does_not_truncate_episodes() -> None:
     class SlowEngine(Wrapped):
         def advance(self) -> Any:
-            time.sleep(0.02)
+            time.sleep(0.25)
             return self.inner.advance()
 
-    played = rollouts(Echo, SlowEngine(), max_seconds=0.05, max_turn_tokens=4)
+    played = rollouts(Echo, SlowEngine(), max_seconds=0.5, max_turn_tokens=4)
     played.submit(prompts(4), sampling=sampling(max_new_tokens=60), seed=5)
+    begin = time.monotonic()
     assert drained(played).terminated.all()
+    assert time.monotonic() - begin > 0.5
 
 
 def test_an_environment_that_is_slow_is_truncated() -> None:
