@@ -173,7 +173,6 @@ class Actor:
 
         groups = {HEALTH: 1}
         actor = ray.remote(concurrency_groups=groups)(ActorHost)
-        self.process = _NOT_STARTED
         self._handle = actor.options(**self._options).remote()
         ping = self._ping()
         self._wait_for_process(ping)
