@@ -28,33 +28,24 @@ from typing import Any
 
 import torch
 
+from benchmarks.ppo_vs_trl.cases import LAYERS, QWEN
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "lora_memory.json"
 BATCH, PROMPT, RESPONSE = 8, 64, 64
-SHAPE = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-}
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EOS, PAD = 0, 1
 
 
 def config() -> Any:
     from transformers import Qwen2Config
 
-    return Qwen2Config(**SHAPE, bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD)
+    return Qwen2Config(**QWEN, bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD)
 
 
 def lora(task: str) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(task_type=task, r=16, lora_alpha=32, target_modules=TARGETS)
+    return LoraConfig(task_type=task, r=16, lora_alpha=32, target_modules=LAYERS)
 
 
 def tokenizer() -> Any:
@@ -62,7 +53,7 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, SHAPE["vocab_size"])}
+    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, QWEN["vocab_size"])}
     numbers = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     numbers.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -72,7 +63,7 @@ def tokenizer() -> Any:
 
 def prompts() -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, SHAPE["vocab_size"], (BATCH, PROMPT), generator=generator)
+    ids = torch.randint(2, QWEN["vocab_size"], (BATCH, PROMPT), generator=generator)
     return [{"input_ids": row} for row in ids.tolist()]
 
 
@@ -239,7 +230,7 @@ def main() -> None:
     }
     print(json.dumps({"kedge over": ratios}))
     machine = {"processor": platform.processor() or platform.machine()}
-    result = {"machine": machine, "shape": SHAPE, "sides": reports, "kedge over": ratios}
+    result = {"machine": machine, "shape": QWEN, "sides": reports, "kedge over": ratios}
     RESULTS.write_text(json.dumps(result, indent=1))
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from kedge.backends.hf.learner_state import WeightCopier
 from kedge.backends.vllm import Remote, weight_payload
 from kedge.backends.vllm.engine import VLLMEngine
 from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.weight_files import WeightFiles
+from kedge.backends.vllm.weight_files import StoredOnce, WeightFiles
+from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import SyncError
 from kedge.types import Sampling
 from tests.contract.engines import policy, trained
@@ -109,3 +111,23 @@ def test_a_synchronous_run_sends_the_learners_tensors_themselves():
     assert torch.equal(first.logprobs, second.logprobs)
     assert torch.equal(first.rounded, second.rounded)
     assert first.fingerprint == second.fingerprint
+
+
+def test_adapters_are_written_whatever_their_memory_layout(tmp_path):
+    a, b = torch.randn(6, 4).T, torch.randn(6, 4)  # the first is not contiguous
+    named = (("lora_A.weight", a), ("lora_B.weight", b))
+    WeightPayload(named, LoraConfig(r=4, target_modules=["q_proj"])).write(tmp_path)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name: x.tolist() for name, x in found.items()} == {n: x.tolist() for n, x in named}
+
+
+def test_the_same_tensors_in_a_later_sync_are_stored_again():
+    weight, stored = torch.zeros(2), []
+    shared = StoredOnce(2, lambda payload: stored.append(payload.weights["w"].clone()))
+    first = {"w": weight}
+    shared.store(WeightPayload((), weights=first))  # the second reader fails before it
+    weight += 1
+    later = {"w": weight}
+    for _ in range(2):
+        shared.store(WeightPayload((), weights=later))
+    assert [x.tolist() for x in stored] == [[0.0, 0.0], [1.0, 1.0]]

@@ -89,12 +89,8 @@ class RayService:
     ) -> list[Any]:
         """The versions that sampled, and a ``ray.ObjectRef`` of the rows of each share.
 
-        Args:
-            prompts: one row per response.
-            sampling: the sampling distribution.
-            seed: of all rows.
-            sizes: number of rows of each share, in order.
-            options: ``pad_id``, ``extra_slot``, and the ``version`` that vLLM must have or None.
+        Arguments as of ``StoringEngine.generate_stored``; ``options`` are ``pad_id``,
+        ``extra_slot``, and the ``version`` that vLLM must have or None.
         """
         sent = without_columns(prompts)
         with self._failing_group():
