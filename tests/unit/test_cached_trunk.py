@@ -184,6 +184,7 @@ def test_kept_states_of_joined_rows_with_shared_prompts(family):
     model = freeze(build(family, dtype=torch.float64), 2).eval()
     backbone = get_backbone(model)
     cache = trunk.TrunkCache([causal_parts(model)])
+    assert cache._trunks
     r = rollout(rows=4, prompt=12)
     prompts = [x[[0, 0, 2, 0]] for x in (r.prompts.ids, r.prompts.mask)]  # 0, 1 and 3 are equal
     packed = pack(*prompts, r.ids, r.response_mask, joined=True)
