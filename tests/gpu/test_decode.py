@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.backends.hf import decode_graph
+from kedge.backends.hf.kv_cache import GrowingLayer
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.types import Rollout, Sampling
 from tests.contract.embedded import policy, prompts
@@ -121,3 +124,30 @@ def test_a_step_that_cannot_be_captured_runs_without(
     decode_graph._failed.clear()
     monkeypatch.undo()
     check(sampler.generate(prompts(), sampling=SAMPLING, seed=3), expected)
+
+
+@pytest.mark.parametrize("graphs", ["0", "1"])
+def test_grouped_heads_under_autocast(graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEDGE_CUDA_GRAPHS", graphs)
+    model = policy("qwen2", max_positions=256).cuda()
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    sampler = EmbeddedEngine(model, pad_id=0, autocast=torch.bfloat16)
+    fast = sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3)
+    assert {layer.keys.dtype for layer in stored_layers(monkeypatch, sampler)} == {torch.bfloat16}
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
+    check(fast, sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3))
+
+
+def stored_layers(patch: pytest.MonkeyPatch, sampler: EmbeddedEngine) -> list[Any]:
+    """The layers of the cache of one more call."""
+    layers: list[Any] = []
+    update = GrowingLayer.update
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layers.append(self)
+        return update(self, *args, **kwargs)
+
+    with patch.context() as patched:
+        patched.setattr(GrowingLayer, "update", noted)
+        sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3)
+    return layers

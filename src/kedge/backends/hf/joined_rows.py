@@ -23,6 +23,7 @@ from kedge.backends.hf.mask_checks import known_masks
 from kedge.ops.cpu.joined_attention import Group, joined_attention
 from kedge.ops.cpu.low_precision import float32_attention
 from kedge.ops.cpu.matmul import cpu_kernels_enabled
+from kedge.ops.grouped_attention import grouped_attention
 
 _USUAL, _JOINED = _KNOWN = "sdpa", "kedge_joined_rows"
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # need a mask of all rows by all rows
@@ -189,7 +190,9 @@ def _attend(
     return joined_attention(query, key, value, joined_groups, scaling).transpose(1, 2), None
 
 
-# Acts under bfloat16 autocast on a CPU only.
-ALL_ATTENTION_FUNCTIONS[_USUAL] = float32_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
+# The first acts under bfloat16 autocast on a CPU, the second for single tokens on a GPU.
+ALL_ATTENTION_FUNCTIONS[_USUAL] = grouped_attention(
+    float32_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
+)
 ALL_ATTENTION_FUNCTIONS.register(_JOINED, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_JOINED, ALL_MASK_ATTENTION_FUNCTIONS[_USUAL])

@@ -30,6 +30,7 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values [b, heads, n, size]; returns all."""
+        key_states, value_states = _as_attended(key_states), _as_attended(value_states)
         if self.cursor is not None:
             for slots, states in zip(self._slots, (key_states, value_states), strict=True):
                 slots.index_copy_(-2, self.cursor, states)
@@ -76,6 +77,17 @@ class GrowingLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self._slots = keys, values
         self.is_initialized = True
+
+
+def _as_attended(states: Tensor) -> Tensor:
+    """States in the dtype in which a GPU attends to them under autocast.
+
+    Keys are float32 after the rotary embedding; attention would cast all of them for every token.
+    """
+    device = states.device.type
+    if device == "cpu" or states.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return states
+    return states.to(torch.get_autocast_dtype(device))
 
 
 def growing_cache(config: Any) -> DynamicCache:
