@@ -151,3 +151,36 @@ def stored_layers(patch: pytest.MonkeyPatch, sampler: EmbeddedEngine) -> list[An
         patched.setattr(GrowingLayer, "update", noted)
         sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3)
     return layers
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_continuous_sampling_replays_graphs_across_weight_updates(
+    autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = count_captures(monkeypatch)
+    results = []
+    for graphs in ("1", "0"):
+        monkeypatch.setenv("KEDGE_CUDA_GRAPHS", graphs)
+        sampler = engine("llama", shares_weights=False, autocast=autocast, chunk_rows=8)
+        sampler.submit(prompts(copies=4), sampling=SAMPLING, seed=3)
+        parts, updated = [], 0
+        while sampler.unfinished:
+            part = sampler.advance()
+            if part is not None:
+                parts.append(part)
+            if updated < 3:
+                updated += 1
+                weights = {k: v * 0.9 for k, v in sampler.model.state_dict().items()}
+                sampler.load_weights(weights, version=updated)
+        results.append(Rollout.cat(parts))
+        assert bool(captured) == (graphs == "1")
+        assert all(captured)
+        captured.clear()
+    replayed, plain = results
+    order = [x.prompts.row.argsort() for x in results]
+    assert torch.equal(replayed.ids[order[0]], plain.ids[order[1]])
+    limits = {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(
+        replayed.behavior_logprobs[order[0]], plain.behavior_logprobs[order[1]], **limits
+    )
+    assert torch.equal(replayed.token_version[order[0]], plain.token_version[order[1]])

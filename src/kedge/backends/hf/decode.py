@@ -60,8 +60,6 @@ class CausalStepper:
         recorded: shared by the batches of a call; None: every step runs the model's own code.
     """
 
-    captures = True  # whether the step may be replayed as a CUDA graph
-
     def __init__(self, model: nn.Module, recorded: RecordedStep | None = None) -> None:
         self._model = model
         config = get_base_model(model).config
@@ -133,11 +131,11 @@ class CausalStepper:
         layers: list[Any] = self._cache.layers
         if self._graph is None and self._eager >= _EAGER_STEPS:
             model = get_base_model(self._model)
-            if self.captures and self._takes_positions and can_capture(model, layers):
+            if self._takes_positions and can_capture(model, layers):
                 for layer in layers:
                     if layer.keys.shape[-2] == layer.capacity:
                         layer.grow()
-                graph = DecodeGraph(model, self._run, layers, self._mask, self._position)
+                graph = DecodeGraph(model, self._captured, layers, self._mask, self._position)
                 self._graph = graph if graph.capture(tokens) else None
         return self._graph
 
@@ -156,6 +154,10 @@ class CausalStepper:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self._run(ids, positions, self._mask)
+
+    def _captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """What a graph replays."""
+        return self._run(ids, positions, mask)
 
     def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         if self._takes_positions:

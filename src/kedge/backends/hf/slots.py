@@ -26,14 +26,12 @@ _REFILL = 8  # refill when this fraction of the slots, 1 / 8, is free: a refill 
 class SlotStepper(CausalStepper):
     """A causal stepper whose rows can be joined with those of another one.
 
-    It lives across weight updates, so no step is captured: a CUDA graph would keep reading
-    autocast's casts of the weights that it was captured with.
+    It lives across weight updates: a CUDA graph of it casts the weights in every step.
     """
-
-    captures = False
 
     def join(self, other: CausalStepper) -> None:
         """Add the rows of ``other`` at the end."""
+        self._leave_graph()
         steppers = (self, other)
         masks = [_mask(x) for x in steppers]
         # Columns before the first real token of any row are dropped.
@@ -59,6 +57,12 @@ class SlotStepper(CausalStepper):
             )
             cache.update(keys, values, number)
         self._cache = self._options["past_key_values"] = cache
+
+    def _captured(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        kind = self._device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+            return self._run(ids, positions, mask)
 
 
 def _mask(stepper: CausalStepper) -> Tensor:

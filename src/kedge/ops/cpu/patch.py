@@ -1,4 +1,4 @@
-"""Temporarily replaces the forward of linear layers by faster CPU kernels."""
+"""Temporarily replaces the forward of layers by faster kernels."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ from kedge.ops.cpu.low_precision import (
     may_run_in_bf16,
 )
 from kedge.ops.cpu.matmul import by_onednn, linear
+from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
 PACKED_BYTES = 1 << 30  # of a model's weights; a larger one is sampled from as it is
 
 
 class Kernels:
-    """Swaps linear layers for faster CPU kernels; a no-op where torch's are as fast.
+    """Swaps linear layers for faster CPU kernels, and RMS norms for faster GPU kernels.
 
     Args:
         models: already on the device where they will be used.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
         self._layers = [layer for model in models for layer in _layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
+        self._norms = [layer for model in models for layer in rms_norms(model)]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context that uses the faster kernels, backward passes included."""
-        forwards = [
+        forwards: list[tuple[nn.Module, Forward]] = [
             (layer, _usual_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
         ]
+        forwards += [(layer, fused_forward(layer)) for layer in self._norms]
         with _replaced(forwards):
             try:
                 yield
