@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from kedge.backends.hf.mask_checks import known_masks
 from kedge.backends.hf.recorded_step import RecordedStep
 from kedge.errors import ConfigError
 
+Draw = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens int64 [b] from logits, and what is read
 _EAGER_STEPS = 4  # before a step is captured, which takes as long as about four
 
 
@@ -35,8 +37,12 @@ class Stepper(Protocol):
         """
         ...
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append tokens int64 [b].  Logits [b, V] of what follows."""
+    def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Append tokens int64 [b]; ``draw`` of the logits [b, V] of what follows.
+
+        The next call may overwrite the results, and may replay the work of this one: ``draw`` keeps
+        no state on the host, and is the same until ``select`` is called.
+        """
         ...
 
     def select(self, rows: Tensor) -> Tensor:
@@ -71,7 +77,7 @@ class CausalStepper:
         self._takes_positions = "position_ids" in accepted
         self._device = next(model.parameters()).device
         self.recorded = recorded
-        self._graph: DecodeGraph | None = None
+        self._graph: DecodeGraph[Any] | None = None
         self._eager = 0  # steps without a graph
 
     @property
@@ -101,10 +107,17 @@ class CausalStepper:
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
-        """One forward pass over one token per row."""
-        graph = self._ready_graph(tokens)
-        if graph is not None:
-            return graph.step(tokens)
+        """Append tokens int64 [b].  Logits [b, V] of what follows."""
+        graph = self._ready_graph(tokens, self._captured)
+        return self._step(tokens) if graph is None else graph.step(tokens)
+
+    def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """One forward pass over one token per row, and the next tokens."""
+        graph = self._ready_graph(tokens, lambda *inputs: draw(self._captured(*inputs)))
+        return draw(self._step(tokens)) if graph is None else graph.step(tokens)
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        """A step without a graph."""
         inputs = tokens[:, None], self._position, self._mask
         layers: list[Any] = self._cache.layers
         recorded = self.recorded
@@ -124,7 +137,7 @@ class CausalStepper:
             self._mask = self._mask[rows] if self._padded.any() else None
         return rows
 
-    def _ready_graph(self, tokens: Tensor) -> DecodeGraph | None:
+    def _ready_graph(self, tokens: Tensor, step: Callable[..., Any]) -> DecodeGraph[Any] | None:
         """The captured step, made if it is worth it; None: step without."""
         if self._graph is not None and self._graph.is_full:
             self._leave_graph()
@@ -135,7 +148,7 @@ class CausalStepper:
                 for layer in layers:
                     if layer.keys.shape[-2] == layer.capacity:
                         layer.grow()
-                graph = DecodeGraph(model, self._captured, layers, self._mask, self._position)
+                graph = DecodeGraph(model, step, layers, self._mask, self._position)
                 self._graph = graph if graph.capture(tokens) else None
         return self._graph
 
@@ -193,11 +206,14 @@ class EncoderDecoderStepper:
         ids, mask = (x.gather(-1, real_first).to(device) for x in (ids, mask))
         self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=mask)[0]
         self._mask = mask
-        logits = self.step(ids.new_full((len(ids),), self._start_token))
+        logits = self._step(ids.new_full((len(ids),), self._start_token))
         return logits[self.select(copies)]
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """One forward pass of the decoder over one token per row."""
+    def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """One forward pass of the decoder over one token per row, and the next tokens."""
+        return draw(self._step(tokens))
+
+    def _step(self, tokens: Tensor) -> Tensor:
         out = self._model(
             encoder_outputs=BaseModelOutput(last_hidden_state=self._encoded),
             attention_mask=self._mask,

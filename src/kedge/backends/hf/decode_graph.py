@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from kedge.backends.hf.kv_cache import GrowingLayer
 
+T = TypeVar("T")
 logger = logging.get_logger(__name__)
 _failed: set[str] = set()  # classes of models whose step could not be captured
 capturing = threading.Lock()  # hold it to free cached memory, which breaks a capture
@@ -41,13 +42,13 @@ def can_capture(model: nn.Module, layers: list[Any]) -> bool:
     )
 
 
-class DecodeGraph:
+class DecodeGraph(Generic[T]):
     """A captured step of a batch whose prompts have been read.
 
     Args:
         model: for messages.
         forward: maps input ids int64 [b, 1], positions int64 [b, 1] and a mask bool [b, 1, 1, S]
-            to logits [b, V], and appends to ``layers``.
+            to the result of a step, on the device, and appends to ``layers``.
         layers: the cache.
         mask: bool [b, used]; None: all True.
         position: int64 [b, 1]; of the next token.
@@ -56,7 +57,7 @@ class DecodeGraph:
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+        forward: Callable[[Tensor, Tensor, Tensor], T],
         layers: list[GrowingLayer],
         mask: Tensor | None,
         position: Tensor,
@@ -71,7 +72,7 @@ class DecodeGraph:
         self._mask = torch.zeros(rows, self._capacity, dtype=torch.bool, device=device)
         self._mask[:, : self._used] = True if mask is None else mask[:, : self._used]
         self._graph = torch.cuda.CUDAGraph()
-        self._logits: Tensor | None = None
+        self._result: T | None = None
 
     @property
     def is_full(self) -> bool:
@@ -99,36 +100,36 @@ class DecodeGraph:
                 reason = str(error).partition("\n")[0]
                 logger.warning(f"{self._name} samples without CUDA graphs: {reason}")
         main.wait_stream(side)
-        return self._logits is not None
+        return self._result is not None
 
     def _record(self) -> None:
         # Another thread may train while this one samples.
         self._graph.capture_begin(capture_error_mode="thread_local")
         try:
-            logits = self._body()
+            result = self._body()
         except Exception:
             with contextlib.suppress(RuntimeError):
                 self._graph.capture_end()
             raise
         self._graph.capture_end()
-        self._logits = logits
+        self._result = result
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append tokens int64 [b].  Logits [b, V], valid until the next call."""
-        assert self._logits is not None
+    def step(self, tokens: Tensor) -> T:
+        """Append tokens int64 [b].  The result is valid until the next call."""
+        assert self._result is not None
         self._tokens.copy_(tokens[:, None])
         self._graph.replay()
         self._cursor += 1
         self._position += 1
         self._used += 1
-        return self._logits
+        return self._result
 
     def finish(self) -> None:
         """Let the cache show the slots that were filled."""
         for layer in self._layers:
             layer.show(self._used)
 
-    def _body(self) -> Tensor:
+    def _body(self) -> T:
         self._mask.index_fill_(1, self._cursor, True)
         return self._forward(self._tokens, self._position, self._mask[:, None, None])
 

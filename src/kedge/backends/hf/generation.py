@@ -54,6 +54,7 @@ class ChunkSampler:
         self._on_cpu = u.device.type == "cpu"
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64).to(u.device)
         steps, rows = u.shape
+        self._t = torch.zeros(1, dtype=torch.int64, device=u.device)  # index of the next token
         self._poll = 1 if self._on_cpu else POLL
         if not (stopper.can_end or record):
             self._poll = steps
@@ -69,10 +70,10 @@ class ChunkSampler:
     def run(self, ids: Tensor, mask: Tensor, copies: Tensor) -> Responses:
         """Sample responses to prompts on the host; see ``Stepper.start``."""
         steps, pending = len(self._u), []
-        logits, done = self._stepper.start(ids, mask, copies), 0
+        token, recorded = self._sample(self._stepper.start(ids, mask, copies))
+        done = 0
         for t in range(steps):
-            token, recorded = self._sample(logits, t)
-            pending.append(recorded)
+            pending.append(recorded if self._on_cpu else recorded.clone())
             if len(pending) == self._poll or t + 1 == steps:
                 keep = self._read(torch.stack(pending).cpu(), t + 1)  # the only wait
                 pending, done = [], t + 1
@@ -81,7 +82,8 @@ class ChunkSampler:
                         break
                     token = self._select(keep, token)
             if t + 1 < steps:
-                logits = self._stepper.step(token)
+                self._t += 1
+                token, recorded = self._stepper.sample(token, self._sample)
         return Responses(
             tokens=self._tokens[:done].t(),
             logprobs=self._logprobs[:done].t(),
@@ -94,10 +96,12 @@ class ChunkSampler:
             else None,
         )
 
-    def _sample(self, logits: Tensor, t: int) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token int64 [b], and what the host reads of it, int64 [b, 2 or 3 + K]."""
+        t = int(self._t) if self._on_cpu else self._t
         logits = restrict(logits, self._sampling, t, self._stop_ids)
-        return sample_step(logits, self._u[t], self._sampling, record=self._record)
+        u = self._u.index_select(0, self._t)[0]
+        return sample_step(logits, u, self._sampling, record=self._record)
 
     def _read(self, window: Tensor, end: int) -> Tensor | None:
         """Store the steps before ``end``, int64 [w, b, ...]; the rows to keep if rows have ended.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kedge.backends.hf.decode import CausalStepper
+from kedge.backends.hf.decode import CausalStepper, Draw
 from kedge.backends.hf.recorded_step import RecordedStep
 
 
@@ -96,10 +96,10 @@ class PrefixStepper(CausalStepper):
         self._extend_mask()
         return logits
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """One forward pass over one token per row."""
-        self._steps.append(tokens)
-        return super().step(tokens)
+    def sample(self, tokens: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """One forward pass over one token per row, and the next tokens."""
+        self._steps.append(tokens.clone())
+        return super().sample(tokens, draw)
 
     def select(self, rows: Tensor) -> Tensor:
         """Keep only these rows of the batch; prefixes of the others are stored."""

@@ -86,7 +86,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
             raise ConfigError(text)
 
 
-def restrict(logits: Tensor, sampling: Sampling, t: int, stop_ids: Tensor) -> Tensor:
+def restrict(logits: Tensor, sampling: Sampling, t: int | Tensor, stop_ids: Tensor) -> Tensor:
     """Logits of the distribution that token ``t`` is sampled from; -inf for excluded tokens.
 
     In this order: stop tokens are banned while t < min_new_tokens, logits are divided by the
@@ -95,20 +95,30 @@ def restrict(logits: Tensor, sampling: Sampling, t: int, stop_ids: Tensor) -> Te
     Args:
         logits: float [B, V]; as the model gave them.
         sampling: the distribution.
-        t: index of the token in the response.
+        t: index of the token in the response; int64 [1] or [B], on the device of the logits, if
+            rows differ or the host does not know it.
         stop_ids: int64 [S]; ``sampling.stop_ids`` on the device of the logits.
 
     Returns:
         float32 [B, V]; may share memory with ``logits``, which is not changed.
     """
     logits = logits.float()
-    if t < sampling.min_new_tokens and sampling.stop_ids:
-        logits = logits.index_fill(-1, stop_ids, -math.inf)
+    if sampling.min_new_tokens and sampling.stop_ids:
+        logits = _ban_early(logits, t, sampling.min_new_tokens, stop_ids)
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
     if sampling.truncates:
         logits = _truncate(logits, sampling)
     return logits
+
+
+def _ban_early(logits: Tensor, t: int | Tensor, first: int, stop_ids: Tensor) -> Tensor:
+    """Exclude stop tokens where t < first."""
+    early = t < first
+    if early is False:
+        return logits
+    banned = logits.index_fill(-1, stop_ids, -math.inf)
+    return torch.where(early[:, None], banned, logits) if isinstance(early, Tensor) else banned
 
 
 def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:

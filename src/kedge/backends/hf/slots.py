@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -191,15 +190,10 @@ class SlotSampler:
                 return
 
     def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        s, logits = self.sampling, logits.float()
-        if s.min_new_tokens and s.stop_ids:
-            early = (self._t < s.min_new_tokens)[:, None]
-            banned = logits.index_fill(-1, self._stop_ids, -math.inf)
-            logits = torch.where(early, banned, logits)
-        logits = restrict(logits, s, s.min_new_tokens, self._stop_ids)
+        logits = restrict(logits, self.sampling, self._t, self._stop_ids)
         at = self._t.clamp(max=self.max_new_tokens - 1)[:, None]
         u = self._u.gather(1, at)[:, 0]
-        return sample_step(logits, u, s, record=self._record)
+        return sample_step(logits, u, self.sampling, record=self._record)
 
     def _next_logits(self, version: int) -> Tensor | None:
         """Logits [b, V] of the next tokens, after a refill if it is due; None if empty."""
