@@ -178,7 +178,9 @@ def _verify(model: nn.Module, parts: CausalParts, name: str) -> None:
             f"{name}: its logits are not finite, on tokens 0 to {count - 1}; its weights hold NaN "
             "or infinite numbers"
         )
-    slack = (1e-3 if hidden.dtype == torch.float32 else 5e-2) * float(expected.abs().max() + 1)
+    # LLM.int8 rounds activations, and which columns it rounds depends on all tokens of a batch.
+    exact = hidden.dtype == torch.float32 and not getattr(model, "is_loaded_in_8bit", False)
+    slack = (1e-3 if exact else 5e-2) * float(expected.abs().max() + 1)
     gap = float((head.logits(hidden) - expected).abs().max())
     if not gap <= slack:
         raise ConfigError(

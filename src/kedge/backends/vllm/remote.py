@@ -335,7 +335,7 @@ def read_json(response: httpx.Response) -> Any:
 
 
 def _result(choice: dict[str, Any], loaded: int) -> GenerationResult:
-    """A response.  Without versions (before vLLM 0.32) it was sampled with the weights ``loaded``."""
+    """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``."""
     spans = [
         (parse_version(span["version"]), span["end"] - span["start"])
         for span in choice.get("weight_versions") or ()
