@@ -38,7 +38,8 @@ def test_runs_with_vllm_on_a_gpu(name: str) -> None:
     assert len(rows) == ITERATIONS  # every one after a verified weight sync
     assert rows[-1]["version"] >= ITERATIONS - 1 - 2
     limit = 1e-3 if "float32" in name else 0.05  # nats per token
-    gaps = [row[key] for row in rows for key in ("rollout/sync_gap", "rollout/logprob_gap")]
+    keys = ("rollout/sync_gap", "rollout/logprob_gap")  # no second one if all tokens are stale
+    gaps = [row[key] for row in rows for key in keys if key in row]
     print(name, [round(gap, 5) for gap in gaps])  # noqa: T201
     assert max(gaps) < limit
     assert all(row["grad_norm"] > 0 for row in rows)
