@@ -86,14 +86,15 @@ def test_grpo_on_a_quantized_base_resumes_with_the_same_numbers(
     whole.train()
     history = rows(whole)
     assert len(history) == ITERATIONS
-    assert history[0]["objective/kl"] == pytest.approx(0, abs=1e-4)  # the base, adapter disabled
-    assert history[-1]["objective/kl"] > 1e-3
+    # The reference is the base with its adapter disabled; LLM.int8 rounds by all rows of a batch.
+    assert history[0]["objective/kl"] == pytest.approx(0, abs=0.05 if CUDA or bits == 8 else 1e-4)
+    assert history[-1]["objective/kl"] > history[0]["objective/kl"] + 1e-3
     assert all(row["grad_norm"] > 0 for row in history)
     again = grpo(base, tmp_path / "whole", bits, **saves)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for before, after in zip(history[2:], rows(again)[-2:], strict=True):
         for key in ("objective/kl", "objective/scores", "grad_norm"):
-            assert after[key] == pytest.approx(before[key], rel=1e-3, abs=1e-5)
+            assert after[key] == pytest.approx(before[key], rel=0.05 if CUDA else 1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
