@@ -1,4 +1,4 @@
-"""PPO, RLOO and GRPO on a GPU, and TRL's PPO and GRPO where TRL 1.12 is installed.
+"""PPO, RLOO and GRPO on a GPU, with vLLM and against TRL 1.12 where these are installed.
 
     python -m benchmarks.gpu [--output results.json] [--runs "kedge ppo pythia-1b" ...]
 
@@ -26,6 +26,8 @@ RUNS = [
     "trl ppo qwen2.5-0.5b",
     "kedge grpo qwen2.5-0.5b",
     "trl grpo qwen2.5-0.5b",
+    "kedge ppo qwen2.5-0.5b --engine vllm",
+    "kedge grpo qwen2.5-0.5b --engine vllm",
     "kedge rloo qwen2.5-0.5b",
     "kedge ppo qwen2.5-0.5b --micro 32",
     "kedge grpo qwen2.5-0.5b --batch 512 --micro 64",
@@ -56,10 +58,11 @@ def main() -> None:
     flags.add_argument("--runs", nargs="+", default=RUNS, help="what to run, in this order")
     flags.add_argument("--seconds", type=float, default=110, help="most seconds of one run")
     args = flags.parse_args()
-    peer, reports = importlib.util.find_spec("trl") is not None, []
+    missing = [name for name in ("trl", "vllm") if importlib.util.find_spec(name) is None]
+    reports = []
     print("| run | s/iteration | sampling | training | tokens/s | utilization | peak GiB |")
     print("|---|---|---|---|---|---|---|")
-    for run in (run for run in args.runs if peer or run.startswith("kedge")):
+    for run in (run for run in args.runs if not any(name in run for name in missing)):
         report = measure(run, args.seconds)
         reports.append(report)
         args.output.write_text(json.dumps(reports, indent=1) + "\n")

@@ -49,6 +49,7 @@ class Case:
     response: int = 256
     iterations: int = 3
     checkpointing: bool = False
+    engine: str = "embedded"
 
 
 def build_config(shape: str) -> Any:

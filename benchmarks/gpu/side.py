@@ -82,7 +82,7 @@ def build_kedge(case: Case, clock: Clock) -> Any:
 
     rows = [{"input_ids": ids} for ids in build_prompts(case.shape, case.batch * case.iterations)]
     tokenizer = build_tokenizer(case.shape)
-    quiet = {"disable_tqdm": True, "preflight": False}
+    quiet = {"disable_tqdm": True, "preflight": False, "rollout_engine": case.engine}
     models = build_models(case.shape, all_four=case.method == "ppo")
     if case.method == "ppo":
         return kedge.PPOTrainer(
@@ -177,6 +177,7 @@ def main() -> None:
     flags.add_argument("shape", choices=list(SHAPES))
     for name in ("batch", "micro", "response", "iterations"):
         flags.add_argument(f"--{name}", type=int, default=getattr(Case, name))
+    flags.add_argument("--engine", default=Case.engine, help="rollout_engine of Kedge")
     flags.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     args = vars(flags.parse_args())
     warnings.simplefilter("ignore")
@@ -185,6 +186,8 @@ def main() -> None:
         trainer = {"kedge": build_kedge, "trl": build_trl}[case.library](case, clock)
         trainer.train()
     seconds = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    if case.engine != "embedded":
+        trainer.engine.rollout_engine.close()
     policy = build_models_size(case.shape)
     tokens = case.batch * (case.response + (32 + 128) / 2)
     median = statistics.median(seconds[1:])

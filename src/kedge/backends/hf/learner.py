@@ -33,6 +33,7 @@ from kedge.backends.hf.model import (
     check_trainable,
     checkpoint_activations,
     no_dropout,
+    rounds_activations,
     set_training,
 )
 from kedge.backends.hf.packing import to_device
@@ -180,8 +181,9 @@ class HFLearner:
 
     @property
     def low_precision(self) -> bool:
-        """Whether the forward pass runs in bf16 or fp16."""
-        return self.accelerator.mixed_precision != "no" or self.settings.allow_low_precision_weights
+        """Whether the forward pass runs in bf16, fp16 or 8-bit integers."""
+        low = self.settings.allow_low_precision_weights or rounds_activations(self.module.policy)
+        return low or self.accelerator.mixed_precision != "no"
 
     @property
     def shares_prompts(self) -> bool:

@@ -17,6 +17,7 @@ from kedge.backends.ray.resources import ActorResources, RayCluster, SharedArgum
 from kedge.backends.ray.weight_store import SharedWeights
 from kedge.backends.rollout import EngineInputs, ShardedEngine, start_all
 from kedge.backends.vllm.nccl_transfer import (
+    NCCL_SINCE,
     Control,
     EngineGroup,
     NcclTransfer,
@@ -25,7 +26,7 @@ from kedge.backends.vllm.nccl_transfer import (
 )
 from kedge.backends.vllm.policy_spec import on_cpu, skeleton
 from kedge.backends.vllm.weight_payload import WeightPayload
-from kedge.config.rollout import engine_args
+from kedge.config.rollout import engine_args, installed_vllm
 from kedge.errors import ConfigError
 from kedge.protocols import RolloutEngine
 
@@ -197,7 +198,8 @@ def _uses_nccl(weights: Mapping[str, Tensor], *, gpus: float, transfer: str, ada
         return False
     device = next(iter(weights.values())).device.type
     raise ConfigError(
-        f"vllm_transfer='nccl' needs GPUs for learner and engines, but the learner's weights"
+        f"vllm_transfer='nccl' needs vLLM {NCCL_SINCE} and GPUs for learner and engines, but the"
+        f" installed vLLM is {installed_vllm() or 'missing'}, the learner's weights"
         f" are on {device} and each engine has {gpus:g} GPUs"
         f"{', and adapters are sent as files' if adapter else ''}; set it to 'auto'"
     )

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kedge.backends.vllm.policy_spec import PolicySpec
-from kedge.backends.vllm.request_loop import RequestLoop
+from kedge.backends.vllm.request_loop import Output, RequestLoop
 from kedge.backends.vllm.service import (
     GenerationRequest,
     GenerationResult,
     allowed_matrix,
-    parse_version,
 )
 from kedge.backends.vllm.weight_payload import WeightPayload, max_lora_rank, shared_memory
 from kedge.errors import ConfigError, SyncError
@@ -99,7 +98,7 @@ class InProcess:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """One result per request, in order."""
-        return [_result(out.outputs[0]) for out in self._run(requests)]
+        return [_result(output) for output in self._run(requests)]
 
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Log-probability (nats) of each token of each row but its first."""
@@ -109,11 +108,14 @@ class InProcess:
         batches = [requests] if self._adapter is None else [[r] for r in requests]
         outputs = [out for batch in batches for out in self._run(batch)]
         return [
-            [at[token].logprob for at, token in zip(out.prompt_logprobs[1:], row[1:], strict=True)]
+            [
+                at[token].logprob
+                for at, token in zip(out.request.prompt_logprobs[1:], row[1:], strict=True)
+            ]
             for out, row in zip(outputs, rows, strict=True)
         ]
 
-    def _run(self, requests: Sequence[GenerationRequest]) -> list[Any]:
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         with self._quiet():
             return self._loop.run(requests, self._adapter)
 
@@ -130,8 +132,7 @@ class InProcess:
         with self._quiet():
             self._loop.add(new, self._adapter)
             while self._loop.holds:
-                outputs = self._loop.advance()
-                results |= {key: _result(out.outputs[0]) for key, out in outputs.items()}
+                results |= {key: _result(out) for key, out in self._loop.advance().items()}
                 if time.monotonic() >= end:
                     break
         return results
@@ -185,7 +186,7 @@ class InProcess:
         """
         if not self._llm.reset_prefix_cache() and not self._loop.holds:
             raise SyncError("vLLM did not reset its prefix cache: requests are still running")
-        self._llm.llm_engine.set_weight_version(str(version))
+        self._loop.set_version(version)
 
     def _add_adapter(self, payload: WeightPayload) -> Any:
         from vllm.lora.request import LoRARequest
@@ -202,8 +203,8 @@ class InProcess:
         return lora
 
     def version(self) -> int:
-        """Version of the weights that vLLM reports."""
-        return parse_version(self._llm.llm_engine.get_weight_version())
+        """Version of the weights that were loaded last."""
+        return self._loop.version
 
     @property
     def abilities(self) -> tuple[int, bool]:
@@ -334,11 +335,8 @@ def _restore_call(skeleton: torch.nn.Module) -> None:
             kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
-def _result(output: Any) -> GenerationResult:
-    spans = [
-        (parse_version(span.version), span.end - span.start)
-        for span in output.weight_versions or ()
-    ]
+def _result(sampled: Output) -> GenerationResult:
+    output = sampled.request.outputs[0]
     flat = output.logprobs  # of each position: the sampled token, then the most likely ones
     starts, ends = flat.start_indices, flat.end_indices
     allowed = None
@@ -350,6 +348,6 @@ def _result(output: Any) -> GenerationResult:
         logprobs=np.array(flat.logprobs, np.float32)[np.array(starts, np.int64)],
         allowed=allowed,
         stopped=output.finish_reason == "stop",
-        version=min((version for version, _ in spans), default=-1),
-        spans=tuple(spans),
+        version=min(version for version, _ in sampled.spans),
+        spans=sampled.spans,
     )

@@ -14,12 +14,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from kedge.backends.vllm.weight_payload import WeightPayload
+from kedge.config.rollout import installed_vllm
 from kedge.errors import RolloutError
 
 T = TypeVar("T")
+NCCL_SINCE = "0.32"  # vLLM
 Control = Any  # of a vLLM during weight transfer: ``VLLMWeightSyncClient`` of vLLM
 
 
@@ -228,8 +231,10 @@ def can_use_nccl(weights: Mapping[str, Tensor], *, gpus: float) -> bool:
     """Whether NCCL can send the learner's weights to a vLLM with ``gpus`` GPUs.
 
     Both need GPUs, and not the same one; a vLLM with a fraction of a GPU may share the learner's.
+    vLLM's side of it is that of vLLM 0.32 and newer.
     """
-    return gpus >= 1 and all(x.is_cuda for x in weights.values())
+    new = Version(installed_vllm() or NCCL_SINCE) >= Version(NCCL_SINCE)
+    return new and gpus >= 1 and all(x.is_cuda for x in weights.values())
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:

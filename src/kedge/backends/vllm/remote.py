@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -108,14 +109,22 @@ class Remote:
     ) -> GenerationResult:
         body = self._body(request.prompt, request.params)
         response = await client.post("/inference/v1/generate", json=body)
-        return _result(read_json(response)["choices"][0])
+        return _result(read_json(response)["choices"][0], self._version)
 
     @property
     def abilities(self) -> tuple[int, bool]:
         """Requests that it runs at once, and whether ``load`` may be called while it holds some."""
         info = self._request(self._server_info)
         slots = int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
-        return slots, self._adapter is None
+        return slots, self._adapter is None and self._reports_versions
+
+    @functools.cached_property
+    def _reports_versions(self) -> bool:
+        """Whether the server knows the version of its weights, as vLLM does from 0.32 on."""
+        try:
+            return self._client.get("/weight_info").status_code != 404
+        except httpx.TransportError as error:
+            raise self._gone(error) from error
 
     @property
     def holds(self) -> bool:
@@ -203,7 +212,9 @@ class Remote:
         self._post("/resume")
 
     def version(self) -> int:
-        """Version of the weights that vLLM reports."""
+        """Version of the weights that vLLM reports; before vLLM 0.32, of those loaded last."""
+        if not self._reports_versions:
+            return self._version
         return parse_version(self._get("/weight_info")["weight_version"])
 
     def max_length(self) -> int:
@@ -226,7 +237,8 @@ class Remote:
 
     def _name_version(self, version: int) -> None:
         """Set the version of the weights in vLLM."""
-        self._post("/update_weight_version", json={"new_version": str(version)})
+        if self._reports_versions:
+            self._post("/update_weight_version", json={"new_version": str(version)})
 
     # -- state of the server ---------------------------------------------------------------------
 
@@ -278,7 +290,9 @@ class Remote:
         """Poll the server's engine loop."""
         try:
             with reporting_silence(self._name, self._patience):
-                read_json(self._client.get("/weight_info"))
+                read_json(
+                    self._client.get("/weight_info" if self._reports_versions else "/is_paused")
+                )
         except httpx.TimeoutException:
             raise LostServerError(
                 f"{self._name} did not respond for {self._patience:g} s (worker_timeout)"
@@ -320,22 +334,28 @@ def read_json(response: httpx.Response) -> Any:
     return None
 
 
-def _result(choice: dict[str, Any]) -> GenerationResult:
+def _result(choice: dict[str, Any], loaded: int) -> GenerationResult:
+    """A response; without versions (before vLLM 0.32) it is of the weights ``loaded``."""
     spans = [
         (parse_version(span["version"]), span["end"] - span["start"])
-        for span in choice["weight_versions"] or ()
+        for span in choice.get("weight_versions") or ()
     ]
     content = choice["logprobs"]["content"]
     # The first of ``top_logprobs`` is the sampled token, whether or not it is among the others.
-    tops = [[(x["token_id"], x["logprob"]) for x in at["top_logprobs"]] for at in content]
+    tops = [[(_token_id(x), x["logprob"]) for x in at["top_logprobs"]] for at in content]
     return GenerationResult(
         tokens=np.array(choice["token_ids"], np.int32),
         logprobs=np.array([at["logprob"] for at in content], np.float32),
         allowed=allowed_matrix(tops) if max(map(len, tops)) > 1 else None,
         stopped=choice["finish_reason"] == "stop",
-        version=min((version for version, _ in spans), default=-1),
+        version=min((version for version, _ in spans), default=loaded),
         spans=tuple(spans),
     )
+
+
+def _token_id(top: dict[str, Any]) -> int:
+    """The id of a token; vLLM before 0.32 has it in the token's name alone."""
+    return int(top["token_id"] if "token_id" in top else top["token"].removeprefix("token_id:"))
 
 
 def _has_listener(path: str) -> bool:

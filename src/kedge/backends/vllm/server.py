@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from packaging.version import Version
 from torch import Tensor
 
 from kedge.backends.liveness import watch_group
@@ -27,6 +28,7 @@ from kedge.backends.vllm.remote import LostServerError, Remote
 from kedge.backends.vllm.service import GenerationRequest, GenerationResult, check_version
 from kedge.backends.vllm.weight_files import WeightFiles
 from kedge.backends.vllm.weight_payload import WeightPayload
+from kedge.config.rollout import LOWEST_VLLM, installed_vllm
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
 
 T = TypeVar("T")
@@ -76,8 +78,10 @@ class Server:
         patience: float = 60.0,
         devices: str | None = None,
     ) -> None:
-        if python is not None:
-            check_version(find_version(python), f"vLLM of {python}")
+        version = find_version(python) if python else installed_vllm() or LOWEST_VLLM
+        check_version(version, f"vLLM of {python or sys.executable}")
+        # Before 0.32, tokens in and out need no flag.
+        scale_out = [] if Version(version).release < (0, 32) else ["--enable-scale-out"]
         self.restarts = 0
         self._home = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
         home = Path(self._home.name)
@@ -89,7 +93,7 @@ class Server:
         self._process = Process(
             [
                 *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                *("--model", str(home / "policy"), "--uds", str(socket), "--enable-scale-out"),
+                *("--model", str(home / "policy"), "--uds", str(socket), *scale_out),
                 *flags(arguments),
             ],
             log=home / "log",

@@ -156,7 +156,7 @@ class Run:
         """Run the preflight checks, unless they are turned off."""
         if not self.args.preflight:
             return
-        low = self.args.bf16 or self.args.fp16 or self.args.tf32
+        low = self.learner.low_precision or self.args.tf32
         warnings = preflight(
             rollout,
             reward_output,
