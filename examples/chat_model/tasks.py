@@ -22,7 +22,7 @@ FACTS = {
         Hungary Budapest, Norway Oslo, Sweden Stockholm, Finland Helsinki, Denmark Copenhagen,
         Ireland Dublin, England London, Scotland Edinburgh, Belgium Brussels, Cuba Havana,
         Peru Lima, Chile Santiago, Canada Ottawa, Kenya Nairobi, Iran Tehran, Iraq Baghdad,
-        Thailand Bangkok, Vietnam Hanoi, Australia Canberra, Turkey Ankara, Ukraine Kyiv,
+        Thailand Bangkok, Vietnam Hanoi, Australia Canberra, Turkey Ankara,
         Romania Bucharest, Bulgaria Sofia""",
     'What is the opposite of "{}"?': """
         hot cold, big small, up down, day night, black white, fast slow, happy sad, old young,
