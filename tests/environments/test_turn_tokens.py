@@ -91,6 +91,23 @@ def test_tools_are_shown_once() -> None:
         assert text.startswith(tok.decode(rendered(tok, TALK[:1], tools=tools)))
 
 
+@pytest.mark.parametrize(
+    ("name", "system", "warned"),
+    [("phi3", "You are Phi.", True), ("phi3", "Use calculator.", False), ("qwen2.5", "", False)],
+)
+def test_tools_that_a_template_does_not_show_are_named_once(
+    name: str, system: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = TurnTokens(tokenizer(name))
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    talk = [{"role": "system", "content": system}, *TALK[:1]]
+    for _ in range(2):
+        turns.prompt(talk if system else TALK[:1], [], None, tools=tools)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warned
+    assert all("does not show the tools calculator" in message for message in messages)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "llama3_2", "gemma", "phi3"])
 def test_with_the_templates_that_trl_ships(name: str) -> None:
     folder = resources.files(pytest.importorskip("trl")) / "chat_templates"

@@ -13,7 +13,13 @@ from kedge.backends.hf.load import load_policy
 from kedge.backends.hf.model import causal_parts, trunk
 from kedge.backends.hf.packing import by_length, padding_budget
 from kedge.backends.hf.reference import frozen_copy
-from kedge.backends.hf.value_head import ScalarHead, load_value, load_value_head, save_value
+from kedge.backends.hf.value_head import (
+    ScalarHead,
+    load_value,
+    load_value_head,
+    save_value,
+    scalar_model,
+)
 from kedge.engine.micro_batches import cut
 from kedge.errors import ConfigError
 from kedge.testing import tiny_policy, tiny_reward_model
@@ -68,6 +74,19 @@ def test_bidirectional_models_are_no_value_models():
     )
     with pytest.raises(ConfigError, match="must be causal"):
         load_value(AutoModelForSequenceClassification.from_config(config))
+
+
+def test_states_may_depend_on_the_length_of_a_row():
+    """As rounding in bfloat16 does: a trained model of 30 layers was refused for it."""
+
+    def rounded(_module, _inputs, output):
+        return output + 4 / output.shape[1]
+
+    policy, value = tiny_policy().to(torch.bfloat16), tiny_reward_model()
+    for model in (policy, value):
+        model.base_model.norm.register_forward_hook(rounded)
+    causal_parts(policy)
+    scalar_model(value)
 
 
 def test_a_value_model_has_one_label():

@@ -7,6 +7,7 @@ response, and so on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from kedge.errors import DataError, RolloutError
 from kedge.protocols import Observation
 
+logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
 _ANSWER = "KEDGE0ANSWER"  # stands for the response in a rendered conversation
@@ -35,6 +37,7 @@ class TurnTokens:
         self._tokenizer = tokenizer
         self._options = dict(chat_template_kwargs or {})
         self._tool_role: bool | None = None  # whether the template renders tool messages
+        self._checked_tools = False
 
     def prompt(
         self,
@@ -71,7 +74,10 @@ class TurnTokens:
         if not observation and not tools:
             return list(ids)
         messages = _with_first(_messages(prompt), observation, separator)
-        return self._encode(self._render(messages, tools=list(tools) if tools else None))
+        text = self._render(messages, tools=list(tools) if tools else None)
+        if tools:
+            self._check_shown(tools, text)
+        return self._encode(text)
 
     def between(
         self, prompt: object, observation: Observation, *, last: int, stopped: bool
@@ -107,6 +113,18 @@ class TurnTokens:
                 " chat messages; got a text prompt"
             )
         return self._encode(observation)
+
+    def _check_shown(self, tools: Sequence[Any], text: str) -> None:
+        """Warn once about tools that the policy cannot know of: many templates leave them out."""
+        names = [tool["function"]["name"] for tool in tools]
+        hidden = [name for name in names if name not in text]
+        if hidden and not self._checked_tools:
+            logger.warning(
+                "the chat template does not show the tools %s to the policy: describe them and the"
+                " format of a call in a system message, or use a chat template that renders tools",
+                ", ".join(hidden),
+            )
+        self._checked_tools = True
 
     def _knows_tools(self) -> bool:
         if self._tool_role is None:
