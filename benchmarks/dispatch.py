@@ -1,6 +1,7 @@
 """How much of the engines' time the scheduling of rollouts uses, on a virtual clock.
 
     python -m benchmarks.dispatch         # simulation, and the cost of the scheduler
+    python -m benchmarks.dispatch bounds  # what no drain, and the longest response, would permit
     python -m benchmarks.dispatch vllm    # requests one by one against whole batches, in vLLM
 
 The scheduling is Kedge's (``kedge.engine.rollout.dispatch``); engines are pretended.  A token step
@@ -50,12 +51,23 @@ class Simulation:
         in_flight: weights change under way; otherwise an engine first completes what it holds.
         sigma: of the logarithm of lengths.
         group: rows per prompt.
+        drains: without, an engine would hold weights of several versions, and start every response
+            with the newest: no schedule of responses of one version starts them earlier.
     """
 
     def __init__(
-        self, *, engines: int, slots: int, max_lag: int, in_flight: bool, sigma: float, group: int
+        self,
+        *,
+        engines: int,
+        slots: int,
+        max_lag: int,
+        in_flight: bool,
+        sigma: float,
+        group: int,
+        drains: bool = True,
     ) -> None:
         self.in_flight, self.max_lag, self.group = in_flight, max_lag, group
+        self.drains = drains
         self.rng = random.Random(0)
         self.lengths = [
             min(CAP, max(1, round(self.rng.lognormvariate(math.log(MEDIAN), sigma))))
@@ -71,6 +83,7 @@ class Simulation:
         self.now = 0.0
         self.paused = 0.0  # until now; engines do not see this time
         self.begins: dict[int, list[tuple[float, int]]] = {}  # rows of a group: begin, length
+        self.started: dict[int, int] = {}  # group -> version
         self.updates = [0.0]  # when each version was loaded, in the time of engines
 
     def run(self, iterations: int, warm_up: int) -> dict[str, float]:
@@ -117,6 +130,8 @@ class Simulation:
         if engine.version < self.newest and (self.in_flight or not engine.held):
             engine.version = self.newest
             self.dispatcher.reload(engine.held, self.newest)
+        if not self.drains:
+            engine.version = self.newest
         if not self.dispatcher.may_start(engine.version, self.newest):
             return
         limit = engine.free // group
@@ -126,6 +141,7 @@ class Simulation:
             engine.free -= group
             self.sampling += group
             engine.held[number] = group
+            self.started[number] = engine.version
             begin = self.now - self.paused
             self.begins[number] = [(begin, self.rng.choice(self.lengths)) for _ in range(group)]
             for _, length in self.begins[number]:
@@ -141,7 +157,8 @@ class Simulation:
         engine.held[number] -= 1
         if not engine.held[number]:
             del engine.held[number]
-            self.dispatcher.complete([number], engine.version)
+            started = self.started.pop(number)
+            self.dispatcher.complete([number], started if not self.drains else engine.version)
         if engine.free >= self.group:
             self.refill(index)
 
@@ -167,6 +184,26 @@ def simulate() -> list[dict[str, Any]]:
         warm_up = 6 + 2 * lag
         rounds = 4 if engines == 512 else 12
         results.append({**case, "group": group} | simulation.run(warm_up + rounds, warm_up))
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def bounds() -> list[dict[str, Any]]:
+    """Shares of the ideal that responses of one version permit.
+
+    ``several_versions``: engines that need not complete what they hold before they load weights.
+    ``longest``: the longest response of an iteration, started as soon as its weights exist, must be
+    complete before the training that is ``max_lag`` iterations later begins.
+    """
+    results = []
+    for sigma, engines, lag in itertools.product(SIGMAS, (8, 64), (1, 2, 4, 8)):
+        case = {"engines": engines, "max_lag": lag, "sigma": sigma}
+        simulation = Simulation(**case, slots=64, group=8, in_flight=False, drains=False)
+        draws = [simulation.rng.choices(simulation.lengths, k=engines * 64) for _ in range(100)]
+        longest = statistics.mean(map(max, draws))
+        share = simulation.run(18 + 2 * lag, 6 + 2 * lag)["share"]
+        bound = min(1.0, (lag + 1) / (longest / simulation.ideal + 1))
+        results.append({**case, "several_versions": share, "longest": bound})
         print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -225,14 +262,18 @@ def groups_of(batch: PromptBatch) -> list[PromptBatch]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="?", choices=["simulation", "vllm"], default="simulation")
-    if parser.parse_args().what == "vllm":
+    kinds = ("simulation", "bounds", "vllm")
+    parser.add_argument("what", nargs="?", choices=kinds, default="simulation")
+    what = parser.parse_args().what
+    if what == "vllm":
         results: Any = {"vllm": vllm_seconds()}
+    elif what == "bounds":
+        results = {"bounds": bounds()}
     else:
         results = {"scheduler_seconds": scheduler_seconds(), "simulation": simulate()}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps(before | results, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in results.items() if k != "simulation"}))
+    print(json.dumps({k: v for k, v in results.items() if k in ("vllm", "scheduler_seconds")}))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from .ray_run import ITERATIONS, LIMIT, Run, line_of, rows, same
 
 RESULTS = Path(__file__).parent / "results"
 OTHER = re.compile("preflight|the trained model is in|the resumed run|Token authentication")
+SUSPENDED = 70.0  # seconds
 STRIKE_AT = 3  # iterations that are finished when the fault strikes, unless --at says otherwise
 
 
@@ -96,6 +97,16 @@ def driver(number: int, *, group: bool = False) -> Callable[[Run], None]:
     return strike
 
 
+def suspend(run: Run) -> None:
+    """Stop all processes of the run as a batch system does, for longer than the timeouts."""
+    processes = [psutil.Process(run.process.pid), *run.children()]
+    for number, seconds in ((signal.SIGSTOP, SUSPENDED), (signal.SIGCONT, 0.0)):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        time.sleep(seconds)
+
+
 def lost_node(role: str, cpus: tuple[int, int], *, engines: int, recovers: bool = False) -> Fault:
     """The second node is lost, on which a role runs; the driver is on the first."""
     flags = ("--vllm_num_engines", str(engines))
@@ -126,6 +137,7 @@ FAULTS = {
     "term_to_driver": Fault(strike=driver(15), recovers=False),
     "interrupt_to_driver": Fault(strike=driver(2), recovers=False),
     "term_to_group": Fault(strike=driver(15, group=True), recovers=False),
+    "all_stopped": Fault(strike=suspend, recovers=True),
     "driver_killed": Fault(strike=driver(9), recovers=False),
     "engine_in_flight_killed": Fault(
         strike=send(9, "ray::ActorHost"), recovers=True, flags=IN_FLIGHT, sampling=("ActorHost",)

@@ -2,7 +2,8 @@ r"""The stories run with vLLM on Ray, ahead of training, against the synchronous
 
     python -m benchmarks.stories_on_ray --updates 40 --seeds 0
     python -m benchmarks.stories_on_ray --seeds 0 1 2 --updates 24 --prompts 32 --engines 1 \
-        --sides synchronous "vLLM on Ray, max_lag=1, in flight" "vLLM on Ray, max_lag=4, in flight"
+        --sides synchronous "vLLM on Ray, max_lag=0" "vLLM on Ray, max_lag=1, in flight" \
+        "vLLM on Ray, max_lag=4, in flight"
 
 stories-head32 against the sentiment reward model; 64 prompts an iteration, 53 tokens, learning
 rate 3e-4, 4 epochs, KL coefficient 0.05.  Sides: synchronous with the embedded engine; vLLM engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -24,7 +25,9 @@ class StopOnOneRank(TrainerCallback):
 
 def work(mode: str, folder: str, out: str) -> None:
     """What each process does."""
-    from kedge.errors import RewardError, RolloutError
+    from kedge.backends.hf.fingerprint import WeightsCopy
+    from kedge.backends.hf.learner_state import WeightCopier
+    from kedge.errors import RewardError, RolloutError, SyncError
     from tests.e2e.test_failures import break_at
     from tests.e2e.test_resume import outcome, trainer
 
@@ -39,9 +42,18 @@ def work(mode: str, folder: str, out: str) -> None:
     said = ""
     if mode == "broken" and not made.is_world_process_zero():
         break_at(made, "reward", "score", 4, RewardError("out of order"))
+    if mode == "unstaged":
+        copies = itertools.count()
+
+        def stage(weights: Any) -> Any:
+            if next(copies) == 4 and made.is_world_process_zero():
+                raise SyncError("the store is full")
+            return WeightsCopy({name: x.clone() for name, x in weights})
+
+        made.engine.learner.copy_weights = WeightCopier(stage=stage)
     try:
         made.train(resume_from_checkpoint=mode == "second")
-    except (RewardError, RolloutError) as error:
+    except (RewardError, RolloutError, SyncError) as error:
         said = str(error)
     weights, rows = outcome(made)
     found = {"step": made.state.global_step, "rows": rows, "said": said}
@@ -78,18 +90,31 @@ def test_two_ranks_stop_together_and_go_on_as_if_never_stopped(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_reward_that_fails_on_one_rank_costs_no_update_on_any(tmp_path: Path) -> None:
-    broken = launch("broken", tmp_path / "cut")
-    assert [f["said"] for f in broken] == [
-        "sampling or scoring failed on another rank; see the error of that rank",
-        "out of order",
-    ]
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (
+            "broken",
+            [
+                "sampling or scoring failed on another rank; see the error of that rank",
+                "out of order",
+            ],
+        ),
+        ("unstaged", ["the store is full"] * 2),
+    ],
+)
+def test_what_fails_on_one_rank_costs_no_update_on_any(
+    tmp_path: Path, mode: str, said: list[str]
+) -> None:
+    broken = launch(mode, tmp_path / "cut")
+    assert [f["said"] for f in broken] == said
     saved = sorted(p.name for p in (tmp_path / "cut").glob("checkpoint-*"))
     assert saved == ["checkpoint-3", "checkpoint-4"]
     second = launch("second", tmp_path / "cut")
     whole = launch("whole", tmp_path / "whole")
-    assert second[0] == whole[0]
-    assert second[1]["weights"] == whole[1]["weights"]
+    if mode == "broken":  # otherwise it failed before the metrics of iteration 4 were logged
+        assert second[0] == whole[0]
+    assert [f["weights"] for f in second] == [f["weights"] for f in whole]
 
 
 if __name__ == "__main__":

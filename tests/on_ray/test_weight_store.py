@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,13 +12,19 @@ from torch import Tensor
 
 from kedge.backends.hf.fingerprint import fingerprint, policy_weights
 from kedge.backends.hf.learner_state import WeightCopier
+from kedge.backends.ray import engine as ray_engine
+from kedge.backends.ray import service as ray_service
+from kedge.backends.ray.actor import ActorLimits
+from kedge.backends.ray.engine import RayEngine
 from kedge.backends.ray.resources import SharedArgument
+from kedge.backends.ray.service import RayService
 from kedge.backends.ray.weight_store import SharedWeights, StoredWeights
 from kedge.backends.vllm import weight_payload
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.errors import SyncError
 from kedge.testing import tiny_policy
+from kedge.types import Receipt
 from tests.on_ray.clusters import local, needs_ray
 from tests.private_bytes import PrivateBytes
 
@@ -108,6 +115,55 @@ def test_bytes_moved_do_not_depend_on_the_number_of_engines(engines: int, puts: 
         assert puts == [size] * (version + 1)
         assert shared._stored is None  # nothing is kept once the last engine has it
         assert not shared._payload.weights
+
+
+@pytest.mark.parametrize(("engines", "most"), [(1, 1), (4, 2)])
+def test_an_engine_drops_its_weights_before_it_loads_others(
+    engines: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    stored: weakref.WeakSet[Any] = weakref.WeakSet()
+    held: list[int] = []
+
+    class Bucket:
+        """Stands in for a reference to an object in the store."""
+
+    class PretendActor:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def call(self, method: str, *_: Any, **__: Any) -> Receipt:
+            held.append(len(stored))
+            return Receipt(version=0, fingerprint="")
+
+    def put(_: Any) -> Bucket:
+        bucket = Bucket()
+        stored.add(bucket)
+        return bucket
+
+    monkeypatch.setattr(ray, "put", put)
+    for module in (ray_engine, ray_service):
+        monkeypatch.setattr(module, "Actor", PretendActor)
+    options: dict[str, Any] = {"options": {}, "limits": ActorLimits()}
+    for embedded in (True, False):
+        shared = SharedWeights(engines)
+        first = WeightPayload((), weights={"w": torch.zeros(8)})
+        kind: Any = RayEngine if embedded else RayService
+        made = [
+            kind("engine", None, first, {"pad_id": 0}, shared_weights=shared, **options)
+            for _ in range(engines)
+        ]
+        for version in range(1, 4):
+            weights = {"w": torch.full((8,), float(version))}
+            for engine in made:
+                if embedded:
+                    engine.load_weights(weights, version)
+                else:
+                    engine.load(WeightPayload((), weights=weights), version)
+            assert len(stored) == 1
+        made.clear()
+        del engine
+    assert max(held) == most
 
 
 def test_weights_sent_over_nccl_are_stored_once_in_the_background(puts: list[int]) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 from kedge.backends import liveness
 from kedge.backends.liveness import HungCheck, is_stopped, reporting_silence, watch_group
+from kedge.backends.ray import stop_probe
 from kedge.backends.ray.cluster import cause
+from kedge.backends.ray.stop_probe import ActorProcess, StopProbe
 
 BUSY = "while True: pass"
 LEADER = (  # prints the process id of its child, and ends with its standard input
@@ -59,16 +61,51 @@ def test_a_stopped_process_is_told_from_a_busy_one_and_from_none():
     assert not is_stopped(leader.pid)
 
 
-def test_a_busy_process_has_the_whole_patience_and_a_stopped_one_seconds(caplog):
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets the time that ``kedge.backends.liveness`` reads, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+
+    def advance(seconds, check=lambda: None, every=0.5):
+        """The results of calls while time passes."""
+        results = []
+        for _ in range(round(seconds / every)):
+            now[0] += every
+            results.append(check())
+        return results
+
+    return advance
+
+
+def test_a_busy_process_has_the_whole_patience_and_a_stopped_one_seconds(caplog, clock):
     busy = HungCheck("engine 0", 60.0, lambda: False)
-    assert [busy.reason(s) for s in (0.5, 7.0, 9.0, 30.0, 59.0)] == [None] * 5
+    assert set(clock(60, busy.reason)) == {None}
     (warning,) = caplog.messages
     assert warning.startswith("engine 0 has not responded for 8 s; it may be busy")
     assert "after 60 s without a response (worker_timeout)" in warning
-    assert busy.reason(60.1) == "did not respond for 60 s (worker_timeout)"
+    assert clock(0.5, busy.reason) == ["did not respond for 60 s (worker_timeout)"]
     stopped = HungCheck("engine 0", 60.0, lambda: True)
-    assert stopped.reason(1.0) is None  # it has not been looked at
-    assert stopped.reason(2.1) == "was stopped by a signal (SIGSTOP)"
+    assert set(clock(2, stopped.reason)) == {None}  # it has not been looked at
+    assert clock(0.5, stopped.reason) == ["was stopped by a signal (SIGSTOP)"]
+
+
+@pytest.mark.parametrize("silent", [0.5, 1.5, 55.0])
+def test_a_job_that_was_suspended_as_a_whole_loses_no_process(silent, clock, monkeypatch):
+    """As by ``scontrol suspend``; the other process continues a second later than this one."""
+    monkeypatch.setattr(stop_probe, "is_stopped", lambda _: others_stopped)
+    others_stopped = False
+    probe = StopProbe(ActorProcess(pid=1, address="", node=""))
+    check = HungCheck("engine 0", 60.0, probe._stopped_here)
+    clock(silent, check.reason)
+    others_stopped = True  # just before this process
+    assert check.reason() is None
+    assert clock(3600, check.reason, every=3600) == [None]
+    assert clock(0.5, check.reason) == [None]
+    others_stopped = False
+    assert set(clock(1.5, check.reason)) == {None}  # before it responds
+    others_stopped = True
+    assert "was stopped by a signal (SIGSTOP)" in clock(4, check.reason)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])

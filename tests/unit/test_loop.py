@@ -271,6 +271,41 @@ def test_the_next_batch_is_sampled_while_rewards_are_computed() -> None:
     assert torch.equal(ahead.learner.logits, undisturbed.learner.logits)
 
 
+@pytest.mark.parametrize("partial_batches", [0, 3])
+def test_threads_that_sample_and_score_have_the_gpu_of_the_run(
+    partial_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's current device belongs to a thread; a new one has the first GPU."""
+    current: dict[int, int] = {threading.get_ident(): 3}
+    seen: list[tuple[str, int]] = []
+
+    def note(part: str) -> None:
+        seen.append((part, current.get(threading.get_ident(), 0)))
+
+    class OnGpu(ToyEngine):
+        def generate(self, *args: Any, **options: Any) -> Rollout:
+            note("sample")
+            return super().generate(*args, **options)
+
+    def reward(rollout: Rollout) -> Tensor:
+        note("score")
+        return count_threes(rollout)
+
+    for name, function in (
+        ("is_initialized", lambda: True),
+        ("current_device", lambda: current.get(threading.get_ident(), 0)),
+        ("set_device", lambda device: current.update({threading.get_ident(): device})),
+    ):
+        monkeypatch.setattr(torch.cuda, name, function)
+    engine(
+        max_lag=1,
+        rollout_engine=OnGpu(),
+        reward=FunctionReward(reward),
+        partial_batches=partial_batches,
+    ).run(2)
+    assert set(seen) == {("sample", 3), ("score", 3)}
+
+
 def test_value_warm_up_leaves_the_policy_alone() -> None:
     e = engine(value_warmup_steps=2)
     e.run(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 
@@ -182,6 +183,23 @@ def test_learners_that_cannot_have_engines_of_their_own(options, said, monkeypat
     asked = PPOConfig(output_dir="unused", **options)
     with pytest.raises(ConfigError, match=said):
         engines_per_rank(asked, find_engine(asked), ranks=2)
+
+
+def test_the_command_refuses_them_before_it_starts_anything(tmp_path, monkeypatch):
+    from kedge.cli.train.async_ppo import learn_on_ray, parse_options
+
+    for module in ("rollout", "ray"):
+        monkeypatch.setattr(f"kedge.config.{module}.installed", lambda name: True)
+    module = importlib.import_module("kedge.backends.ray.launch")
+    monkeypatch.setattr(module, "launch", lambda *_, **__: pytest.fail("launched"))
+    argv = [
+        *("--model_name_or_path", "unused", "--reward_funcs", "unused.py:f", "--use_cpu"),
+        *("--dataset_mixer_list", "unused.jsonl", "1.0", "--output_dir", str(tmp_path)),
+        *("--ray_engine", "embedded", "--vllm_num_engines", "3", "--max_lag", "1"),
+        *("--rollout_schedule", "as_completed", "--actor_num_gpus_per_node", "2"),
+    ]
+    with pytest.raises(ConfigError, match="vllm_num_engines=3 is not a multiple of 2"):
+        learn_on_ray(argv, parse_options(argv))
 
 
 def test_more_servers_than_gpus_are_refused(monkeypatch):

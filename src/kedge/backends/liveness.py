@@ -3,6 +3,9 @@
 A busy process may be silent for long, for instance while compiled code holds Python's global lock.
 A stopped one (SIGSTOP) never responds, and the operating system knows its state.  So a stopped
 process counts as lost after seconds, and any other only after the user's ``worker_timeout``.
+
+A batch system may suspend all processes of a job for hours (``scontrol suspend``).
+Silence therefore counts only while the process that waits is running itself.
 """
 
 from __future__ import annotations
@@ -40,6 +43,27 @@ def stays_stopped(pid: int) -> bool:
     return is_stopped(pid)
 
 
+class RunningTime:
+    """A clock that stands still while this process is stopped.
+
+    It must be read more often than every ``GAP`` seconds: a longer time between two readings does
+    not count.
+    """
+
+    GAP = 2.0
+
+    def __init__(self) -> None:
+        self._last, self._seconds = time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        """Since the clock was created."""
+        now = time.monotonic()
+        if now - self._last <= self.GAP:
+            self._seconds += now - self._last
+        self._last = now
+        return self._seconds
+
+
 class HungCheck:
     """Decides when a process that does not respond counts as hung, and reports a long silence.
 
@@ -51,10 +75,11 @@ class HungCheck:
 
     def __init__(self, name: str, patience: float, stopped: Callable[[], bool]) -> None:
         self._name, self._patience, self._stopped = name, patience, stopped
-        self._warned = False
+        self._silence, self._warned = RunningTime(), False
 
-    def reason(self, silent: float) -> str | None:
-        """Why it counts as hung after ``silent`` seconds without a response; None: it does not."""
+    def reason(self) -> str | None:
+        """Why it counts as hung; None: it does not.  To be called at least once a second."""
+        silent = self._silence.seconds()
         if silent > LOOK_AFTER and self._stopped():
             return "was stopped by a signal (SIGSTOP)"
         if silent > self._patience:
@@ -97,8 +122,11 @@ def watch_group(leader: subprocess.Popen[bytes], *, every: float = 3.0) -> None:
     """
     before: set[int] = set()
     while leader.poll() is None:
+        begin = time.monotonic()
         time.sleep(every)
         found = {member.pid for member in _members(leader.pid) if is_stopped(member.pid)}
+        if time.monotonic() - begin > every + RunningTime.GAP:  # this process was stopped as well
+            found = set()
         if both := found & before:
             logger.warning(
                 "the vLLM server is killed, because its process %d was stopped by a signal"

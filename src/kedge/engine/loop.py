@@ -179,8 +179,13 @@ class Engine(Updater):
                 self.scheduler.restore([], self.step)
 
     def _weight_update(self) -> WeightUpdate:
+        try:
+            weights = {} if self.rollout_engine.shares_weights else self.learner.weights()
+        except SyncError:
+            self._all_ranks_fail = True
+            raise
         return WeightUpdate(
-            weights={} if self.rollout_engine.shares_weights else self.learner.weights(),
+            weights=weights,
             version=self.learner.version,
             fingerprint=self.learner.fingerprint(),
             step=self.step,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from kedge.errors import KedgeError, SyncError
 from kedge.records import widen_field
 from kedge.types import Experience
 
@@ -32,6 +33,26 @@ def total(x: Tensor, device: torch.device) -> Tensor:
     summed = x.to(device, copy=True)
     dist.all_reduce(summed)
     return summed.to(x.device)
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise if a rank has an error; every rank gets the same message.  Collective.
+
+    Raises:
+        SyncError: of this rank, or with the message of the first rank that has an error.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        texts: list[str | None] = [None] * dist.get_world_size()
+        text = None if error is None else _message(error)
+        dist.all_gather_object(texts, text)
+        if first := next(filter(None, texts), None):
+            raise SyncError(first) from error
+    elif error is not None:
+        raise error
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, KedgeError) else f"{type(error).__name__}: {error}"
 
 
 def all_gather_rows(local: Experience, device: torch.device, ranks: int) -> Experience:

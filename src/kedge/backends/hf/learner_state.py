@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from kedge.backends.hf.actor_critic import Value
+from kedge.backends.hf.distributed import raise_on_all_ranks
 from kedge.backends.hf.fingerprint import FingerprintSums, WeightsCopy, full, policy_weights
 from kedge.backends.hf.peft import own_adapters
 from kedge.backends.hf.sharding import shard_like
@@ -47,7 +48,11 @@ class WeightCopier:
     live: bool = False
 
     def __call__(self, policy: nn.Module) -> dict[str, Tensor]:
-        """Full weights of a possibly sharded policy, gathered one at a time.  Collective."""
+        """Full weights of a possibly sharded policy, gathered one at a time.  Collective.
+
+        Raises:
+            SyncError: a rank could not stage or copy them; raised on every rank.
+        """
         named = policy_weights(policy)
         if (
             self.live
@@ -56,16 +61,28 @@ class WeightCopier:
         ):
             return named if not self.first_only or is_first() else {}
         sums, devices = FingerprintSums(), set[torch.device]()
+        left = len(named)
 
         def weights() -> Iterator[tuple[str, Tensor]]:
+            nonlocal left
             for name, p in named.items():
                 x = full_on_first(p) if self.first_only else full(p)
+                left -= 1
                 if x is not None:
                     sums.add(name, x)
                     devices.add(x.device)
                     yield name, x
 
-        staged = (self.stage or self._copy)(weights())
+        gathered, failure = weights(), None
+        try:
+            staged = (self.stage or self._copy)(gathered)
+        except Exception as error:
+            failure = error
+            for _ in gathered:  # other ranks gather the rest
+                pass
+            if left:  # gathering failed
+                raise
+        raise_on_all_ranks(failure)
         staged.fingerprint, staged.device = sums.digest(), next(iter(devices), None)
         return staged
 

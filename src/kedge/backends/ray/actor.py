@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kedge.backends.liveness import HungCheck
+from kedge.backends.liveness import HungCheck, RunningTime
 from kedge.backends.ray.cluster import ControlStore, cause
 from kedge.backends.ray.stop_probe import ActorProcess, StopProbe
 from kedge.backends.shutdown import exit_with
@@ -179,11 +179,11 @@ class Actor:
         self.process = self._get(ping)
         built = self._build(self._handle)
         # Without health checks: a healthy process may not respond while it imports.
-        stopped, begin = StopProbe(self.process), time.monotonic()
+        stopped, clock = StopProbe(self.process), RunningTime()
         while not self._ready([built], 1.0):
             if stopped():
                 raise LostActorError(f"{self._where} was stopped (SIGSTOP) while it started")
-            if time.monotonic() - begin > self._limits.start:
+            if clock.seconds() > self._limits.start:
                 raise LostActorError(
                     f"{self._where} was not ready within {self._limits.start:g} s"
                     " (worker_start_timeout)"
@@ -191,9 +191,9 @@ class Actor:
         self._get(built)
 
     def _wait_for_process(self, ping: Any) -> None:
-        begin = with_node = time.monotonic()
+        clock, with_node = RunningTime(), 0.0
         while not self._ready([ping], 1.0):
-            now = time.monotonic()
+            now = clock.seconds()
             if not self.restarts or self._has_node():
                 with_node = now
             if now - with_node > _NODE_PATIENCE:
@@ -202,7 +202,7 @@ class Actor:
                     f"{self.name} cannot be restarted: its node is lost, and no other node has"
                     f" room for it ({self._options_text()})"
                 )
-            if now - begin > self._limits.start:
+            if now > self._limits.start:
                 self._kill()
                 raise ConfigError(
                     f"{self.name} did not start within {self._limits.start:g} s"
@@ -238,10 +238,10 @@ class Actor:
 
     def _check_health(self, call: Any) -> None:
         """Wait until the call has ended, or its process responds."""
-        ping, begin = self._ping(), time.monotonic()
+        ping = self._ping()
         check = HungCheck(self._where, self._limits.patience, StopProbe(self.process))
         while not self._ready([call, ping], 0.5):
-            if reason := check.reason(time.monotonic() - begin):
+            if reason := check.reason():
                 raise LostActorError(f"{self._where} {reason}")
         if not self._ready([call], 0):
             self._get(ping)

@@ -107,8 +107,9 @@ class RayEngine:
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt:
         """Load ``weights``; the receipt describes the weights in the actor."""
         stored = self._shared_weights.store(WeightPayload((), weights=weights))
+        self._stored, self._loaded = stored, None  # an actor that is lost now restarts with them
         receipt: Receipt = self.actor.call("load_stored", stored, version)
-        self._stored, self._loaded = stored, (version, receipt)
+        self._loaded = version, receipt
         return receipt
 
     @property

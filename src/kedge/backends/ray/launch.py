@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kedge.backends.liveness import HungCheck
+from kedge.backends.liveness import HungCheck, RunningTime
 from kedge.backends.ray import cluster
 from kedge.backends.ray.actor import HEALTH
 from kedge.backends.ray.context import DriverMailbox, RankContext
@@ -180,8 +180,8 @@ class _LearnerGroup:
             running = self._begin(job, environment)
             failures: list[Failure] = []
             result: Any = None
-            deadline = float("inf")
-            while running and time.monotonic() < deadline:
+            clock, deadline = RunningTime(), float("inf")
+            while running and (now := clock.seconds()) < deadline:
                 done, _ = ray.wait(list(running), num_returns=1, timeout=_POLL)
                 self._forward()
                 for ref in done:
@@ -190,11 +190,11 @@ class _LearnerGroup:
                     failures += [failure] if failure else []
                 failures += self._hung(running)
                 if failures:
-                    deadline = min(deadline, time.monotonic() + _DRAIN)
+                    deadline = min(deadline, now + _DRAIN)
                 elif shutdown.requested:
                     self.mailbox.stop.remote()  # again and again, since the mailbox may restart
                     if shutdown.newly_requested():
-                        deadline = time.monotonic() + self.limits.stop
+                        deadline = now + self.limits.stop
                 if self.control_store.lost():  # Ray takes seconds to disconnect: report it first
                     logger.warning(
                         "Ray's control store at %s does not respond; ending all learners",
@@ -331,7 +331,7 @@ class _LearnerGroup:
             if ray.wait([ping.ref], timeout=0)[0]:
                 if ping.seconds() > self.limits.heartbeat:
                     self.pings.pop(rank)
-            elif reason := ping.check.reason(ping.seconds()):
+            elif reason := ping.check.reason():
                 del running[ref]
                 failures.append(self._death(rank, reason))
         return failures

@@ -149,8 +149,10 @@ class RayService:
             self._stored, self._version = self._shared_weights.begin(payload), version
             return
         stored = self._shared_weights.begin(payload)
-        self.actor.call("load_stored", stored.result(), version, within=self._limits.start)
-        self._stored, self._version = stored, version
+        weights = stored.result()
+        self._stored, self._version = stored, None  # an actor that is lost now restarts with them
+        self.actor.call("load_stored", weights, version, within=self._limits.start)
+        self._version = version
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from kedge.backends.liveness import STOPPED_FOR, is_stopped, stays_stopped
+from kedge.backends.liveness import STOPPED_FOR, RunningTime, is_stopped, stays_stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class StopProbe:
     """
 
     process: ActorProcess
-    _since: float | None = field(default=None, init=False)  # found stopped, on this node
+    _stopped: RunningTime | None = field(default=None, init=False)  # since found, on this node
     _task: Any = field(default=None, init=False)  # on another node
 
     def __call__(self) -> bool:
@@ -50,12 +49,11 @@ class StopProbe:
         return self._stopped_there()
 
     def _stopped_here(self) -> bool:
-        now = time.monotonic()
         if not is_stopped(self.process.pid):
-            self._since = None
+            self._stopped = None
             return False
-        self._since = self._since or now
-        return now - self._since >= STOPPED_FOR
+        self._stopped = self._stopped or RunningTime()
+        return self._stopped.seconds() >= STOPPED_FOR
 
     def _stopped_there(self) -> bool:
         import ray

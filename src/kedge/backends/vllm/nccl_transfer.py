@@ -6,6 +6,7 @@ layer by layer.  This module decides when, what and how long to wait.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,13 +44,15 @@ class NcclTransfer:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._source, self._limit, self._device = Source(device), limit, device
-        self._engine: Any = run_with_timeout(
-            limit,
-            lambda: WeightTransferTrainerFactory.trainer_init(
-                info, client=control, source=self._source
-            ),
-            "connecting to a vLLM for weight transfer",
-        )
+
+        def connect() -> Any:
+            with self._current_device():
+                return WeightTransferTrainerFactory.trainer_init(
+                    info, client=control, source=self._source
+                )
+
+        what = "connecting to a vLLM for weight transfer"
+        self._engine: Any = run_with_timeout(limit, connect, what)
 
     def send(self, payload: WeightPayload) -> None:
         """Send all weights, one at a time in the dtype of the rollout engine.
@@ -59,11 +62,9 @@ class NcclTransfer:
         """
 
         def work() -> None:
-            if self._device.type != "cuda":
-                self._engine.send_weights()
-                return
-            with torch.cuda.device(self._device):
-                torch.cuda.current_stream().synchronize()  # wait until the weights are computed
+            with self._current_device():
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()  # until the weights are computed
                 self._engine.send_weights()
 
         self._source.payload = payload
@@ -71,6 +72,11 @@ class NcclTransfer:
             run_with_timeout(self._limit, work, "sending weights to a vLLM")
         finally:
             self._source.payload = WeightPayload(())
+
+    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which a new thread has the learner's GPU; by default it has the first."""
+        on_gpu = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext()
 
     def close(self) -> None:
         """Leave the group."""

@@ -69,12 +69,15 @@ def sync_row(config: OnPolicyConfig, policy: memory.Need) -> tuple[str, str, str
 
 
 def _host_copies(config: OnPolicyConfig) -> int:
-    """Copies of the sent weights: those that engines may still load, and the next ones."""
-    engine = find_engine(config)
-    if config.max_lag == 0 and engine.per_rank:
+    """Copies of the sent weights: those that engines have or may still load, and the next ones."""
+    engine, lag = find_engine(config), config.max_lag
+    if lag == 0 and engine.per_rank:
         return 0
-    in_order = config.rollout_schedule != "as_completed"
-    return max(2, config.max_lag + 1) if in_order else 2
+    if config.in_flight_weight_updates:
+        return 2
+    if config.rollout_schedule == "as_completed":  # engines may have weights of any age up to it
+        lag = min(lag, config.vllm_num_engines if engine.several else 1)
+    return max(2, lag + 1)
 
 
 def sync_width(config: OnPolicyConfig, policy: memory.Need) -> float:

@@ -28,7 +28,7 @@ from kedge.engine.rollout.joining import GroupPrompts, joined, restored_groups
 from kedge.engine.rollout.sampling_thread import SamplingThread
 from kedge.engine.rollout.scoring_thread import ScoringThread
 from kedge.engine.rollout.state import SamplingState
-from kedge.engine.rollout.threads import working
+from kedge.engine.rollout.threads import on_current_gpu, working
 from kedge.engine.rollout.weight_sync import WeightUpdate
 from kedge.engine.rollout.worker import EngineWorker, Occupancy, num_workers
 from kedge.errors import CheckpointError, ConfigError
@@ -95,8 +95,9 @@ class AsCompletedScheduler:
         state.begin()
         targets: list[Callable[[], None]] = [ScoringThread(state).run]
         targets += [SamplingThread(state, worker).run for worker in state.workers]
+        run = on_current_gpu(self._run)
         threads = [
-            threading.Thread(target=self._run, args=(target,), name=f"rollout {n}", daemon=True)
+            threading.Thread(target=run, args=(target,), name=f"rollout {n}", daemon=True)
             for n, target in enumerate(targets)
         ]
         for thread in threads:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -38,13 +40,26 @@ class Inline(Executor):
         """Does nothing."""
 
 
+def on_current_gpu(target: Callable[P, R]) -> Callable[P, R]:
+    """``target`` for a new thread, with this thread's current GPU: new threads have the first."""
+    if not torch.cuda.is_initialized():
+        return target
+    device = torch.cuda.current_device()
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        torch.cuda.set_device(device)
+        return target(*args, **kwargs)
+
+    return run
+
+
 class Worker(Executor):
     """One daemon thread, first in first out; unlike a pool, it never keeps the process alive."""
 
     def __init__(self, name: str, *, on_end: Callable[[], None] = lambda: None) -> None:
         self._on_end = on_end  # called by the thread
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=on_current_gpu(self._work), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
