@@ -201,7 +201,15 @@ def test_packed_weights_are_not_used_where_a_gradient_is_needed():
 
 
 def test_large_models_are_not_packed(monkeypatch):
-    monkeypatch.setattr(patch, "PACKED_BYTES", 4 * 12 - 1)
+    monkeypatch.setattr(patch, "memory_limit", lambda: 8 * 4 * 12 - 1)
     monkeypatch.setattr(patch, "_packed_forward", None)
     with Kernels([nn.Linear(4, 3)]).packed(rows=16):
         pass
+
+
+def test_memory_for_packed_weights(monkeypatch):
+    monkeypatch.setattr(patch, "memory_limit", lambda: 1600)
+    assert patch.packed_bytes(50, low=False) == 200
+    assert patch.packed_bytes(51, low=False) == 0
+    monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
+    assert patch.packed_bytes(50, low=False) == 0
