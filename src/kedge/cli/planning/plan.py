@@ -212,7 +212,8 @@ def _packed_bytes(config: OnPolicyConfig, policy: Any, parameters: int, base: fl
     text = policy.get_text_config()
     tied = getattr(policy, "tie_word_embeddings", False)
     inputs = 0 if tied else text.vocab_size * text.hidden_size  # the embedding is not packed
-    return float(packed_bytes(parameters - inputs, low=bool(config.bf16)))
+    modes = {"low": bool(config.bf16), "checkpointing": bool(config.gradient_checkpointing)}
+    return float(packed_bytes(parameters - inputs, **modes))
 
 
 def estimate_needs(

@@ -25,6 +25,7 @@ from kedge.ops.cpu.matmul import by_onednn, linear
 Forward = Callable[..., Tensor]
 PACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
 PACKED_SHARE = 1 / 8  # of the memory, for a model's packed weights; otherwise none are packed
+_PACKED_BYTES = 1 << 30  # the most where activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 
 
@@ -36,8 +37,11 @@ class Kernels:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
         self._layers = [layer for model in models for layer in _layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
+        modules = (module for model in models for module in model.modules())
+        self._checkpoints = any(getattr(m, "gradient_checkpointing", False) for m in modules)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -72,13 +76,14 @@ class Kernels:
         plain = not torch.is_autocast_enabled("cpu")
         layers = [x for x in self._layers if low or (plain and by_onednn(x.weight))]
         layers = [x for x in layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
-        if not packed_bytes(sum(layer.weight.numel() for layer in layers), low=low):
+        weights = sum(layer.weight.numel() for layer in layers)
+        if not packed_bytes(weights, low=low, checkpointing=self._checkpoints):
             layers = []
         with _replaced([(x, _packed_forward(x, rows, low=low)) for x in layers]), self.active():
             yield
 
 
-def packed_bytes(weights: int, *, low: bool) -> int:
+def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
     """Memory that ``Kernels.packed`` takes for a model on this machine; 0 if it packs nothing.
 
     The rule asks for the machine's memory, not for what is free: a single row of a product has
@@ -87,10 +92,14 @@ def packed_bytes(weights: int, *, low: bool) -> int:
     Args:
         weights: number of weights in its linear layers.
         low: whether they are sampled from in bfloat16, under autocast, or else in float32.
+        checkpointing: whether the model's activations are checkpointed.
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_onednn(_FLOAT32)
     size = weights * (2 if low else 4)
-    return size if faster and size <= PACKED_SHARE * memory_limit() else 0
+    most = PACKED_SHARE * memory_limit()
+    if checkpointing:  # packed weights may take more memory than training
+        most = min(most, _PACKED_BYTES)
+    return size if faster and size <= most else 0
 
 
 @contextmanager
