@@ -239,10 +239,10 @@ class Learner(Stateful, Protocol):
         """
         ...
 
-    def forward_no_grad(self, rows: Experience) -> PolicyOutput:
+    def forward_no_grad(self, rows: Experience, *, values: bool = True) -> PolicyOutput:
         """The forward pass of ``optimizer_step`` (train mode, autocast), without gradient or step.
 
-        The output is on the device of ``rows``.
+        The output is on the device of ``rows``; without ``values`` it has none.
         """
         ...
 

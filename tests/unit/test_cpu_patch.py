@@ -8,6 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
+from kedge.backends.hf.model import checkpoint_activations
 from kedge.backends.hf.rollout import EmbeddedEngine
 from kedge.backends.rewards import RewardModel
 from kedge.engine.micro_batches import cut
@@ -201,7 +202,31 @@ def test_packed_weights_are_not_used_where_a_gradient_is_needed():
 
 
 def test_large_models_are_not_packed(monkeypatch):
-    monkeypatch.setattr(patch, "PACKED_BYTES", 4 * 12 - 1)
+    monkeypatch.setattr(patch, "memory_limit", lambda: 8 * 4 * 12 - 1)
     monkeypatch.setattr(patch, "_packed_forward", None)
     with Kernels([nn.Linear(4, 3)]).packed(rows=16):
         pass
+
+
+def test_memory_for_packed_weights(monkeypatch):
+    monkeypatch.setattr(patch, "memory_limit", lambda: 1600)
+    sizes = {"low": False, "checkpointing": False}
+    assert patch.packed_bytes(50, **sizes) == 200
+    assert patch.packed_bytes(51, **sizes) == 0
+    monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
+    assert patch.packed_bytes(50, **sizes) == 0
+
+
+def test_checkpointed_models_are_packed_within_a_fixed_limit(monkeypatch):
+    model = tiny_policy("qwen2").eval()
+    monkeypatch.setattr(patch, "_PACKED_BYTES", 1)
+    packed, usual = [], patch._packed_forward
+    monkeypatch.setattr(
+        patch, "_packed_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]
+    )
+    with Kernels([model]).packed(rows=16):
+        assert packed
+    packed.clear()
+    checkpoint_activations(model)
+    with Kernels([model]).packed(rows=16):
+        assert not packed

@@ -380,3 +380,14 @@ def test_an_empty_prompt_is_named():
             reference=False,
             full_kl=False,
         )
+
+
+@pytest.mark.parametrize("value", ["model", None])
+def test_a_pass_without_values_leaves_the_value_model_out(value):
+    batch, found = experience(rollout()), learner(value=value)
+    expected = found.forward_no_grad(batch).logprobs
+    if value is not None:
+        found.value.forward = None
+    output = found.forward_no_grad(batch, values=False)
+    assert output.values is None
+    torch.testing.assert_close(output.logprobs, expected)

@@ -12,6 +12,7 @@ from kedge.cli.planning import memory
 from kedge.cli.planning.plan import CONFIGS, plan
 from kedge.cli.planning.sizes import human, short, sync_row
 from kedge.config.options import elsewhere
+from kedge.ops.cpu import patch
 from kedge.testing import tiny_reward_model
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,18 @@ def test_a_plan_needs_no_weights(tiny):
     tokens, logits = 2 * 8, 2 * (2 * 5 * 40 * 4)
     assert policy.training == tokens * (2 * 256 + 64) * 4 + logits
     assert policy.generation == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
+
+
+def test_packed_weights_are_planned_where_they_are_used(tiny, monkeypatch):
+    flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--use_cpu"]
+    generation = []
+    for faster, tokens in ((True, "16"), (False, "16"), (True, "15"), (False, "15")):
+        monkeypatch.setattr(patch, "by_onednn", lambda _, faster=faster: faster)
+        policy = plan(options(*flags, "--response_length", tokens))[3][0]
+        generation.append(policy.generation)
+    weights = policy.parameters - 40 * 16  # without the embedding
+    assert generation[0] - generation[1] == 4 * weights
+    assert generation[2] == generation[3]
 
 
 def test_checkpointing_optimizer_and_adapters_change_the_plan(tiny):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -97,8 +98,9 @@ class ToyLearner:
             self.optimizer.step()
         return metrics | {"grad_norm/policy": norm, "lr": self.lr}
 
-    def forward_no_grad(self, rows: Experience) -> PolicyOutput:
-        return self._respond(rows.ids)
+    def forward_no_grad(self, rows: Experience, *, values: bool = True) -> PolicyOutput:
+        output = self._respond(rows.ids)
+        return output if values else replace(output, values=None)
 
     def advance_version(self) -> None:
         self.version += 1

@@ -83,7 +83,7 @@ def preflight(
     )
     few = experience.rows(torch.arange(min(4, len(experience))))
     _check_ratio(
-        learner.forward_no_grad(few).logprobs,
+        learner.forward_no_grad(few, values=False).logprobs,
         few.old_logprobs,
         few.loss_mask,
         tolerance.same_kernel,

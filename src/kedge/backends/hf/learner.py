@@ -264,7 +264,7 @@ class HFLearner:
     def _step_metrics(self) -> dict[str, float]:
         return optim.learning_rates(self.optimizer) | {"skipped_steps": self.skipped}
 
-    def _output(self, rows: Experience, only_value: bool) -> PolicyOutput:
+    def _output(self, rows: Experience, only_value: bool, *, values: bool = True) -> PolicyOutput:
         """The forward pass over rows on the host; its output is on the device of the models."""
         request = build_request(
             self.module.parts,
@@ -273,7 +273,7 @@ class HFLearner:
             rows.loss_mask,
             self.settings.constraints(rows.loss_mask, rows.allowed_tokens),
             device=self.device,
-            value_slots=None if self.value is None else rows.value_mask,
+            value_slots=rows.value_mask if values and self.value is not None else None,
             only_value=only_value,
         )
         with self.accelerator.autocast():
@@ -286,11 +286,11 @@ class HFLearner:
         )
 
     @torch.no_grad()
-    def forward_no_grad(self, rows: Experience) -> PolicyOutput:
+    def forward_no_grad(self, rows: Experience, *, values: bool = True) -> PolicyOutput:
         """The forward pass of ``optimizer_step`` without gradient, on the device of ``rows``."""
         set_training(self.module, self.settings.gradient_checkpointing)
         with self._plan.active():
-            output = self._output(rows, only_value=False)
+            output = self._output(rows, only_value=False, values=values)
         reshard(self._all_models())  # no backward pass will do it
         home = rows.ids.device
         return PolicyOutput(

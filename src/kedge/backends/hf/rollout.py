@@ -26,12 +26,11 @@ from kedge.backends.hf.stopping import Stopper
 from kedge.backends.rollout import EngineInputs
 from kedge.backends.rollout.requests import token_versions
 from kedge.errors import RolloutError
-from kedge.ops.cpu.patch import Kernels
+from kedge.ops.cpu.patch import PACKED_TOKENS, Kernels
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling
 
 _SMALL = 1_000_000  # weights
 _MOST_ROWS = 512  # on a GPU
-_PACK = 16  # tokens from which it pays to pack weights
 
 
 class EmbeddedEngine:
@@ -127,7 +126,7 @@ class EmbeddedEngine:
         chunks = []
         rows = self._rows_at_once(host, sampling, device)
         recorded = RecordedStep(self.model) if sampling.max_new_tokens >= MIN_STEPS else None
-        with self._sampling_context(device, packs=sampling.max_new_tokens >= _PACK):
+        with self._sampling_context(device, packs=sampling.max_new_tokens >= PACKED_TOKENS):
             for start in range(0, len(order), rows):
                 cut = slice(start, start + rows)
                 stepper = self._stepper(host, order[cut], recorded)

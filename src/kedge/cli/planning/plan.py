@@ -202,6 +202,20 @@ def _base_bytes(options: Options) -> float:
     return 2.0 if bf16_base or flags.dtype in ("bfloat16", "float16") else 4.0
 
 
+def _packed_bytes(config: OnPolicyConfig, policy: Any, parameters: int, base: float) -> float:
+    """Packed copies of the policy's linear layers while a CPU samples from it."""
+    from kedge.ops.cpu.patch import PACKED_TOKENS, packed_bytes
+
+    short = config.response_length < PACKED_TOKENS
+    if config.device.type != "cpu" or short or not (config.bf16 or base == 4):
+        return 0.0
+    text = policy.get_text_config()
+    tied = getattr(policy, "tie_word_embeddings", False)
+    inputs = 0 if tied else text.vocab_size * text.hidden_size  # the embedding is not packed
+    modes = {"low": bool(config.bf16), "checkpointing": bool(config.gradient_checkpointing)}
+    return float(packed_bytes(parameters - inputs, **modes))
+
+
 def estimate_needs(
     options: Options, algorithm: Algorithm, batches: BatchSizes, names: Names, prompt: int
 ) -> list[memory.Need]:
@@ -227,7 +241,7 @@ def estimate_needs(
             state_bytes=state,
             training=passes.training(top) + 2 * passes.tile + heap + kept,
             forward=passes.forward(shape) + passes.tile,
-            generation=passes.sampling(shape),
+            generation=passes.sampling(shape) + _packed_bytes(config, policy, counts[0], base),
         )
     ]
     if config.kl_coef + config.loss_kl_coef > 0 and adapter is None:
@@ -332,7 +346,8 @@ def show(
     peaks = memory.peaks(needs, process)
     console.print(
         "params: parameters; grads and optim: gradients and optimizer state of those that train; "
-        "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
+        "activ.: activations and logits of a micro-batch; cache: keys, values and packed weights"
+        " while sampling\n"
         f"peak about {human(max(peaks.values()))} per process, before sharding by FSDP or"
         f" DeepSpeed: {', '.join(f'{phase} {human(x)}' for phase, x in peaks.items())}"
         + (f"; {human(process)} of it Python and libraries" if process else "")

@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
+from kedge.ops.cpu.heap import memory_limit
 from kedge.ops.cpu.low_precision import (
     Bf16Weight,
     autocasts_to_bf16,
@@ -23,7 +24,10 @@ from kedge.ops.cpu.matmul import by_onednn, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
-PACKED_BYTES = 1 << 30  # of a model's weights; a larger one is sampled from as it is
+PACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
+PACKED_SHARE = 1 / 8  # of the memory, for a model's packed weights; otherwise none are packed
+_PACKED_BYTES = 1 << 30  # the most where activations are checkpointed to save memory
+_FLOAT32 = torch.empty(0)
 
 
 class Kernels:
@@ -38,6 +42,8 @@ class Kernels:
         self._layers = [layer for model in models for layer in _layers(model)]
         self._low = [Bf16Weight(partial(_weight, layer)) for layer in self._layers]
         self._norms = [layer for model in models for layer in rms_norms(model)]
+        modules = (module for model in models for module in model.modules())
+        self._checkpoints = any(getattr(m, "gradient_checkpointing", False) for m in modules)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -73,11 +79,30 @@ class Kernels:
         plain = not torch.is_autocast_enabled("cpu")
         layers = [x for x in self._layers if low or (plain and by_onednn(x.weight))]
         layers = [x for x in layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
-        width = 2 if low else 4
-        if sum(layer.weight.numel() * width for layer in layers) > PACKED_BYTES:
+        weights = sum(layer.weight.numel() for layer in layers)
+        if not packed_bytes(weights, low=low, checkpointing=self._checkpoints):
             layers = []
         with _replaced([(x, _packed_forward(x, rows, low=low)) for x in layers]), self.active():
             yield
+
+
+def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
+    """Memory that ``Kernels.packed`` takes for a model on this machine; 0 if it packs nothing.
+
+    The rule asks for the machine's memory, not for what is free: a single row of a product has
+    other last bits with packed weights, and a run that resumes must repeat them.
+
+    Args:
+        weights: number of weights in its linear layers.
+        low: whether they are sampled from in bfloat16, under autocast, or else in float32.
+        checkpointing: whether the model's activations are checkpointed.
+    """
+    faster = may_run_in_bf16(_FLOAT32) if low else by_onednn(_FLOAT32)
+    size = weights * (2 if low else 4)
+    most = PACKED_SHARE * memory_limit()
+    if checkpointing:  # packed weights may take more memory than training
+        most = min(most, _PACKED_BYTES)
+    return size if faster and size <= most else 0
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class TokenLog:
         kept, self._kept = self._kept, None
         if kept is None:
             return None
-        after = self.learner.forward_no_grad(kept).logprobs
+        after = self.learner.forward_no_grad(kept, values=False).logprobs
         if self.learner.rank:
             return None
         lines = [self._line(kept, after, report, i) for i in range(len(kept))]
