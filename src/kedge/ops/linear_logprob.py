@@ -21,7 +21,7 @@ _NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf 
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
 _GPU_TILE = 1 << 26
 _MIN_COLUMNS = 256
-_KEPT = 1 << 24  # elements of logits kept for the backward pass; 64 MB of float32
+_KEPT = 1 << 25  # elements of logits kept for the backward pass; 128 MB of float32
 
 
 class Head(NamedTuple):
