@@ -100,7 +100,7 @@ def train_reward(
         processing_class=tokenizer,
         peft_config=peft,
     )
-    train_with_progress(trainer)
+    train_with_progress(trainer, pairs=True)
     if references is not None:
         shift_scores(trainer.model, tokenizer, references)
     trainer.save_model(config.output_dir)
