@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def train_reward(
         processing_class=tokenizer,
         peft_config=peft,
     )
+    _pad_apart(trainer)
     train_with_progress(trainer, pairs=True)
+    trainer.model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if references is not None:
         shift_scores(trainer.model, tokenizer, references)
     trainer.save_model(config.output_dir)
@@ -109,6 +112,20 @@ def train_reward(
         save_adapter_shift(config.output_dir, getattr(trained.config, SHIFT, 0.0))
     tokenizer.save_pretrained(config.output_dir)
     return trainer
+
+
+def _pad_apart(trainer: Any) -> None:
+    """Pad with a token that ends no row, also where the tokenizer pads with the EOS token.
+
+    transformers scores the last token that is not padding, which would be the one before the EOS.
+    """
+    datasets = [d for d in (trainer.train_dataset, trainer.eval_dataset) if d is not None]
+    columns = [rows[name] for rows in datasets for name in ("chosen_ids", "rejected_ids")]
+    ends = {ids[-1] for column in columns for ids in column}
+    if trainer.data_collator.pad_token_id in ends:
+        pad = next(token for token in count() if token not in ends)
+        trainer.data_collator.pad_token_id = pad
+        trainer.model.config.get_text_config().pad_token_id = pad
 
 
 def shift_scores(model: Any, tokenizer: Any, references: Sequence[str]) -> float:
