@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 from kedge.errors import RolloutError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # in typing from Python 3.11 on; not evaluated
+    # From Python 3.11 on; annotations are not evaluated.
+    from typing import Self  # type: ignore[attr-defined,unused-ignore]
 
 Index = Tensor | slice
 
