@@ -202,14 +202,14 @@ def test_packed_weights_are_not_used_where_a_gradient_is_needed():
 
 
 def test_large_models_are_not_packed(monkeypatch):
-    monkeypatch.setattr(patch, "memory_limit", lambda: 8 * 4 * 12 - 1)
+    monkeypatch.setattr(patch, "PACKED_BYTES", 4 * 12 - 1)
     monkeypatch.setattr(patch, "_packed_forward", None)
     with Kernels([nn.Linear(4, 3)]).packed(rows=16):
         pass
 
 
 def test_memory_for_packed_weights(monkeypatch):
-    monkeypatch.setattr(patch, "memory_limit", lambda: 1600)
+    monkeypatch.setattr(patch, "PACKED_BYTES", 200)
     sizes = {"low": False, "checkpointing": False}
     assert patch.packed_bytes(50, **sizes) == 200
     assert patch.packed_bytes(51, **sizes) == 0
@@ -217,9 +217,9 @@ def test_memory_for_packed_weights(monkeypatch):
     assert patch.packed_bytes(50, **sizes) == 0
 
 
-def test_checkpointed_models_are_packed_within_a_fixed_limit(monkeypatch):
+def test_checkpointed_models_are_packed_within_a_lower_limit(monkeypatch):
     model = tiny_policy("qwen2").eval()
-    monkeypatch.setattr(patch, "_PACKED_BYTES", 1)
+    monkeypatch.setattr(patch, "_SPARING_BYTES", 1)
     packed, usual = [], patch._packed_forward
     monkeypatch.setattr(
         patch, "_packed_forward", lambda *a, **k: (packed.append(1), usual(*a, **k))[1]

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -47,24 +46,3 @@ def test_large_blocks_stay_until_they_are_released():
 
 def test_little_free_memory_stays():
     assert not heap.release_free_memory(sys.maxsize)
-
-
-@linux
-@pytest.mark.parametrize(
-    ("line", "file", "text"),
-    [
-        ("0::/user/run\n", "user/memory.max", "7000\n"),
-        ("0::/elsewhere\n", "memory.max", "7000\n"),
-        ("4:memory:/job\n0::/\n", "memory/job/memory.limit_in_bytes", "7000\n"),
-        ("0::/user\n", "user/memory.max", "max\n"),
-        ("4:memory:/\n", "memory/memory.limit_in_bytes", f"{2**63 - 4096}\n"),
-    ],
-)
-def test_the_limit_of_a_container_is_a_limit_of_memory(line, file, text, tmp_path, monkeypatch):
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text(text)
-    (tmp_path / "cgroup").write_text(line)
-    monkeypatch.setattr(heap, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(heap, "_CGROUPS", tmp_path)
-    total = psutil.virtual_memory().total
-    assert heap.memory_limit.__wrapped__() == (7000 if text == "7000\n" else total)

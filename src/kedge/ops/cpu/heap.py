@@ -11,38 +11,13 @@ grows by up to the activations of every layer, although checkpointing has freed 
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of mallopt(3)
 _DEFAULTS = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65_536}
 _changed: set[int] = set()  # parameters that are not at their defaults now
 WORTHWHILE = 256 << 20  # bytes; returning memory costs the page faults of using it again
-
-
-_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-
-
-@cache
-def memory_limit() -> int:
-    """Bytes of memory for this process: the machine's, or the limit of a container if lower."""
-    if not hasattr(os, "sysconf"):  # Windows
-        return 8 << 30
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    lines = _CGROUP.read_text().splitlines() if _CGROUP.exists() else []
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        # Version 2 names no kinds; within a container its path may be that outside of it.
-        root = _CGROUPS / kinds if kinds else _CGROUPS
-        name = "memory.limit_in_bytes" if kinds else "memory.max"
-        if kinds in ("", "memory"):
-            own = root / path.lstrip("/")
-            files = [folder / name for folder in (own, *own.parents)]
-            texts = [file.read_text().strip() for file in files if file.is_file()]
-            limits += [int(text) for text in texts if text.isdigit()]
-    return min(limits)
 
 
 class _Info(ctypes.Structure):

@@ -13,7 +13,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.pytorch_utils import Conv1D
 
 from kedge.ops.cpu import matmul
-from kedge.ops.cpu.heap import memory_limit
 from kedge.ops.cpu.low_precision import (
     Bf16Weight,
     autocasts_to_bf16,
@@ -25,8 +24,8 @@ from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
 PACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
-PACKED_SHARE = 1 / 8  # of the memory, for a model's packed weights; otherwise none are packed
-_PACKED_BYTES = 1 << 30  # the most where activations are checkpointed to save memory
+PACKED_BYTES = 2 << 30  # of a model's packed weights; a larger one is sampled from as it is
+_SPARING_BYTES = 1 << 30  # the same where activations are checkpointed to save memory
 _FLOAT32 = torch.empty(0)
 
 
@@ -87,10 +86,10 @@ class Kernels:
 
 
 def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
-    """Memory that ``Kernels.packed`` takes for a model on this machine; 0 if it packs nothing.
+    """Memory that ``Kernels.packed`` takes for a model; 0 if it packs nothing.
 
-    The rule asks for the machine's memory, not for what is free: a single row of a product has
-    other last bits with packed weights, and a run that resumes must repeat them.
+    The rule does not ask for free memory: a single row of a product has other last bits with packed
+    weights, and a run that resumes, perhaps elsewhere, must repeat them.
 
     Args:
         weights: number of weights in its linear layers.
@@ -99,9 +98,7 @@ def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_onednn(_FLOAT32)
     size = weights * (2 if low else 4)
-    most = PACKED_SHARE * memory_limit()
-    if checkpointing:  # packed weights may take more memory than training
-        most = min(most, _PACKED_BYTES)
+    most = _SPARING_BYTES if checkpointing else PACKED_BYTES  # may be more than training takes
     return size if faster and size <= most else 0
 
 
