@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 from kedge.errors import RolloutError
 
 if TYPE_CHECKING:
-    from typing import Self  # Python 3.11; annotations are not evaluated
+    # From Python 3.11 on; annotations are not evaluated.
+    from typing import Self  # type: ignore[attr-defined,unused-ignore]
 
 Index = Tensor | slice
 
@@ -115,7 +116,7 @@ class Record:
             f.name: _join(f, [getattr(part, f.name) for part in parts], sizes, names)
             for f in _fields(cls)
         }
-        return replace(parts[0], **changed)  # type: ignore[type-var]
+        return _changed(parts[0], changed)
 
     def put_rows(self, index: Tensor, other: Self, *, names: Sequence[str] = ()) -> Self:
         """The record with its rows ``index`` int64 [n] replaced by the n rows of ``other``.
@@ -131,9 +132,13 @@ class Record:
         return both.rows(order)
 
     def _mapped(self, change: Any) -> Self:
-        return replace(
-            self, **{f.name: change(f, getattr(self, f.name)) for f in _fields(type(self))}
-        )  # type: ignore[type-var]
+        fields = _fields(type(self))
+        return _changed(self, {f.name: change(f, getattr(self, f.name)) for f in fields})
+
+
+def _changed(record: Any, values: Mapping[str, Any]) -> Any:
+    """``replace``, which accepts the class ``Record`` only for some versions of Python."""
+    return replace(record, **values)
 
 
 def _take_rows(f: Field[Any], x: Any, index: Index) -> Any:

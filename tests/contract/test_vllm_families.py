@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,8 +186,22 @@ def test_top_k_top_p_and_min_p_come_with_the_tokens_that_they_allow(where):
         assert rollout.allowed_tokens is not None
         for row in range(len(rollout)):
             check_allowed(model, rollout, row, sampling)
+    check_ties(engine)
     if where == "process":
         engine.close()
+
+
+def check_ties(engine):
+    """Tokens tied with the last of the top-k stay in, and can be sampled."""
+    model = policy().eval()
+    with torch.no_grad():
+        model.lm_head.weight[1::2] = model.lm_head.weight[::2]  # pairs of equal tokens
+    engine.load_weights(trained(model), len(CUTS))
+    sampling = Sampling(max_new_tokens=6, temperature=0.8, top_k=5)
+    rollout = engine.generate(prompts(), sampling=sampling, seed=3)
+    assert (rollout.allowed_tokens >= 0).sum(-1).unique().tolist() == [6]
+    for row in range(len(rollout)):
+        check_allowed(model, rollout, row, replace(sampling, top_k=6))
 
 
 def check_allowed(model, rollout, row, sampling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
@@ -35,8 +36,8 @@ def count_captures(patch: pytest.MonkeyPatch) -> list[bool]:
     captured: list[bool] = []
     capture = decode_graph.DecodeGraph.capture
 
-    def counted(self: Any, tokens: torch.Tensor) -> bool:
-        captured.append(capture(self, tokens))
+    def counted(self: Any, tokens: torch.Tensor, forward: Any) -> bool:
+        captured.append(capture(self, tokens, forward))
         return captured[-1]
 
     patch.setattr(decode_graph.DecodeGraph, "capture", counted)
@@ -184,3 +185,16 @@ def test_continuous_sampling_replays_graphs_across_weight_updates(
         replayed.behavior_logprobs[order[0]], plain.behavior_logprobs[order[1]], **limits
     )
     assert torch.equal(replayed.token_version[order[0]], plain.token_version[order[1]])
+
+
+def test_a_batch_frees_its_graph_at_its_end() -> None:
+    sampler = engine("llama")
+    gc.disable()
+    try:
+        held = []
+        for _ in range(4):
+            sampler.generate(prompts(copies=4), sampling=SAMPLING, seed=3)
+            held.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert held[3] == held[1]

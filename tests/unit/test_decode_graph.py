@@ -12,21 +12,27 @@ import torch
 from kedge.backends.hf import decode
 from kedge.backends.hf.decode_graph import DecodeGraph
 from kedge.backends.hf.rollout import EmbeddedEngine
-from kedge.types import Sampling
+from kedge.types import Rollout, Sampling
 from tests.contract.embedded import policy, prompts
 
 FAMILIES = ["llama", "qwen2", "gpt2", "gpt_neox"]
 
 
 class Rerun:
-    """Runs the step where a CUDA graph would replay it."""
+    """Runs the step where a CUDA graph would replay it, into the same tensors each time."""
 
-    def __init__(self, graph: Any) -> None:
-        self.graph = graph
+    def __init__(self, graph: Any, forward: Any) -> None:
+        self.graph, self.forward = graph, forward
 
     def replay(self) -> None:
         with self.graph._fixed_slots():
-            self.graph._logits = self.graph._body()
+            results = self.graph._run(self.forward)
+        for kept, new in zip(_tensors(self.graph._result), _tensors(results), strict=True):
+            kept.copy_(new)
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 @contextlib.contextmanager
@@ -34,21 +40,18 @@ def graphs(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Decode steps are "captured"; yields the batch size of each capture."""
     captured: list[int] = []
 
-    def capture(graph: Any, tokens: torch.Tensor) -> bool:
+    def capture(graph: Any, tokens: torch.Tensor, forward: Any) -> bool:
         captured.append(len(tokens))
-        graph._graph, graph._logits = Rerun(graph), tokens
+        graph._tokens.copy_(tokens[:, None])
+        with graph._fixed_slots():
+            graph._result = graph._run(forward)
+        graph._graph = Rerun(graph, forward)
         return True
 
-    def step(graph: Any, tokens: torch.Tensor) -> torch.Tensor:
-        replayed(graph, tokens)
-        return graph._logits
-
-    replayed = DecodeGraph.step
     with patch.context() as p:
         p.setattr(torch.cuda, "CUDAGraph", object)
         p.setattr(decode, "can_capture", lambda *_: True)
         p.setattr(DecodeGraph, "capture", capture)
-        p.setattr(DecodeGraph, "step", step)
         yield captured
 
 
@@ -66,3 +69,24 @@ def test_a_captured_step_samples_the_same_tokens(
     assert torch.equal(plain.ids, replayed.ids)
     assert torch.equal(plain.terminated, replayed.terminated)
     torch.testing.assert_close(plain.behavior_logprobs, replayed.behavior_logprobs)
+
+
+def test_continuous_sampling_with_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for context in (graphs(monkeypatch), contextlib.nullcontext([1])):
+        model = policy("llama", max_positions=256)
+        engine = EmbeddedEngine(model, pad_id=0, shares_weights=False, chunk_rows=5)
+        with context as captured:
+            sampling = Sampling(max_new_tokens=90, stop_ids=(1, 2, 3), min_new_tokens=4)
+            engine.submit(prompts(copies=2), sampling=sampling, seed=3)
+            parts = [engine.advance()]
+            weights = {k: v * 0.9 for k, v in engine.model.state_dict().items()}
+            engine.load_weights(weights, version=1)
+            while engine.unfinished:
+                parts.append(engine.advance())
+        assert captured
+        rollout = Rollout.cat([x for x in parts if x is not None])
+        order = rollout.prompts.row.argsort()
+        results.append([x[order] for x in (rollout.ids, rollout.token_version)])
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

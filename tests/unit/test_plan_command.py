@@ -43,7 +43,7 @@ def test_a_plan_needs_no_weights(tiny):
     assert value.trained == want - 40 * 16 + 16
     assert reward.resident == value.parameters * 4
     # a block keeps 10 x 16 + 4 x 24 numbers per token, 2 blocks; 4 x 16 at the end
-    tokens, logits = 2 * 8, 2 * (2 * 5 * 40 * 4)
+    tokens, logits = 2 * 8, 3 * (2 * 5 * 40 * 4)  # two tiles, and those that are kept
     assert policy.training == tokens * (2 * 256 + 64) * 4 + logits
     assert policy.generation == 4 * (8 * 2 * (2 * 2 * 4) * 4 + 40 * 8)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
 
+import httpx
 import pytest
 import torch
 
@@ -13,7 +15,9 @@ from kedge import PPOConfig
 from kedge.backends.vllm.build import check_local, gpus_of_servers
 from kedge.backends.vllm.inprocess import _rank_args, device_args
 from kedge.backends.vllm.policy_spec import PolicySpec
+from kedge.backends.vllm.remote import Remote
 from kedge.backends.vllm.server import Process, Server, find_version, flags
+from kedge.backends.vllm.server_check import check_server
 from kedge.backends.vllm.service import check_version
 from kedge.config import rollout
 from kedge.config.rollout_engines import find_engine
@@ -224,6 +228,32 @@ def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
         find_version(str(python))
     with pytest.raises(ConfigError, match="cannot be run"):
         find_version(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "missing"),
+    [
+        ("0.26.0", 400, None),
+        ("0.26.0", 404, "--runner generate"),
+        ("0.32.0", 400, None),
+        ("0.32.0", 403, "--enable-scale-out"),
+    ],
+)
+def test_a_server_without_tokens_in_and_out_is_refused(version, status, missing):
+    model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"}
+
+    def respond(request):
+        if request.url.path == "/inference/v1/generate":
+            return httpx.Response(status)
+        found = {"version": version, "vllm_config": {"model_config": model}}
+        return httpx.Response(200, json=found)
+
+    remote = Remote("http://vllm")
+    remote._client = httpx.Client(base_url=remote.url, transport=httpx.MockTransport(respond))
+    refused = pytest.raises(ConfigError, match=f"must be started with {missing};")
+    with refused if missing else contextlib.nullcontext():
+        check_server(remote, tied=False, precision="float32")
+    remote.close()
 
 
 @pytest.mark.parametrize(("shares", "want"), [(True, 0.3), (False, None)])

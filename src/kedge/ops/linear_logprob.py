@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.ops.cpu.matmul import add_outer, add_product, float32_product
+from kedge.ops.cpu.matmul import add_outer, add_product, exp, float32_product
 
 _NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf - inf
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
@@ -180,7 +180,7 @@ def _scan(
         before = online.top
         z = online.shift(z, keep=keep)
         online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
-        e = z.exp()
+        e = exp(z)
         online.sum.add_(e.sum(1, keepdim=True))
         online.weighted.add_(e.mul_(z).sum(1, keepdim=True))
     entropy = online.sum.log() - online.weighted / online.sum
@@ -278,9 +278,9 @@ def _accumulate_grads(
         else:
             z = z - lse[:, None]
         if of_entropy is None:
-            d = z.exp_().mul_(-of_logprob)
+            d = exp(z, out=z).mul_(-of_logprob)
         else:
-            d = z.exp().mul_((z + entropy[:, None]).mul_(-of_entropy).sub_(of_logprob))
+            d = exp(z).mul_((z + entropy[:, None]).mul_(-of_entropy).sub_(of_logprob))
         column, inside = tiles.columns(targets[:, None], low, high)
         at_target = d.gather(1, column)
         d.scatter_(1, column, torch.where(inside, at_target + of_logprob, at_target))
@@ -389,10 +389,10 @@ def linear_kl(
                 other, _ = reference.logits(low, high)
                 gap = z - other
                 p.shift(z)
-                e = z.exp_()
+                e = exp(z, out=z)
                 p.sum.add_(e.sum(1, keepdim=True))
                 p.weighted.add_(e.mul_(gap).sum(1, keepdim=True))
                 q.shift(other)
-                q.sum.add_(other.exp_().sum(1, keepdim=True))
+                q.sum.add_(exp(other, out=other).sum(1, keepdim=True))
             kl[part] = (p.weighted / p.sum - p.lse + q.lse)[:, 0]
     return kl

@@ -148,8 +148,9 @@ class CausalStepper:
                 for layer in layers:
                     if layer.keys.shape[-2] == layer.capacity:
                         layer.grow()
-                graph = DecodeGraph(model, step, layers, self._mask, self._position)
-                self._graph = graph if graph.capture(tokens) else None
+                graph: DecodeGraph[Any]
+                graph = DecodeGraph(model, layers, self._mask, self._position)
+                self._graph = graph if graph.capture(tokens, step) else None
         return self._graph
 
     def _leave_graph(self) -> None:

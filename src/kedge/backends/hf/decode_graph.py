@@ -21,6 +21,7 @@ from transformers.utils import logging
 from kedge.backends.hf.kv_cache import GrowingLayer
 
 T = TypeVar("T")
+Forward = Callable[[Tensor, Tensor, Tensor], T]
 logger = logging.get_logger(__name__)
 _failed: set[str] = set()  # classes of models whose step could not be captured
 capturing = threading.Lock()  # hold it to free cached memory, which breaks a capture
@@ -47,8 +48,6 @@ class DecodeGraph(Generic[T]):
 
     Args:
         model: for messages.
-        forward: maps input ids int64 [b, 1], positions int64 [b, 1] and a mask bool [b, 1, 1, S]
-            to the result of a step, on the device, and appends to ``layers``.
         layers: the cache.
         mask: bool [b, used]; None: all True.
         position: int64 [b, 1]; of the next token.
@@ -57,13 +56,12 @@ class DecodeGraph(Generic[T]):
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[[Tensor, Tensor, Tensor], T],
         layers: list[GrowingLayer],
         mask: Tensor | None,
         position: Tensor,
     ) -> None:
         self._name = type(model).__name__
-        self._forward, self._layers = forward, layers
+        self._layers = layers
         self._used, self._capacity = layers[0].keys.shape[-2], layers[0].capacity
         rows, device = len(position), position.device
         self._cursor = torch.tensor([self._used], device=device)
@@ -85,16 +83,22 @@ class DecodeGraph(Generic[T]):
         seen = self._mask[:, : self._used]
         return nn.functional.pad(seen, (0, 1), value=True), self._position
 
-    def capture(self, tokens: Tensor) -> bool:
-        """Record the step of tokens int64 [b]; False if this model cannot be captured."""
+    def capture(self, tokens: Tensor, forward: Forward[T]) -> bool:
+        """Record the step of tokens int64 [b]; False if this model cannot be captured.
+
+        ``forward`` maps input ids int64 [b, 1], positions int64 [b, 1] and a mask bool [b, 1, 1, S]
+        to the result of a step, on the device, and appends to the layers.  It is not kept: it may
+        hold the owner of this graph, whose memory would then wait for a garbage collection.
+        """
         self._tokens.copy_(tokens[:, None])
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         with self._fixed_slots(), torch.cuda.stream(side), capturing:
             try:
-                self._body()  # libraries allocate what they need once; writes the slot of the step
+                # Libraries allocate what they need once; writes the slot of the step.
+                self._run(forward)
                 side.synchronize()
-                self._record()
+                self._record(forward)
             except Exception as error:  # whatever code of a model raises where it is captured
                 _failed.add(self._name)
                 reason = str(error).partition("\n")[0]
@@ -102,11 +106,11 @@ class DecodeGraph(Generic[T]):
         main.wait_stream(side)
         return self._result is not None
 
-    def _record(self) -> None:
+    def _record(self, forward: Forward[T]) -> None:
         # Another thread may train while this one samples.
         self._graph.capture_begin(capture_error_mode="thread_local")
         try:
-            result = self._body()
+            result = self._run(forward)
         except Exception:
             with contextlib.suppress(RuntimeError):
                 self._graph.capture_end()
@@ -129,9 +133,9 @@ class DecodeGraph(Generic[T]):
         for layer in self._layers:
             layer.show(self._used)
 
-    def _body(self) -> T:
+    def _run(self, forward: Forward[T]) -> T:
         self._mask.index_fill_(1, self._cursor, True)
-        return self._forward(self._tokens, self._position, self._mask[:, None, None])
+        return forward(self._tokens, self._position, self._mask[:, None, None])
 
     @contextlib.contextmanager
     def _fixed_slots(self) -> Any:

@@ -133,17 +133,25 @@ def pack(
     both = torch.cat([prompt_ids, ids], dim=1)
     if joined:
         numbers = number_prompts(prompt_ids, prompt_mask).tolist()
-        return _join(both, mask, prompt_lengths, lengths, numbers)
+        return join(both, mask, prompt_lengths, lengths, numbers)
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     longest = int(lengths.max()) if len(lengths) else 0
     packed = both.masked_fill(~mask, 0).gather(1, order)[:, :longest]
     return Packed(ids=packed, lengths=lengths, prompt_lengths=prompt_lengths)
 
 
-def _join(
+def join(
     ids: Tensor, mask: Tensor, prompt_lengths: Tensor, lengths: Tensor, prompts: Sequence[int]
 ) -> Packed:
-    """Join rows of one prompt, if that saves enough, and then these groups."""
+    """Join rows of one prompt, if that saves enough, and then these groups.
+
+    Args:
+        ids: int64 [b, L].
+        mask: bool [b, L]; the real tokens.
+        prompt_lengths: int64 [b]; real tokens that are the same in all rows of a prompt.
+        lengths: int64 [b]; real tokens.
+        prompts: number of each row's prompt.
+    """
     members: dict[int, list[int]] = {}
     for row, number in enumerate(prompts):
         members.setdefault(number, []).append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from transformers import (
@@ -14,6 +15,7 @@ from transformers import (
 )
 
 from kedge.backends.trackers import Screen
+from kedge.backends.trl.joined_pairs import JoinedPairs
 from kedge.ops.cpu.heap import keep_free_memory, release_free_memory
 from kedge.ops.cpu.patch import Kernels
 
@@ -30,7 +32,7 @@ LABELS = {
 }
 
 
-def train_with_progress(trainer: Any) -> None:
+def train_with_progress(trainer: Any, *, pairs: bool = False) -> None:
     """Call ``trainer.train`` with a ``RowCallback``.
 
     On CPUs with faster matrix products; without checkpointing, memory that a step frees is kept for
@@ -38,10 +40,13 @@ def train_with_progress(trainer: Any) -> None:
 
     Args:
         trainer: a ``transformers.Trainer``; resumes as ``args.resume_from_checkpoint`` says.
+        pairs: the model scores pairs of answers, as in ``trl.RewardTrainer``.
     """
     for printing in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(printing)
-    rows, kernels = RowCallback(), Kernels([trainer.model] if _is_plain(trainer) else [])
+    plain = _is_plain(trainer)
+    rows, kernels = RowCallback(), Kernels([trainer.model] if plain else [])
+    joined = JoinedPairs(trainer.model).active() if pairs and plain else nullcontext()
     trainer.add_callback(rows)
     trainer.add_callback(_AfterStep(kernels))
     # With checkpointing the heap would grow by the activations that it frees (``ops.cpu.heap``).
@@ -50,7 +55,7 @@ def train_with_progress(trainer: Any) -> None:
     if trainer.args.device.type == "cpu" and not checkpoints:
         keep_free_memory()
     try:
-        with kernels.active():
+        with kernels.active(), joined:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     finally:
         release_free_memory()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -100,15 +101,31 @@ def train_reward(
         processing_class=tokenizer,
         peft_config=peft,
     )
-    train_with_progress(trainer)
+    trained: Any = trainer.model
+    _pad_apart(trainer)
+    train_with_progress(trainer, pairs=True)
+    trained.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if references is not None:
         shift_scores(trainer.model, tokenizer, references)
     trainer.save_model(config.output_dir)
-    trained: Any = trainer.model
     if hasattr(trained, "peft_config"):
         save_adapter_shift(config.output_dir, getattr(trained.config, SHIFT, 0.0))
     tokenizer.save_pretrained(config.output_dir)
     return trainer
+
+
+def _pad_apart(trainer: Any) -> None:
+    """Pad with a token that ends no row, also where the tokenizer pads with the EOS token.
+
+    transformers scores the last token that is not padding, which would be the one before the EOS.
+    """
+    datasets = [d for d in (trainer.train_dataset, trainer.eval_dataset) if d is not None]
+    columns = [rows[n] for rows in datasets for n in rows.column_names if n.endswith("_ids")]
+    ends = {ids[-1] for column in columns for ids in column}
+    if trainer.data_collator.pad_token_id in ends:
+        pad = next(token for token in count() if token not in ends)
+        trainer.data_collator.pad_token_id = pad
+        trainer.model.config.get_text_config().pad_token_id = pad
 
 
 def shift_scores(model: Any, tokenizer: Any, references: Sequence[str]) -> float:

@@ -43,7 +43,7 @@ class Remote:
     """Client of a running vLLM server.
 
     The server must be started with ``VLLM_SERVER_DEV_MODE=1`` in its environment (endpoints that
-    load weights), ``--enable-scale-out`` (tokens in and out) and
+    load weights), ``--enable-scale-out`` (tokens in and out; not before vLLM 0.32) and
     ``--logprobs-mode processed_logprobs``.
 
     Args:

@@ -19,6 +19,7 @@ from kedge.types import PromptBatch, Rollout, Sampling
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 _MOST_ALLOWED = 1024  # tokens recorded for each sampled token, unless top_k is set
+_TIES = 16  # and half of top_k: recorded beyond top_k, as vLLM keeps tokens tied with the last
 
 
 def build_requests(
@@ -53,7 +54,8 @@ def build_sampling_params(sampling: Sampling, *, vocabulary: int) -> dict[str, A
         )
     recorded = 0  # only the sampled token
     if sampling.truncates and sampling.temperature > 0:
-        recorded = min(sampling.top_k or _MOST_ALLOWED, vocabulary)
+        k = sampling.top_k
+        recorded = min(k + k // 2 + _TIES if k else _MOST_ALLOWED, vocabulary)
     return {
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from packaging.version import Version
 from torch import Tensor
 
 from kedge.backends.liveness import watch_group
@@ -25,7 +24,12 @@ from kedge.backends.vllm import process_guard
 from kedge.backends.vllm.inprocess import device_args, fixed_args
 from kedge.backends.vllm.policy_spec import PolicySpec
 from kedge.backends.vllm.remote import LostServerError, Remote
-from kedge.backends.vllm.service import GenerationRequest, GenerationResult, check_version
+from kedge.backends.vllm.service import (
+    GenerationRequest,
+    GenerationResult,
+    check_version,
+    scale_out_flags,
+)
 from kedge.backends.vllm.weight_files import WeightFiles
 from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.config.rollout import LOWEST_VLLM, installed_vllm
@@ -80,8 +84,6 @@ class Server:
     ) -> None:
         version = find_version(python) if python else installed_vllm() or LOWEST_VLLM
         check_version(version, f"vLLM of {python or sys.executable}")
-        # Before 0.32, tokens in and out need no flag.
-        scale_out = [] if Version(version).release < (0, 32) else ["--enable-scale-out"]
         self.restarts = 0
         self._home = tempfile.TemporaryDirectory(prefix="kedge-vllm-")
         home = Path(self._home.name)
@@ -93,7 +95,7 @@ class Server:
         self._process = Process(
             [
                 *(python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                *("--model", str(home / "policy"), "--uds", str(socket), *scale_out),
+                *("--model", str(home / "policy"), "--uds", str(socket), *scale_out_flags(version)),
                 *flags(arguments),
             ],
             log=home / "log",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from kedge.backends.vllm.remote import Remote, read_json
-from kedge.backends.vllm.service import check_version
+from kedge.backends.vllm.service import check_version, scale_out_flags
 from kedge.errors import ConfigError
 
 
@@ -24,8 +24,11 @@ def check_server(remote: Remote, *, tied: bool, precision: str, adapter: bool = 
     if not remote.healthy():
         raise ConfigError(f"no vLLM server responds at {remote.url}; start one, or check the URL")
     try:
-        check_version(remote._get("/version")["version"], f"the vLLM server at {remote.url}")
+        version = remote._get("/version")["version"]
+        check_version(version, f"the vLLM server at {remote.url}")
         missing = _missing(remote, tied=tied, precision=precision, adapter=adapter)
+        if _unknown(remote, "/inference/v1/generate"):
+            missing += scale_out_flags(version) or ["--runner generate"]
     except httpx.TransportError as error:
         raise ConfigError(
             f"the vLLM server at {remote.url} did not report its configuration: {error!r}"
@@ -54,12 +57,12 @@ def _missing(remote: Remote, *, tied: bool, precision: str, adapter: bool) -> li
     hf_config = model.get("hf_config") or {}
     if tied and (not isinstance(hf_config, dict) or hf_config.get("tie_word_embeddings", True)):
         missing.append("""--hf-overrides '{"tie_word_embeddings": false}'""")
-
-    def unknown(path: str) -> bool:
-        return remote._client.post(path, json={}, timeout=remote._slow).status_code == 404
-
-    if adapter and unknown("/v1/load_lora_adapter"):
+    if adapter and _unknown(remote, "/v1/load_lora_adapter"):
         missing.append("--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
-    if unknown("/inference/v1/generate"):
-        missing.append("--enable-scale-out")
     return missing
+
+
+def _unknown(remote: Remote, path: str) -> bool:
+    """Whether the server lacks an endpoint, or, as vLLM 0.32 does, forbids it without its flag."""
+    response = remote._client.post(path, json={}, timeout=remote._slow)
+    return response.status_code in (403, 404)

@@ -108,6 +108,11 @@ def check_version(version: str, where: str) -> None:
         )
 
 
+def scale_out_flags(version: str) -> list[str]:
+    """Flags of a server that takes and returns tokens; vLLM before 0.32 has none and needs none."""
+    return ["--enable-scale-out"] if Version(version).release >= (0, 32) else []
+
+
 def parse_version(text: str | None) -> int:
     """The number in vLLM's name of a weight version; -1 for a name not set by Kedge."""
     return int(text) if text is not None and text.lstrip("-").isdigit() else -1
@@ -118,18 +123,19 @@ def allowed_tokens(top: Sequence[tuple[int, float]]) -> list[int]:
 
     Args:
         top: token and log-probability (nats), after top-k, top-p and min-p; excluded tokens have
-            -inf, or -9999 over HTTP.
+            -inf, or -9999 over HTTP; NaN remains, for ``build_rollout`` to report.
 
     Raises:
         RolloutError: more tokens could be sampled than are listed.
     """
-    tokens = {token: logprob for token, logprob in top if logprob > -9999}
+    tokens = {token: logprob for token, logprob in top if not logprob <= -9999}
     total = sum(map(exp, tokens.values()))
     if total < 0.999:
         raise RolloutError(
-            f"top_p or min_p left more than {len(tokens)} tokens to sample from (these have"
-            f" probability {total:.3g}), and vLLM reports no others; set top_k={len(tokens)} or"
-            " lower, too"
+            f"vLLM could sample more tokens than the {len(tokens)} most likely ones that it"
+            f" reports, which have probability {total:.3g}: top_p and min_p do not limit the"
+            " number of tokens, and top_k keeps all that tie with the last; set top_k, or a lower"
+            " one"
         )
     return list(tokens)
 

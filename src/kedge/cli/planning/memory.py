@@ -29,6 +29,7 @@ ADAM_BYTES = 8.0  # two moments in float32
 PAGE = 4096
 HEAP_SHARE = 0.45
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of logits that exist at a time
+KEPT_BYTES = 128 << 20  # of logits that wait for the backward pass at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,7 @@ class Passes:
         length: tokens of the longest row.
         width: bytes of an activation.
         tile: bytes of the logits that exist at a time.
+        kept_logits: bytes of the logits that wait for the backward pass.
         checkpointing: recompute activations.
     """
 
@@ -194,6 +196,7 @@ class Passes:
     length: int
     width: int
     tile: float
+    kept_logits: float
     checkpointing: bool
 
     def training(self, shape: Shape) -> float:

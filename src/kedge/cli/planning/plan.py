@@ -182,13 +182,15 @@ def _passes(
     if batches.max_tokens_per_micro_batch is not None:
         tokens = min(batches.local_mini_rows * length, batches.max_tokens_per_micro_batch)
         tokens = max(tokens, length)  # one row at least
+    logits = tokens * config.response_length // length * shape.vocab * 4
     tile = memory.TILE_BYTES.get(config.device.type, memory.TILE_BYTES["cuda"])
     return memory.Passes(
         tokens=tokens,
         rows=min(batches.local_rows, config.local_rollout_forward_batch_size),
         length=length,
         width=2 if config.bf16 or config.fp16 else 4,
-        tile=min(tile, tokens * config.response_length // length * shape.vocab * 4),
+        tile=min(tile, logits),
+        kept_logits=min(memory.KEPT_BYTES, logits),
         checkpointing=bool(config.gradient_checkpointing),
     )
 
@@ -239,7 +241,7 @@ def estimate_needs(
             counts,
             weight_bytes=base,
             state_bytes=state,
-            training=passes.training(top) + 2 * passes.tile + heap + kept,
+            training=passes.training(top) + 2 * passes.tile + passes.kept_logits + heap + kept,
             forward=passes.forward(shape) + passes.tile,
             generation=passes.sampling(shape) + _packed_bytes(config, policy, counts[0], base),
         )

@@ -1,12 +1,14 @@
-"""Float32 matrix products on CPU, with the faster of the two libraries bundled with torch.
+"""Float32 matrix products and exponentials on CPU, with the fastest library bundled with torch.
 
 torch multiplies float32 matrices with Intel MKL, which does not use AVX-512 on processors of other
 vendors.  oneDNN, also part of torch, does: 210 GFLOP/s per core on a fifth-generation AMD EPYC,
-against 95 with MKL.
+against 95 with MKL.  ``torch.exp`` is MKL's, too; ``torch.exp2`` is SLEEF's and uses AVX-512: 0.14
+against 0.64 ns per number.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from functools import cache
@@ -20,6 +22,7 @@ from torch.nn import functional
 
 SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
 _WIDE, _MANY_ROWS, _LARGE = 512, 1024, 2 << 20
+_LOG2_E = math.log2(math.e)
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -45,6 +48,18 @@ def by_onednn(x: Tensor) -> bool:
     """
     on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
     return on_cpu and cpu_kernels_enabled() and _unused_by_mkl()
+
+
+def exp(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """e^x without gradient, to a relative error of 1e-7 (1 + |x|) in float32.
+
+    Args:
+        x: float, any shape.
+        out: float of this shape; buffer of the result, may be ``x``.
+    """
+    if by_onednn(x):
+        return torch.mul(x, _LOG2_E, out=out).exp2_()
+    return torch.exp(x, out=out)
 
 
 def product(
