@@ -7,7 +7,6 @@ import functools
 import logging
 import sys
 import traceback
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import torch
 from kedge.backends.rewards import RewardFunction, RewardLog, TextCache
 from kedge.backends.rewards.load import load_function
 from kedge.errors import ConfigError, RewardError
-from kedge.testing import ConstantReward
 from kedge.trainers.reporting.completions import completion_rows
 from kedge.trainers.run.short_errors import short_errors
 
@@ -232,26 +230,6 @@ def test_a_row_that_the_function_does_not_apply_to_has_no_score_in_the_table():
     judged = make(lambda completions: [1.5, None]).score(rollout)
     rows = completion_rows([(rollout, judged)], word_tokenizer())
     assert [row["score"] for row in rows] == [1.5, None]
-
-
-@pytest.mark.parametrize(
-    ("messages", "shown"),
-    [
-        (("user", "w3"), "w3"),
-        (("system", "w9", "user", "w3"), "[system] w9\n[user] w3"),
-        ((), "w3 w4"),
-    ],
-)
-def test_the_table_shows_a_conversation_without_what_its_template_adds(messages, shown):
-    rollout = rollout_of([([3, 4], [5])])
-    if messages:
-        turns = zip(messages[::2], messages[1::2], strict=True)
-        prompt = [{"role": role, "content": text} for role, text in turns]
-        prompts = replace(rollout.prompts, columns={"prompt": [prompt]})
-        rollout = replace(rollout, prompts=prompts)
-    judged = ConstantReward().score(rollout)
-    (row,) = completion_rows([(rollout, judged)], word_tokenizer())
-    assert row["query"] == shown
 
 
 def test_the_cause_of_an_exception_is_kept():
