@@ -112,9 +112,9 @@ def test_others_who_use_a_server_get_each_answer_from_one_version(monkeypatch):
     engine.load_weights(trained(policy()), 6)
     other, spans, read = Remote("http://vllm", uds=str(service._socket)), [], remote._result
 
-    def noting(choice):
+    def noting(choice, loaded):
         spans.append([span["version"] for span in choice["weight_versions"]])
-        return read(choice)
+        return read(choice, loaded)
 
     monkeypatch.setattr(remote, "_result", noting)
     with ThreadPoolExecutor(1) as thread:

@@ -30,6 +30,13 @@ SMALL = {
     "--use_cpu": "True",
     "--disable_tqdm": "True",
 }
+CHAT = {  # of examples/chat_model/chat.yaml
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 2,
+    "response_length": 4,
+}
 LONG = {"serve-reward", "demo"}  # until it is stopped, and minutes; both have tests elsewhere
 ELIDED = "..."
 
@@ -66,12 +73,33 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model_name_or_path: MODEL\nreward_funcs: reward.py:short\ndataset_name: prompts.jsonl\n"
         "total_episodes: 8\nper_device_train_batch_size: 4\noutput_dir: runs/yaml\n"
     )
+    chat_example(tmp_path)
     log = ROOT / "tests" / "data" / "doctor" / "good.jsonl"
     for run in ("one", "ppo-0", "ppo-1", "ppo-2", "rloo-0", "rloo-1"):
         (tmp_path / "runs" / run).mkdir(parents=True)
         shutil.copy(log, tmp_path / "runs" / run / "metrics.jsonl")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def chat_example(place: Path) -> None:
+    """The example with a chat model, with a tiny one and small sizes."""
+    example, run = place / "examples" / "chat_model", place / "runs" / "chat"
+    shutil.copytree(ROOT / "examples" / "chat_model", example)
+    settings = (example / "chat.yaml").read_text()
+    for name, value in CHAT.items():
+        settings, found = re.subn(
+            rf"^{name}: \d+", f"{name}: {value}", settings, flags=re.MULTILINE
+        )
+        assert found
+    (example / "chat.yaml").write_text(settings)
+    for name in ("model", "grpo"):
+        shutil.copytree(place / "MODEL", run / name)
+    columns = '"answer": ["w5"], "instruction_id_list": ["keywords:existence"]'
+    row = f'{{"prompt": "w3", {columns}, "kwargs": [{{"keywords": ["w5"]}}]}}\n'
+    (run / "data").mkdir()
+    for name in ("train", "held_out"):
+        (run / "data" / f"{name}.jsonl").write_text(row * 4)
 
 
 def code_of(words: list[str]) -> int:
@@ -84,14 +112,16 @@ def code_of(words: list[str]) -> int:
 
 def small(words: list[str]) -> list[str]:
     """The command with small sizes: those that it names are changed, the others added."""
-    found, left = [], dict(SMALL)
-    tokens = iter(words)
+    sizes = SMALL | {"--max_steps": "2"}
+    found, tokens = [], iter(words)
     for word in tokens:
         found.append(word)
-        if word in left:
+        if word in sizes:
             next(tokens)
-            found.append(left.pop(word))
-    return found + [x for pair in left.items() for x in pair]
+            found.append(sizes[word])
+    if "--config" in words:
+        return found
+    return found + [x for pair in SMALL.items() if pair[0] not in words for x in pair]
 
 
 def test_there_are_commands_to_run() -> None:
@@ -106,10 +136,14 @@ def test_the_command_runs(page: str, command: str, place: Path) -> None:
     if ELIDED in words or words[0] in LONG:
         assert code_of([words[0], "--help"]) == 0
         return
-    yaml = "--config" in words
-    assert main(small(words) if trains and not yaml else words) == 0, command
+    assert main(small(words) if trains else words) == 0, command
     if trains and words[0] != "plan":
-        assert list((place / words[words.index("--output_dir") + 1]).glob("metrics.jsonl"))
+        if "--output_dir" in words:
+            output = words[words.index("--output_dir") + 1]
+        else:
+            settings = Path(words[words.index("--config") + 1]).read_text()
+            output = re.findall(r"^output_dir: (\S+)", settings, flags=re.MULTILINE)[0]
+        assert (place / output / "metrics.jsonl").exists()
 
 
 def test_an_option_that_does_not_exist_is_noticed(place: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kedge.environments import EnvironmentRollouts
-from kedge.environments.turn_tokens import TurnTokens
+from kedge.environments.turn_tokens import TurnTokens, _tool_name
 from kedge.errors import DataError, RolloutError
 from kedge.testing import ScriptedRollouts
 from kedge.types import PromptBatch, Sampling
@@ -176,3 +176,17 @@ def test_first_observations() -> None:
         tokens.prompt("text", ids, None, tools=[{}])
     with pytest.raises(RolloutError, match="mapping with role and content, got 'hello'"):
         tokens.prompt(prompt, ids, ["hello"])
+
+
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        ({"type": "function", "function": {"name": "add"}}, "add"),
+        ({"type": "function", "name": "add"}, "add"),
+        ({"name": "add", "parameters": {}}, "add"),
+        (max, "max"),
+        ("add", ""),
+    ],
+)
+def test_names_of_tools(tool: Any, name: str) -> None:
+    assert _tool_name(tool) == name

@@ -163,15 +163,27 @@ def test_kedge_generate_writes_the_completions_of_a_prompt_in_order(batch_size, 
     assert len({row["completion"] for row in found[:3]}) == 3
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_kedge_generate_samples_among_the_likeliest_tokens(limit, tmp_path) -> None:
+    from datasets import Dataset
+
+    def texts(**options: Any) -> list[str]:
+        rows = Dataset.from_list(PROMPTS)
+        found = generate_completions(saved(tmp_path), rows, max_new_tokens=4, **options)
+        return [row["completion"] for row in found]
+
+    assert texts(temperature=1.0, **limit) == texts(temperature=0.0) != texts(temperature=1.0)
+
+
 @pytest.mark.parametrize(
     ("stops", "finished", "expected"),
     [
         (
             Sampling(max_new_tokens=2, stop_ids=(0, 261)),
             False,
-            "within 2 tokens (stop tokens and strings: ",
+            "within 2 tokens (stop tokens: 0 '<0>', 261 '<261>'): raise",
         ),
-        (Sampling(max_new_tokens=2, stop_strings=(".",)), False, "(stop tokens and strings: '.')"),
+        (Sampling(max_new_tokens=2, stop_strings=(".",)), False, "(stop string: '.'): raise"),
         (Sampling(max_new_tokens=2, stop_ids=(0,)), True, None),
         (Sampling(max_new_tokens=2), False, None),  # fixed length was asked for
     ],
@@ -181,7 +193,14 @@ def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, e
     reward_output = ConstantReward().score(rollout)
     found = [
         w
-        for w in _find_warnings(rollout, reward_output, ToyLearner(), stops, "response_length")
+        for w in _find_warnings(
+            rollout,
+            reward_output,
+            ToyLearner(),
+            stops,
+            "response_length",
+            lambda ids: f"<{ids[0]}>",
+        )
         if "none of the" in w
     ]
     assert bool(found) == (expected is not None)

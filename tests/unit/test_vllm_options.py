@@ -233,10 +233,9 @@ def test_a_vllm_that_is_too_old_or_missing_is_one_clear_error(tmp_path):
 @pytest.mark.parametrize(
     ("version", "status", "missing"),
     [
-        ("0.26.0", 400, None),
-        ("0.26.0", 404, "--runner generate"),
+        ("0.31.0", 400, "has version 0.31.0: before 0.32"),
         ("0.32.0", 400, None),
-        ("0.32.0", 403, "--enable-scale-out"),
+        ("0.32.0", 403, "must be started with --enable-scale-out;"),
     ],
 )
 def test_a_server_without_tokens_in_and_out_is_refused(version, status, missing):
@@ -250,7 +249,7 @@ def test_a_server_without_tokens_in_and_out_is_refused(version, status, missing)
 
     remote = Remote("http://vllm")
     remote._client = httpx.Client(base_url=remote.url, transport=httpx.MockTransport(respond))
-    refused = pytest.raises(ConfigError, match=f"must be started with {missing};")
+    refused = pytest.raises(ConfigError, match=missing)
     with refused if missing else contextlib.nullcontext():
         check_server(remote, tied=False, precision="float32")
     remote.close()

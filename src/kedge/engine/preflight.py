@@ -7,6 +7,7 @@ fails.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +46,7 @@ def preflight(
     fresh_reference: bool,
     sampling: Sampling,
     length_option: str = "response_length",
+    decode: Callable[[list[int]], str] | None = None,
     tolerance: Tolerance = FULL_PRECISION,
 ) -> list[str]:
     """Check one sampled and scored batch, without training.
@@ -59,6 +61,7 @@ def preflight(
         fresh_reference: the reference has the policy's weights, and no training has happened.
         sampling: sampling parameters and stop conditions of the batch.
         length_option: name of the config's length limit of responses.
+        decode: text of token ids, to name the stop tokens.
         tolerance: accepted differences.
 
     Returns:
@@ -89,7 +92,7 @@ def preflight(
         tolerance.same_kernel,
     )
     _check_loss_is_additive(learner, algorithm, few)
-    return _find_warnings(rollout, reward_output, learner, sampling, length_option)
+    return _find_warnings(rollout, reward_output, learner, sampling, length_option, decode)
 
 
 def _compute_logprobs(learner: Learner, algorithm: Algorithm, rollout: Rollout) -> ModelOutputs:
@@ -266,6 +269,7 @@ def _find_warnings(
     learner: Learner,
     sampling: Sampling,
     length_option: str,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> list[str]:
     scores = torch.where(reward_output.valid, reward_output.scores, 0.0).double()
     n, s, ss = learner.total(
@@ -280,12 +284,22 @@ def _find_warnings(
     rows, finished = learner.total(
         torch.tensor([float(len(rollout)), float(rollout.terminated.sum())], dtype=torch.float64)
     ).tolist()
-    ends = [*map(str, sampling.stop_ids), *map(repr, sampling.stop_strings)]
+    tokens = [f"{i} {decode([i])!r}" if decode else str(i) for i in sampling.stop_ids]
+    ends = _listed("stop token", tokens) + _listed(
+        "stop string", [*map(repr, sampling.stop_strings)]
+    )
     if finished == 0 and rows and ends and rollout.episodes is None:
-        shown = ", ".join(ends[:8]) + (", ..." if len(ends) > 8 else "")
         warnings.append(
             f"none of the {int(rows)} responses terminated within {sampling.max_new_tokens} tokens"
-            f" (stop tokens and strings: {shown}): raise {length_option}, or set stop_token_ids to"
+            f" ({'; '.join(ends)}): raise {length_option}, or set stop_token_ids to"
             " the tokens with which this model ends an answer"
         )
     return warnings
+
+
+def _listed(kind: str, values: list[str]) -> list[str]:
+    """One text that names the first values, none without values."""
+    if not values:
+        return []
+    plural = "s" if len(values) > 1 else ""
+    return [f"{kind}{plural}: {', '.join(values[:8])}{', ...' if len(values) > 8 else ''}"]

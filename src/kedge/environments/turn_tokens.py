@@ -116,8 +116,7 @@ class TurnTokens:
 
     def _check_shown(self, tools: Sequence[Any], text: str) -> None:
         """Warn once about tools that the policy cannot know of: many templates leave them out."""
-        names = [tool["function"]["name"] for tool in tools]
-        hidden = [name for name in names if name not in text]
+        hidden = [name for name in map(_tool_name, tools) if name not in text]
         if hidden and not self._checked_tools:
             logger.warning(
                 "the chat template does not show the tools %s to the policy: describe them and the"
@@ -213,3 +212,11 @@ def _as_user(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message["role"] != "tool":
         return message
     return {"role": "user", "content": f"{message.get('name', 'tool')}: {message['content']}"}
+
+
+def _tool_name(tool: Any) -> str:
+    """The name of a tool: a function, or a JSON schema with or without the key "function"."""
+    if not isinstance(tool, Mapping):
+        return str(getattr(tool, "__name__", ""))
+    inner = tool.get("function")
+    return str((inner if isinstance(inner, Mapping) else tool).get("name", ""))

@@ -29,12 +29,15 @@ def is_standard(layer: nn.Module) -> bool:
     False for ``nn.RMSNorm``, which is fused.
     """
     kind = type(layer)
+    if not kind.__name__.endswith("RMSNorm") or kind is nn.RMSNorm or _epsilon(layer) is None:
+        return False
+    parameters = {name: p for name, p in layer._parameters.items() if p is not None}
+    if set(parameters) != {"weight"} or layer._buffers or layer._modules:
+        return False
+    weight = parameters["weight"]
+    if weight.ndim != 1:
+        return False
     if kind not in _standard:
-        name = kind.__name__
-        weight = layer._parameters.get("weight")
-        found = name.endswith("RMSNorm") and kind is not nn.RMSNorm and _epsilon(layer) is not None
-        if not found or weight is None or weight.ndim != 1:
-            return False
         _standard[kind] = _agrees(layer, weight)
     return _standard[kind]
 

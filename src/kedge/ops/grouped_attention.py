@@ -25,18 +25,20 @@ def grouped_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        attention_mask: Tensor | None,
         *args: Any,
         **options: Any,
     ) -> Any:
         one_token = query.is_cuda and query.shape[2] == 1 and query.shape[1] > key.shape[1]
-        same_for_heads = mask is not None and mask.ndim == 4 and mask.shape[1] == 1
+        same_for_heads = (
+            attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] == 1
+        )
         plain = not args and not options.get("dropout")
         plain = plain and all(options.get(name) is None for name in _OTHER)
         if one_token and same_for_heads and plain:
-            assert mask is not None
-            return attend_grouped(query, key, value, mask, options.get("scaling")), None
-        return attention(module, query, key, value, mask, *args, **options)
+            assert attention_mask is not None
+            return attend_grouped(query, key, value, attention_mask, options.get("scaling")), None
+        return attention(module, query, key, value, attention_mask, *args, **options)
 
     return grouped
 

@@ -24,6 +24,7 @@ T = TypeVar("T")
 Forward = Callable[[Tensor, Tensor, Tensor], T]
 logger = logging.get_logger(__name__)
 _failed: set[str] = set()  # classes of models whose step could not be captured
+_SCARCE = 1 / 8  # of a GPU's memory
 capturing = threading.Lock()  # hold it to free cached memory, which breaks a capture
 
 
@@ -39,8 +40,19 @@ def can_capture(model: nn.Module, layers: list[Any]) -> bool:
         and all(isinstance(layer, GrowingLayer) for layer in layers)
         and getattr(config, "_attn_implementation", None) == "sdpa"  # takes a mask of any shape
         and type(model).__name__ not in _failed
+        and not getattr(model, "is_loaded_in_8bit", False)  # the host waits for each product
         and not any(isinstance(p, DTensor) for p in model.parameters())
     )
+
+
+def _free_cached_memory() -> None:
+    """Return cached memory if the GPU is nearly full.
+
+    A capture can use neither memory that torch has cached nor that of earlier captures.
+    """
+    free, total = torch.cuda.mem_get_info()
+    if free < _SCARCE * total:
+        torch.cuda.empty_cache()
 
 
 class DecodeGraph(Generic[T]):
@@ -95,10 +107,13 @@ class DecodeGraph(Generic[T]):
         side.wait_stream(main)
         with self._fixed_slots(), torch.cuda.stream(side), capturing:
             try:
+                _free_cached_memory()
                 # Libraries allocate what they need once; writes the slot of the step.
                 self._run(forward)
                 side.synchronize()
                 self._record(forward)
+            except torch.OutOfMemoryError as error:  # there may be room for the next batch
+                logger.warning_once(f"a batch is sampled without CUDA graphs: {error}")
             except Exception as error:  # whatever code of a model raises where it is captured
                 _failed.add(self._name)
                 reason = str(error).partition("\n")[0]

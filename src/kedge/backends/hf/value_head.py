@@ -16,6 +16,7 @@ from kedge.backends.hf.model import (
     eval_mode,
     get_backbone,
     look_ahead,
+    rounds_activations,
     silence_mask_warning,
 )
 from kedge.backends.hf.packing import Packed
@@ -124,7 +125,7 @@ def _verify(value: ScalarModel, name: str) -> None:
         raise ConfigError(
             f"{name} gives {out.shape[-1]} numbers per token; a value model has num_labels=1"
         )
-    slack = 1e-3 if hidden.dtype == torch.float32 else 5e-2
+    slack = 5e-2 if rounds_activations(value.model) else 1e-3
     if not ahead <= slack * float(hidden.abs().max() + 1):
         raise ConfigError(
             f"{name} cannot be a value model: it must be causal, but sees later tokens; set"

@@ -63,9 +63,9 @@ def train_with_progress(trainer: Any, *, pairs: bool = False) -> None:
 
 
 def _is_plain(trainer: Any) -> bool:
-    """Whether the model runs as it is, neither compiled nor sharded."""
+    """Whether the model runs as it is, neither compiled nor sharded nor copied to other GPUs."""
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    return not (trainer.args.torch_compile or sharded)
+    return not (trainer.args.torch_compile or sharded or trainer.args.n_gpu > 1)
 
 
 class _AfterStep(TrainerCallback):

@@ -19,7 +19,7 @@ from kedge.types import PromptBatch, Rollout, Sampling
 
 _MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 _MOST_ALLOWED = 1024  # tokens recorded for each sampled token, unless top_k is set
-_TIES = 16  # and half of top_k: recorded beyond top_k, as vLLM keeps tokens tied with the last
+_TIES = 12  # and half of top_k: recorded beyond top_k, as vLLM keeps tokens tied with the last
 
 
 def build_requests(

@@ -32,7 +32,7 @@ from kedge.backends.vllm.service import (
 )
 from kedge.backends.vllm.weight_files import WeightFiles
 from kedge.backends.vllm.weight_payload import WeightPayload
-from kedge.config.rollout import LOWEST_VLLM, installed_vllm
+from kedge.config.rollout import installed_vllm
 from kedge.errors import ConfigError, LostRequestsError, RolloutError
 
 T = TypeVar("T")
@@ -82,7 +82,8 @@ class Server:
         patience: float = 60.0,
         devices: str | None = None,
     ) -> None:
-        version = find_version(python) if python else installed_vllm() or LOWEST_VLLM
+        version = None if python else installed_vllm()
+        version = version or find_version(python or sys.executable)
         check_version(version, f"vLLM of {python or sys.executable}")
         self.restarts = 0
         self._home = tempfile.TemporaryDirectory(prefix="kedge-vllm-")

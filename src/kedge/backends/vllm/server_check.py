@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+from packaging.version import Version
 
 from kedge.backends.vllm.remote import Remote, read_json
 from kedge.backends.vllm.service import check_version, scale_out_flags
@@ -26,9 +27,15 @@ def check_server(remote: Remote, *, tied: bool, precision: str, adapter: bool = 
     try:
         version = remote._get("/version")["version"]
         check_version(version, f"the vLLM server at {remote.url}")
+        if Version(version).release < (0, 32):
+            raise ConfigError(
+                f"the vLLM server at {remote.url} has version {version}: before 0.32, a server does"
+                " not report which weights it has, so that lost weights would not be noticed;"
+                " upgrade it, or use rollout_engine='vllm_server', which starts and watches one"
+            )
         missing = _missing(remote, tied=tied, precision=precision, adapter=adapter)
         if _unknown(remote, "/inference/v1/generate"):
-            missing += scale_out_flags(version) or ["--runner generate"]
+            missing += scale_out_flags(version)
     except httpx.TransportError as error:
         raise ConfigError(
             f"the vLLM server at {remote.url} did not report its configuration: {error!r}"

@@ -34,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--batch_size", type=int, default=BATCH, help="completions at a time")
     flags.add_argument("--max_new_tokens", type=int, default=53, help="tokens of a completion")
     flags.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
+    flags.add_argument("--top_k", type=int, default=0, help="most likely tokens; 0: all")
+    flags.add_argument("--top_p", type=float, default=1.0, help="their probability; 1: all")
     flags.add_argument("--max_prompt_length", type=int, help="tokens; longer prompts are dropped")
     flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     flags.add_argument("--seed", type=int, default=0)
@@ -63,6 +65,8 @@ def generate_completions(
     *,
     max_new_tokens: int,
     temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
     num_generations: int = 1,
     batch_size: int = BATCH,
     max_prompt_length: int | None = None,
@@ -80,6 +84,8 @@ def generate_completions(
         max_new_tokens: maximum tokens of a completion; it ends at the tokenizer's EOS token or at
             an ``eos_token_id`` of the model's generation_config.
         temperature: 0 takes the most likely tokens.
+        top_k: sample among the k most likely tokens; 0: all.
+        top_p: sample among the fewest tokens whose probabilities sum to this; 1: all.
         num_generations: completions per prompt, in consecutive rows.
         batch_size: completions sampled at a time.
         max_prompt_length: tokens; longer prompts are dropped.
@@ -120,7 +126,13 @@ def generate_completions(
         max_prompt_length=max_prompt_length,
     )
     rollout_engine = _engine(engine, model, tokenizer, batch_size)
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=ends)
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=ends,
+    )
     completions: list[dict[str, Any]] = []
     for step in range(-(-len(prompts) // size)):
         batch = prompts.batch(step)

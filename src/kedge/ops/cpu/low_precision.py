@@ -135,16 +135,18 @@ def float32_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        attention_mask: Tensor | None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         short = query.shape[2] == 1 or key.shape[2] <= SHORT_ATTENTION
-        on_cpu = query.device.type == "cpu" and (mask is None or mask.dtype == torch.bool)
+        on_cpu = query.device.type == "cpu" and (
+            attention_mask is None or attention_mask.dtype == torch.bool
+        )
         if not (short and on_cpu and autocasts_to_bf16()):
-            return attention(module, query, key, value, mask, *args, **kwargs)
+            return attention(module, query, key, value, attention_mask, *args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             inputs = (x.to(torch.float32) for x in (query, key, value))
-            return attention(module, *inputs, mask, *args, **kwargs)
+            return attention(module, *inputs, attention_mask, *args, **kwargs)
 
     return precise

@@ -123,6 +123,9 @@ def _replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
 
 def _one_call(layer: nn.Module, forward: Forward, *args: Tensor, **named: Tensor) -> Tensor:
     """``forward``, which a recording of torch calls sees as one call of the layer."""
+    if len(args) + len(named) != 1:  # a norm that takes more than its input
+        result: Tensor = type(layer).forward(layer, *args, **named)
+        return result
     (x,) = (*args, *named.values())  # called input by one class and x by the other
     if has_torch_function_unary(x):
         return handle_torch_function(run_layer, (x,), layer, x)

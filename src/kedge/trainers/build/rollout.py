@@ -10,6 +10,7 @@ from kedge.backends.hf.learner import HFLearner
 from kedge.backends.hf.learner_state import WeightCopier
 from kedge.backends.ray.rollout_store import exchange_of_launch
 from kedge.backends.rollout import EngineInputs, build_shared_engine
+from kedge.config.rollout import engine_args
 from kedge.config.rollout_engines import RolloutEngineSpec, load_function
 from kedge.engine.checkpoint.replay import Replay, Replayed
 from kedge.engine.rollout.worker import num_workers
@@ -42,6 +43,10 @@ class RolloutStage:
         separate = self.spec.per_rank or (self.as_completed and self.spec.copies_weights)
         self.separate = separate and self.ranks > 1
         self.options = shared_kwargs(args, load_function(self.spec.build))
+        if args.in_flight_weight_updates and "vllm_engine_args" in self.options:
+            # Otherwise a token that is on its way would count as sampled with the next weights.
+            given = engine_args(args.vllm_engine_args)
+            self.options["vllm_engine_args"] = {"async_scheduling": False} | given
         if self.separate and not self.spec.per_rank:
             self.options["vllm_num_engines"] = engines_per_rank(args, self.spec, ranks=self.ranks)
         self._check_groups()

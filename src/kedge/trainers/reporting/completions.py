@@ -8,7 +8,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from kedge.types import RewardOutput, Rollout
+from kedge.backends.data.encode import is_chat
+from kedge.types import PromptBatch, RewardOutput, Rollout
 
 
 def completion_rows(
@@ -17,6 +18,7 @@ def completion_rows(
     """Query, response and score of each row as text; with several reward sources, also each score.
 
     Special tokens are removed from the query and kept in the response, where they mark its end.
+    The query of a conversation is its messages, without what the chat template adds.
 
     Args:
         samples: rollouts and their rewards.
@@ -31,9 +33,7 @@ def completion_rows(
                 return rows
             rows.append(
                 {
-                    "query": tokenizer.decode(
-                        prompts.ids[i][prompts.mask[i]], skip_special_tokens=True
-                    ),
+                    "query": query_text(prompts, i, tokenizer),
                     "model response": response_text(rollout, i, tokenizer),
                     "score": float(reward_output.scores[i]) if reward_output.valid[i] else None,
                     **_by_source(reward_output, i),
@@ -41,6 +41,19 @@ def completion_rows(
                 }
             )
     return rows
+
+
+def query_text(prompts: PromptBatch, i: int, tokenizer: Any) -> str:
+    """The prompt of row ``i``; of a conversation its messages, with roles if there are several."""
+    messages: Any = prompts.columns["prompt"][i] if "prompt" in prompts.columns else None
+    if is_chat(messages):
+        texts = [str(message.get("content")) for message in messages]
+        if len(messages) == 1:
+            return texts[0]
+        roles = [message["role"] for message in messages]
+        return "\n".join(f"[{role}] {text}" for role, text in zip(roles, texts, strict=True))
+    text: str = tokenizer.decode(prompts.ids[i][prompts.mask[i]], skip_special_tokens=True)
+    return text
 
 
 def response_text(rollout: Rollout, i: int, tokenizer: Any) -> str:

@@ -157,6 +157,7 @@ class Run:
         if not self.args.preflight:
             return
         low = self.learner.low_precision or self.args.tf32
+        length, alias = "response_length", self.args.length_option
         warnings = preflight(
             rollout,
             reward_output,
@@ -166,7 +167,8 @@ class Run:
             kl_coef=self.engine.kl.value,
             fresh_reference=self.fresh_reference,
             sampling=self.engine.sampling,
-            length_option=self.args.length_option,
+            length_option=length if alias == length else f"{length} ({alias})",
+            decode=getattr(self.tokenizer, "decode", None),
             tolerance=LOW_PRECISION if low else FULL_PRECISION,
         )
         for warning in warnings if self.learner.rank == 0 else []:
