@@ -1,7 +1,8 @@
-"""Reward training with TRL: dropout."""
+"""Reward training with TRL: padding with the EOS token, dropout, and further columns."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kedge.backends.trl.joined_pairs import JoinedPairs
 from kedge.backends.trl.reward import train_reward
 from kedge.testing import tiny_reward_model
 
-from .text_toys import word_tokenizer
+from .text_toys import EOS, word_tokenizer
 
 pytest.importorskip("trl", reason="TRL is not installed (the pipeline extra)")
 pytestmark = [
@@ -45,6 +46,37 @@ def train(
 def losses(trainer: Any) -> list[float]:
     logs = trainer.state.log_history
     return [row[name] for row in logs for name in ("loss", "eval_loss") if name in row]
+
+
+@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_padding_with_the_end_token_changes_nothing(
+    family: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEDGE_CPU_KERNELS", kernels)
+    expected = losses(train(tmp_path / "apart", tiny_reward_model(family, vocab_size=32)))
+    assert expected[-1] < expected[0]
+    for name in ("eos", "none"):
+        tokenizer = word_tokenizer(pad=False)
+        if name == "eos":
+            tokenizer.pad_token = tokenizer.eos_token
+        found = tiny_reward_model(family, vocab_size=32)
+        trainer = train(tmp_path / name, found, tokenizer=tokenizer)
+        assert losses(trainer) == pytest.approx(expected, rel=1e-4)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected[-1], rel=1e-4)
+        assert trainer.data_collator.pad_token_id == found.config.pad_token_id == EOS
+        for folder in (tmp_path / name, tmp_path / name / "checkpoint-2"):
+            assert json.loads((folder / "config.json").read_text())["pad_token_id"] == EOS
+            saved = json.loads((folder / "tokenizer_config.json").read_text())
+            assert saved["pad_token"] == "<eos>"
+
+
+@pytest.mark.parametrize("ids", [3, []])
+def test_a_column_may_be_named_as_if_it_held_tokens(ids: Any, tmp_path: Path) -> None:
+    rows = [row | {"annotator_ids": ids} for row in ROWS]
+    expected = train(tmp_path / "without", tiny_reward_model(vocab_size=32))
+    found = train(tmp_path / "with", tiny_reward_model(vocab_size=32), rows)
+    assert losses(found) == losses(expected)
 
 
 @pytest.mark.parametrize("kind", ["all", "residual", "adapter"])

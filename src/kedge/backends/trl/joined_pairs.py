@@ -42,14 +42,19 @@ class JoinedPairs:
         self._backbone: Any = backbone
         self._usual: Callable[..., Any] = getattr(backbone, "forward", base.forward)
         self._last = LastLayers([])
-        self._pad: int | None = None
+        self._config: Any = None
         if isinstance(getattr(base, "score", None), nn.Module) and joins_rows(backbone):
-            self._pad = base.config.get_text_config().pad_token_id
+            self._config = base.config.get_text_config()
         free = self._pad is not None and "forward" not in vars(backbone)
         # Checked by the rates: dropout has no effect yet if the model is still in evaluation mode.
         self.acts = free and not any(dropout_rates(model)) and self._agrees(base)
         if self.acts:
             self._last = LastLayers([SimpleNamespace(backbone=backbone)])
+
+    @property
+    def _pad(self) -> int | None:  # may differ from batch to batch
+        pad: int | None = getattr(self._config, "pad_token_id", None)
+        return pad
 
     @contextmanager
     def active(self) -> Iterator[None]:
