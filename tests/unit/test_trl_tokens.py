@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 
-from kedge.backends.trl import reward, tokenize
+from kedge.backends.trl import tokenize
 from kedge.testing import tiny_policy, tiny_reward_model
 
 from .text_toys import word_tokenizer
@@ -79,26 +78,3 @@ def test_the_rest_is_left_to_trl(rows, options, tmp_path) -> None:
     left = tokenize.tokenize_rows(dataset, None, word_tokenizer(), config)
     assert left[0] is dataset
     assert left[2] is config
-
-
-def test_scores_are_read_at_the_end_token_where_it_is_the_padding(tmp_path, monkeypatch) -> None:
-    tokenizer, model = word_tokenizer(), tiny_reward_model(vocab_size=32).eval()
-    tokenizer.pad_token = tokenizer.eos_token
-    scores: list[list[float]] = []
-
-    def read(trainer: Any, *, pairs: bool) -> None:
-        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-        last = batch["attention_mask"].sum(1) - 1
-        rows = torch.arange(len(last))
-        assert set(batch["input_ids"][rows, last].tolist()) == {tokenizer.eos_token_id}
-        states = model.model(**batch).last_hidden_state
-        scores.append(model.score(states[rows, last])[:, 0].tolist())
-        scores.append(model(**batch).logits[:, 0].tolist())
-
-    monkeypatch.setattr(reward, "train_with_progress", read)
-    rows = [row | {"chosen": " w5" * (i % 3 + 1)} for i, row in enumerate(PAIRS)]
-    config = config_of("reward", tmp_path)
-    reward.train_reward(model, tokenizer, config, Dataset.from_list(rows), fresh_head=False)
-    at_the_end, trained = scores
-    assert trained == pytest.approx(at_the_end)
-    assert model.config.pad_token_id == tokenizer.eos_token_id

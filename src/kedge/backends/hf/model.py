@@ -218,14 +218,20 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules with a dropout rate above zero, and the name of the attribute that holds it."""
+    for module in model.modules():
+        names = [n for n, v in vars(module).items() if isinstance(v, float)]
+        names = [name for name in names if any(rate in name for rate in _RATES)]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            names.append("p")
+        yield from ((module, name) for name in names if getattr(module, name) > 0)
+
+
 def no_dropout(model: nn.Module) -> None:
     """Set every dropout rate of a model to zero, for good."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and any(rate in name for rate in _RATES):
-                setattr(module, name, 0.0)
+    for module, name in dropout_rates(model):
+        setattr(module, name, 0.0)
 
 
 def checkpoint_activations(model: Any, options: Mapping[str, Any] | None = None) -> None:

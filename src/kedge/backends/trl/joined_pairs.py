@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kedge.backends.hf.joined_rows import JoinedAttention, joins_rows
 from kedge.backends.hf.last_layer import LastLayers, expect_reads
+from kedge.backends.hf.model import dropout_rates
 from kedge.backends.hf.packing import Packed, join
 from kedge.backends.hf.trunk import read_trunk
 
@@ -28,8 +29,8 @@ _NO_TOKENS = torch.empty(0, dtype=torch.long)
 class JoinedPairs:
     """Runs the trunk of a sequence-classification model over joined pairs.
 
-    A model is left as it is that is not on a CPU, or whose scores of a few tokens would differ, as
-    with dropout.
+    A model is left as it is that is not on a CPU, has dropout, or whose scores of a few tokens
+    would differ.
 
     Args:
         model: one with a ``score`` layer, or PEFT's around it; on its device.
@@ -41,13 +42,19 @@ class JoinedPairs:
         self._backbone: Any = backbone
         self._usual: Callable[..., Any] = getattr(backbone, "forward", base.forward)
         self._last = LastLayers([])
-        self._pad: int | None = None
+        self._config: Any = None
         if isinstance(getattr(base, "score", None), nn.Module) and joins_rows(backbone):
-            self._pad = base.config.get_text_config().pad_token_id
+            self._config = base.config.get_text_config()
         free = self._pad is not None and "forward" not in vars(backbone)
-        self.acts = free and self._agrees(base)
+        # Checked by the rates: dropout has no effect yet if the model is still in evaluation mode.
+        self.acts = free and not any(dropout_rates(model)) and self._agrees(base)
         if self.acts:
             self._last = LastLayers([SimpleNamespace(backbone=backbone)])
+
+    @property
+    def _pad(self) -> int | None:  # may differ from batch to batch
+        pad: int | None = getattr(self._config, "pad_token_id", None)
+        return pad
 
     @contextmanager
     def active(self) -> Iterator[None]:

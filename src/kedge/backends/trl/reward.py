@@ -101,31 +101,41 @@ def train_reward(
         processing_class=tokenizer,
         peft_config=peft,
     )
-    trained: Any = trainer.model
-    _pad_apart(trainer)
+    _score_last_tokens(trainer)
     train_with_progress(trainer, pairs=True)
-    trained.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if references is not None:
         shift_scores(trainer.model, tokenizer, references)
     trainer.save_model(config.output_dir)
+    trained: Any = trainer.model
     if hasattr(trained, "peft_config"):
         save_adapter_shift(config.output_dir, getattr(trained.config, SHIFT, 0.0))
     tokenizer.save_pretrained(config.output_dir)
     return trainer
 
 
-def _pad_apart(trainer: Any) -> None:
-    """Pad with a token that ends no row, also where the tokenizer pads with the EOS token.
+def _score_last_tokens(trainer: Any) -> None:
+    """Score the last token of each row also where it is the padding token, such as EOS.
 
-    transformers scores the last token that is not padding, which would be the one before the EOS.
+    transformers scores the last token that is not padding.  For such a batch the padding, in the
+    rows and in the configuration, is another token while the loss is computed.
     """
-    datasets = [d for d in (trainer.train_dataset, trainer.eval_dataset) if d is not None]
-    columns = [rows[n] for rows in datasets for n in rows.column_names if n.endswith("_ids")]
-    ends = {ids[-1] for column in columns for ids in column}
-    if trainer.data_collator.pad_token_id in ends:
-        pad = next(token for token in count() if token not in ends)
-        trainer.data_collator.pad_token_id = pad
-        trainer.model.config.get_text_config().pad_token_id = pad
+    compute_loss = trainer.compute_loss
+
+    def with_other_padding(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        config = trainer.model.config.get_text_config()
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ends = set(ids[torch.arange(len(ids)), mask.sum(1) - 1].tolist())
+        pad = config.pad_token_id
+        if pad not in ends:
+            return compute_loss(model, inputs, *args, **options)
+        config.pad_token_id = next(token for token in count() if token not in ends)
+        ids = ids.masked_fill(mask == 0, config.pad_token_id)
+        try:
+            return compute_loss(model, {**inputs, "input_ids": ids}, *args, **options)
+        finally:
+            config.pad_token_id = pad
+
+    trainer.compute_loss = with_other_padding
 
 
 def shift_scores(model: Any, tokenizer: Any, references: Sequence[str]) -> float:
