@@ -64,19 +64,23 @@ class WeightCopier:
         sums, devices = FingerprintSums(), set[torch.device]()
         left = len(named)
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
+        def gather() -> Iterator[tuple[str, Tensor | None]]:
             nonlocal left
             for name, p in named.items():
                 x = full_on_first(p) if self.first_only else full(p)
                 left -= 1
+                yield name, x
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, x in gathered:
                 if x is not None:
                     sums.add(name, x)
                     devices.add(x.device)
                     yield name, x
 
-        gathered, failure = weights(), None
+        gathered, failure = gather(), None
         try:
-            staged = (self.stage or self._copy)(gathered)
+            staged = (self.stage or self._copy)(weights())
         except Exception as error:
             failure = error
             for _ in gathered:  # other ranks gather the rest
