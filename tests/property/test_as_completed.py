@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import heapq
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kedge.engine.hooks import StepReport
 from kedge.engine.rollout.collector import Sample
 from kedge.engine.rollout.dispatch import Dispatcher
 from kedge.engine.rollout.fifo import FifoScheduler
 from kedge.engine.rollout.joining import joined
 from kedge.errors import CheckpointError, LostRequestsError, SyncError
+from kedge.trainers.run.evaluation import Evaluator
 from kedge.types import PromptBatch, Receipt, Rollout, Sampling, group_rows
 
-from .test_staleness import Broken, Checkpoints, Run, Sampler, engine
+from .test_staleness import Broken, Checkpoints, Learner, Rescue, Run, Sampler, engine
 
 SCHEDULES = 10_000
 
@@ -343,6 +346,33 @@ def test_a_lane_that_keeps_old_weights_is_caught() -> None:
 
     with pytest.raises(SyncError, match="which it confirmed, but used version 0"):
         writing(1, [Deaf(random.Random(0), 0.0)], 2).run(4)
+
+
+def test_weights_that_no_rank_can_evaluate_with_cost_no_finished_iteration() -> None:
+    class Full(Learner):
+        world_size, broken = 2, False
+
+        def weights(self) -> dict[str, Any]:
+            if self.broken:
+                raise SyncError("the store is full")  # on all ranks
+            return {}
+
+        def total(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Evaluates(Rescue):
+        def on_step_end(self, report: StepReport) -> bool:
+            learner.broken = report.step == 2
+            Evaluator._idle_engine(SimpleNamespace(engine=self.run))  # type: ignore[arg-type]
+            return False
+
+    run, learner = writing(1, [Wide(random.Random(0), 0.0)], 3), Full()
+    run.learner = learner  # type: ignore[assignment]
+    run.hooks = hooks = Evaluates(run, every=99, stop=99)
+    with pytest.raises(SyncError, match="the store is full"):
+        run.run(4)
+    assert hooks.saved is not None
+    assert hooks.saved[0]["step"] == 2
 
 
 def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:

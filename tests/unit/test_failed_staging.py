@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kedge.backends.hf.fingerprint import WeightsCopy
+from kedge.backends.hf.fingerprint import FingerprintSums, WeightsCopy
 from kedge.backends.hf.learner_state import WeightCopier
 from kedge.errors import SyncError
 from tests.ranks import leave, run_ranks
@@ -30,20 +31,29 @@ def policy(*, sharded: bool) -> nn.Module:
 
 def work(mode: str, folder: str) -> None:
     """What each process does: the second weight finds no room on one rank."""
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     failing = 1 if mode == "separate" else 0
-    broken = True
+    broken, live = True, mode == "live"
 
     def stage(weights):
         staged = WeightsCopy()
         for name, x in weights:
-            if broken and dist.get_rank() == failing and staged:
+            if broken and mode != "unhashed" and dist.get_rank() == failing and staged:
                 raise OSError("no room") if mode == "separate" else SyncError("the store is full")
             staged[name] = x.clone()
         return staged
 
-    model = policy(sharded=mode == "sharded")
-    copier = WeightCopier(stage=stage, first_only=mode != "separate")
+    def add(sums, name, x):
+        if broken and dist.get_rank() == failing and name != "0.weight":
+            raise RuntimeError("out of memory")
+        add_to(sums, name, x)
+
+    add_to = FingerprintSums.add
+    if mode == "unhashed":
+        FingerprintSums.add = add
+    model = policy(sharded=mode in ("sharded", "unhashed"))
+    only_here = None if live and dist.get_rank() != 0 else stage  # as of an engine on rank 0
+    copier = WeightCopier(stage=only_here, first_only=mode != "separate", live=live)
     begin, text = time.monotonic(), ""
     try:
         copier(model)
@@ -61,6 +71,8 @@ def work(mode: str, folder: str) -> None:
     [
         ("sharded", "the store is full", [6, 0]),
         ("whole", "the store is full", [6, 0]),
+        ("live", "the store is full", [6, 0]),
+        ("unhashed", "RuntimeError: out of memory", [6, 0]),
         ("separate", "OSError: no room", [6, 6]),
     ],
 )

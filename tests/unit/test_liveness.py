@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from kedge.backends import liveness
 from kedge.backends.liveness import HungCheck, is_stopped, reporting_silence, watch_group
-from kedge.backends.ray import stop_probe
+from kedge.backends.ray import cluster, stop_probe
+from kedge.backends.ray.actor import Actor, ActorLimits, LostActorError
 from kedge.backends.ray.cluster import cause
 from kedge.backends.ray.stop_probe import ActorProcess, StopProbe
 
@@ -106,6 +108,47 @@ def test_a_job_that_was_suspended_as_a_whole_loses_no_process(silent, clock, mon
     assert set(clock(1.5, check.reason)) == {None}  # before it responds
     others_stopped = True
     assert "was stopped by a signal (SIGSTOP)" in clock(4, check.reason)
+
+
+def test_a_suspended_job_does_not_lose_the_control_store(clock, monkeypatch):
+    """The store is suspended before this process, and continues after it."""
+    responds = True
+    monkeypatch.setattr(cluster, "responds", lambda *_: responds)
+    context = SimpleNamespace(gcs_address="here:1")
+    ray = SimpleNamespace(get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    store = cluster.ControlStore(10.0)
+    assert set(clock(3, store.lost)) == {False}
+    responds = False
+    assert set(clock(1.5, store.lost)) == {False}
+    assert clock(3600, store.lost, every=3600) == [False]
+    assert set(clock(8, store.lost)) == {False}
+    assert clock(3, store.lost)[-1]
+
+
+@pytest.mark.parametrize(("suspended", "limit"), [(4 * 3600, 20.0), (0, 5.0)])
+def test_only_running_time_counts_towards_the_limit_of_a_call(suspended, limit, clock):
+    steps, pings = [], []
+    called = Actor.__new__(Actor)
+    called.name, called.process, called._limits = "engine 0", ActorProcess(0, "", ""), ActorLimits()
+    called._check_cluster = lambda: None
+    called._check_health = lambda call, running: pings.append(len(steps))
+    called._get = lambda call: "result"
+
+    def ready(refs, seconds):
+        steps.extend(clock(seconds, every=seconds))
+        if len(steps) == 3:
+            clock(suspended, every=suspended or 1)
+        return len(steps) == 13
+
+    called._ready = ready
+    if suspended:
+        assert called._wait("call", limit) == "result"
+        assert pings == [6, 11]  # every heartbeat
+    else:
+        with pytest.raises(LostActorError, match="took longer than 5 s"):
+            called._wait("call", limit)
+        assert len(steps) == 5
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])

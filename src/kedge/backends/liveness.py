@@ -5,7 +5,8 @@ A stopped one (SIGSTOP) never responds, and the operating system knows its state
 process counts as lost after seconds, and any other only after the user's ``worker_timeout``.
 
 A batch system may suspend all processes of a job for hours (``scontrol suspend``).
-Silence therefore counts only while the process that waits is running itself.
+Silence therefore counts only while the process that waits is running itself (``RunningTime``).
+Timeouts of gloo, of NCCL between learners and of HTTP count elapsed time.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ completed (faster if response lengths vary a lot).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kedge.engine.checkpoint.replay import Replayed
 from kedge.engine.hooks import StepReport
@@ -178,14 +180,21 @@ class Engine(Updater):
             if not bool((self.learner.total(counts) == self.learner.world_size).any()):
                 self.scheduler.restore([], self.step)
 
-    def _weight_update(self) -> WeightUpdate:
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's weights for the rollout engine; empty if it shares them.  Collective.
+
+        Raises:
+            SyncError: a rank could not hand them over; raised on every rank.
+        """
         try:
-            weights = {} if self.rollout_engine.shares_weights else self.learner.weights()
+            return {} if self.rollout_engine.shares_weights else self.learner.weights()
         except SyncError:
             self._all_ranks_fail = True
             raise
+
+    def _weight_update(self) -> WeightUpdate:
         return WeightUpdate(
-            weights=weights,
+            weights=self.weights(),
             version=self.learner.version,
             fingerprint=self.learner.fingerprint(),
             step=self.step,

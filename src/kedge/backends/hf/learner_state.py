@@ -59,23 +59,28 @@ class WeightCopier:
             and self.stage is None
             and not any(isinstance(p, DTensor) for p in named.values())
         ):
+            raise_on_all_ranks(None)  # rank 0 may stage, if it alone has the engine
             return named if not self.first_only or is_first() else {}
         sums, devices = FingerprintSums(), set[torch.device]()
         left = len(named)
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
+        def gather() -> Iterator[tuple[str, Tensor | None]]:
             nonlocal left
             for name, p in named.items():
                 x = full_on_first(p) if self.first_only else full(p)
                 left -= 1
+                yield name, x
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, x in gathered:
                 if x is not None:
                     sums.add(name, x)
                     devices.add(x.device)
                     yield name, x
 
-        gathered, failure = weights(), None
+        gathered, failure = gather(), None
         try:
-            staged = (self.stage or self._copy)(gathered)
+            staged = (self.stage or self._copy)(weights())
         except Exception as error:
             failure = error
             for _ in gathered:  # other ranks gather the rest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from kedge.errors import ConfigError, KedgeError, LostNodeError, RolloutError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3  # in a row, without a finished call in between
+_POLL = 1.0  # seconds between checks of a call
 _NODE_PATIENCE = 5.0  # seconds without a node for a restart
 _NOT_STARTED = ActorProcess(pid=0, address="", node="")
 HEALTH = "health"  # concurrency group: a separate thread inside the actor
@@ -227,20 +227,25 @@ class Actor:
 
     def _wait(self, call: Any, limit: float) -> Any:
         """The result of a call, with health checks while it is computed."""
-        deadline = time.monotonic() + limit
+        clock, next_ping = RunningTime(), self._limits.heartbeat
         self._check_cluster()
-        while not self._ready([call], min(self._limits.heartbeat, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
+        now = clock.seconds()
+        while not self._ready([call], min(_POLL, limit - now, next_ping - now)):
+            now = clock.seconds()
+            if now >= limit:
                 raise LostActorError(f"{self._where} took longer than {limit:g} s")
             self._check_cluster()
-            self._check_health(call)
+            if now >= next_ping:
+                self._check_health(call, clock)
+                next_ping = clock.seconds() + self._limits.heartbeat
         return self._get(call)
 
-    def _check_health(self, call: Any) -> None:
+    def _check_health(self, call: Any, clock: RunningTime) -> None:
         """Wait until the call has ended, or its process responds."""
         ping = self._ping()
         check = HungCheck(self._where, self._limits.patience, StopProbe(self.process))
         while not self._ready([call, ping], 0.5):
+            clock.seconds()  # reads it often enough
             if reason := check.reason():
                 raise LostActorError(f"{self._where} {reason}")
         if not self._ready([call], 0):

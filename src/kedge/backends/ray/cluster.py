@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kedge.backends.liveness import RunningTime
 from kedge.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ class ControlStore:
     this process cannot reach directly (Ray client) is not watched.
 
     Args:
-        patience: seconds without a response after which it counts as lost.
+        patience: seconds without a response after which it counts as lost; only those in which this
+            process runs count.
     """
 
     def __init__(self, patience: float) -> None:
@@ -116,15 +118,19 @@ class ControlStore:
         self._patience = patience
         self._watched = responds(self.address)
         self._checked = time.monotonic()
-        self._silent_since: float | None = None
+        self._silence: RunningTime | None = None  # since it stopped responding
 
     def lost(self) -> bool:
-        """Whether it has not responded for too long; asks at most once a second."""
+        """Whether it has not responded for too long; asks at most once a second.
+
+        To be called about once a second while anything waits for the cluster.
+        """
         now = time.monotonic()
         if self._watched and now - self._checked >= 1:
             self._checked = now
-            self._silent_since = (self._silent_since or now) if self.silent() else None
-        return self._silent_since is not None and now - self._silent_since > self._patience
+            silent = not responds(self.address, 0.5)
+            self._silence = (self._silence or RunningTime()) if silent else None
+        return self._silence is not None and self._silence.seconds() > self._patience
 
     def silent(self) -> bool:
         """Whether it does not respond now: calls of Ray's own would block for a minute."""

@@ -18,6 +18,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from kedge.backends.liveness import RunningTime
 from kedge.backends.vllm.weight_payload import WeightPayload
 from kedge.config.rollout import installed_vllm
 from kedge.errors import RolloutError
@@ -260,7 +261,9 @@ def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
 
     thread = threading.Thread(target=run, name="weights", daemon=True)
     thread.start()
-    thread.join(seconds)
+    clock = RunningTime()
+    while thread.is_alive() and (left := seconds - clock.seconds()) > 0:
+        thread.join(min(1.0, left))
     if errors:
         raise errors[0]
     if thread.is_alive():

@@ -143,7 +143,7 @@ class Evaluator:
         engine.scheduler.wait_until_idle()
         engine.scheduler.wait_for_syncs()
         if engine.partial_batches:
-            engine.rollout_engine.load_weights(engine.learner.weights(), engine.learner.version)
+            engine.rollout_engine.load_weights(engine.weights(), engine.learner.version)
         return engine.rollout_engine
 
     def _table(self, eval_set: EvalSet, evaluation: Evaluation) -> list[dict[str, object]]:
