@@ -16,7 +16,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +210,12 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--output_dir", default="runs/arithmetic")
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--iterations", type=int, help="of GRPO; 200 if not given")
     flags.add_argument("--quick", action="store_true", help="little training, as a smoke test")
     flags = flags.parse_args()
     folder, sizes = Path(flags.output_dir), QUICK if flags.quick else Sizes()
+    if flags.iterations is not None:
+        sizes = replace(sizes, iterations=flags.iterations)
     begin = time.perf_counter()
     train, held_out = problems()
     tokenizer = make_tokenizer()
