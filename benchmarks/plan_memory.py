@@ -116,7 +116,9 @@ def predict(case: str, folder: Path) -> dict[str, float]:
 
     options = parse(flags(case, folder), prog="kedge ppo")
     *_, needs = plan(options)
-    return {n: size / 2**20 for n, size in peaks(needs, process_memory(options)).items()}
+    checkpointing = bool(options.config.gradient_checkpointing)
+    sizes = peaks(needs, process_memory(options), checkpointing=checkpointing)
+    return {n: size / 2**20 for n, size in sizes.items()}
 
 
 def child(action: str, case: str, folder: Path) -> Any:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from kedge.algorithms import ppo
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def every_product_by_onednn(monkeypatch):
+    monkeypatch.setattr(matmul, "_amd", lambda: True)
     monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: True)
     monkeypatch.setattr(matmul, "SMALLEST", 0)
 
@@ -133,7 +135,7 @@ def test_layers_may_be_called_by_keyword():
 
 
 def test_nothing_is_replaced_where_torch_is_as_quick(monkeypatch):
-    monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
+    monkeypatch.setattr(matmul, "_amd", lambda: False)
     monkeypatch.setattr(patch, "may_run_in_bf16", lambda weight: False)
     assert list(patch._layers(tiny_policy())) == []
 
@@ -194,6 +196,24 @@ def test_packed_weights_give_the_same_numbers_to_the_bit(family):
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+def test_with_avx2_only_packed_products_are_replaced(monkeypatch):
+    monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
+    monkeypatch.setattr(patch, "may_run_in_bf16", lambda weight: False)
+    layer, x = nn.Linear(4, 3), torch.randn(16, 4)
+    kernels = Kernels([layer])
+    with torch.no_grad():
+        want = layer(x)
+        with kernels.active():
+            assert not patch.is_replaced(layer)
+        with kernels.packed(rows=16):
+            assert patch.is_replaced(layer)
+            torch.testing.assert_close(layer(x), want)
+            monkeypatch.setattr(functional, "linear", lambda *_: "MKL")
+            assert layer(torch.ones(256, 4)).shape == (256, 3)
+            assert layer(torch.ones(257, 4)) == "MKL"
+    assert not patch.is_replaced(layer)
+
+
 def test_packed_weights_are_not_used_where_a_gradient_is_needed():
     layer, x = nn.Linear(4, 3), torch.ones(16, 4)
     with Kernels([layer]).packed(rows=16):
@@ -213,7 +233,7 @@ def test_memory_for_packed_weights(monkeypatch):
     sizes = {"low": False, "checkpointing": False}
     assert patch.packed_bytes(50, **sizes) == 200
     assert patch.packed_bytes(51, **sizes) == 0
-    monkeypatch.setattr(matmul, "_unused_by_mkl", lambda: False)
+    monkeypatch.setattr(matmul, "_amd", lambda: False)
     assert patch.packed_bytes(50, **sizes) == 0
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kedge.backends.hf import learner
 from kedge.ops.cpu import heap
+from tests.e2e.small import small
 
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 
@@ -46,3 +48,61 @@ def test_large_blocks_stay_until_they_are_released():
 
 def test_little_free_memory_stays():
     assert not heap.release_free_memory(sys.maxsize)
+
+
+def iteration(megabytes):
+    """Memory of the process after an iteration that needed so much, and before."""
+    heap.keep_free_memory()
+    before = resident()
+    torch.ones(megabytes << 18)
+    heap.end_iteration()
+    return resident(), before
+
+
+@linux
+@pytest.mark.skipif(heap._glibc() is None, reason="needs glibc 2.33")
+def test_kept_memory_stays_for_the_next_iteration_until_the_process_grows():
+    heap.release_free_memory(0)
+    before = resident()
+    with heap.kept_between_iterations():
+        assert iteration(300)[0] > before + (280 << 20)  # memory was not yet kept at its start
+        assert iteration(300)[1] > before + (280 << 20)
+        assert iteration(301)[0] > before + (280 << 20)
+        assert iteration(900)[0] < before + (64 << 20)  # has grown
+        assert iteration(300)[0] > before + (280 << 20)  # kept again
+        assert iteration(300)[0] > before + (280 << 20)
+    assert resident() < before + (64 << 20)
+    assert not heap._changed
+
+
+@linux
+@pytest.mark.skipif(heap._glibc() is None, reason="needs glibc 2.33")
+def test_outside_a_run_memory_is_returned_at_the_end_of_an_iteration():
+    heap.release_free_memory(0)
+    for _ in range(3):
+        after, before = iteration(300)
+        assert after < before + (64 << 20)
+        assert not heap._changed
+
+
+@linux
+@pytest.mark.skipif(heap._glibc() is None, reason="needs glibc 2.33")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_run_keeps_memory_without_checkpointing_and_returns_it_even_if_it_fails(
+    checkpointing, monkeypatch
+):
+    states = []
+    usual = heap.end_iteration
+
+    def seen():
+        usual()
+        states.append((heap._Run.whole, bool(heap._changed)))
+        if len(states) == 2:
+            raise RuntimeError("the power is off")
+
+    monkeypatch.setattr(learner, "end_iteration", seen)
+    made = small(gradient_checkpointing=checkpointing)
+    with pytest.raises(RuntimeError, match="the power"):
+        made.train()
+    assert states == [(not checkpointing, not checkpointing)] * 2
+    assert (heap._Run.active, heap._Run.whole, heap._changed) == (False, False, set())

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=["onednn", "mkl"])
 def library(request, monkeypatch):
-    monkeypatch.setattr(module, "_unused_by_mkl", lambda: request.param == "onednn")
+    for rule in ("_amd", "_unused_by_mkl"):
+        monkeypatch.setattr(module, rule, lambda: request.param == "onednn")
     monkeypatch.setattr(module, "SMALLEST", 0)
     return request.param
 
@@ -166,19 +167,28 @@ def test_torchs_own_switch_turns_it_off(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("maker", "capability", "used"),
+    ("maker", "capability", "all_products", "packed"),
     [
-        ("AuthenticAMD", "AVX512", True),
-        ("GenuineIntel", "AVX512", False),
-        ("AuthenticAMD", "AVX2", False),
+        ("AuthenticAMD", "AVX512", True, True),
+        ("AuthenticAMD", "AVX2", False, True),
+        ("AuthenticAMD", "DEFAULT", False, False),
+        ("GenuineIntel", "AVX512", False, False),
     ],
 )
-def test_chosen_where_mkl_leaves_avx512_unused(maker, capability, used, tmp_path, monkeypatch):
+def test_chosen_by_processor(maker, capability, all_products, packed, tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor : 0\nvendor_id : {maker}\n")
     monkeypatch.setattr(module, "_CPUINFO", info)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert module._unused_by_mkl.__wrapped__() == used
+
+    def chosen():
+        monkeypatch.setattr(module, "_amd", module._amd.__wrapped__)
+        x = torch.zeros(1)
+        return by_onednn(x), module.by_packed_weights(x)
+
+    usual = module._amd
+    assert chosen() == (all_products, packed)
     info.unlink()
+    monkeypatch.setattr(module, "_amd", usual)
     monkeypatch.setattr(module.platform, "processor", lambda: f"Family 26, {maker}")
-    assert module._unused_by_mkl.__wrapped__() == used
+    assert chosen() == (all_products, packed)

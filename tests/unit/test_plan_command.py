@@ -52,7 +52,7 @@ def test_packed_weights_are_planned_where_they_are_used(tiny, monkeypatch):
     flags = ["--model_name_or_path", str(tiny), "--total_episodes", "8", "--use_cpu"]
     generation = []
     for faster, tokens in ((True, "16"), (False, "16"), (True, "15"), (False, "15")):
-        monkeypatch.setattr(patch, "by_onednn", lambda _, faster=faster: faster)
+        monkeypatch.setattr(patch, "by_packed_weights", lambda _, faster=faster: faster)
         policy = plan(options(*flags, "--response_length", tokens))[3][0]
         generation.append(policy.generation)
     weights = policy.parameters - 40 * 16  # without the embedding
@@ -115,6 +115,10 @@ def test_peak_of_each_phase(tiny):
     assert training < 256 << 20  # so the heap of the process keeps it
     kept = {name: 7 + resident + training for name in memory.peaks(needs)}
     assert memory.peaks(needs, 7.0) == pytest.approx(kept)
+    large = [replace(policy, training=1e9)]
+    assert memory.peaks(large, 7.0)["sampling"] == 7 + policy.resident + (256 << 20)
+    kept_whole = memory.peaks(large, 7.0, checkpointing=False)["sampling"]
+    assert kept_whole == 7 + policy.resident + 1e9
     assert memory.process_bytes() > 50e6  # torch alone
 
 

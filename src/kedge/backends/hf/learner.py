@@ -52,7 +52,7 @@ from kedge.backends.hf.sharding import (
 from kedge.backends.hf.shared_base import checkpointing_options
 from kedge.backends.hf.value_head import ScalarModel
 from kedge.errors import ConfigError, KedgeError
-from kedge.ops.cpu.heap import release_free_memory
+from kedge.ops.cpu.heap import end_iteration, release_free_memory
 from kedge.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
@@ -246,7 +246,9 @@ class HFLearner:
             KedgeError: the gradient was not finite three times in a row.
         """
         set_training(self.module, self.settings.gradient_checkpointing)
-        optim.zero_gradients(self.optimizer, keeps_memory=not self.module.recomputes)
+        optim.zero_gradients(
+            self.optimizer, keeps_memory=not (self.module.recomputes or self.sharded)
+        )
         sums: dict[str, Tensor] = {}
         with self._plan.active():
             for micro_batch in self._plan.split(step):
@@ -343,7 +345,7 @@ class HFLearner:
         self.version += 1
         self._stepped = False
         if self.device.type == "cpu":
-            release_free_memory()  # of the backward passes
+            end_iteration()
 
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's trainable weights, as ``copy_weights`` hands them to rollout engines."""

@@ -54,6 +54,8 @@ def train_with_progress(trainer: Any, *, pairs: bool = False) -> None:
     checkpoints = new_name or trainer.args.gradient_checkpointing
     if trainer.args.device.type == "cpu" and not checkpoints:
         keep_free_memory()
+    else:
+        release_free_memory()  # a run before may have kept it
     try:
         with kernels.active(), joined:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

@@ -286,16 +286,19 @@ def forward_bytes(shape: Shape, tokens: int, *, width: int) -> float:
     return float(tokens * (6 * shape.hidden + 3 * shape.intermediate) * width)
 
 
-def peaks(needs: list[Need], process: float = 0.0) -> dict[str, float]:
+def peaks(
+    needs: list[Need], process: float = 0.0, *, checkpointing: bool = True
+) -> dict[str, float]:
     """Peak memory of each phase of an iteration: what stays, and what the phase adds to it.
 
     Args:
         needs: of all models.
         process: bytes besides models, if they are in the memory of the process; its heap then keeps
-            some of what training has freed.
+            some of what training has freed, and all of it without ``checkpointing``.
+        checkpointing: whether activations are checkpointed.
     """
     resident, training = process + sum(n.resident for n in needs), sum(n.training for n in needs)
-    kept = min(training, WORTHWHILE) if process else 0.0
+    kept = (min(training, WORTHWHILE) if checkpointing else training) if process else 0.0
     phases = {
         "sampling": sum(n.generation for n in needs),
         "scoring": max((n.forward for n in needs if "reward" in n.role), default=0.0),

@@ -345,7 +345,8 @@ def show(
         table.add_row(n.role, short(n.parameters), short(n.trained), *map(human, parts))
     console.print(table)
     process = process_memory(options)
-    peaks = memory.peaks(needs, process)
+    checkpointing = options.config.gradient_checkpointing
+    peaks = memory.peaks(needs, process, checkpointing=bool(checkpointing))
     console.print(
         "params: parameters; grads and optim: gradients and optimizer state of those that train; "
         "activ.: activations and logits of a micro-batch; cache: keys, values and packed weights"

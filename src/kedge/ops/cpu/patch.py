@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,10 +20,11 @@ from kedge.ops.cpu.low_precision import (
     bf16_linear,
     may_run_in_bf16,
 )
-from kedge.ops.cpu.matmul import by_onednn, linear
+from kedge.ops.cpu.matmul import by_onednn, by_packed_weights, linear
 from kedge.ops.fused_norms import fused_forward, rms_norms
 
 Forward = Callable[..., Tensor]
+_MKL_ROWS = 256  # of a product above which MKL is as fast as packed weights with AVX2
 PACKED_TOKENS = 16  # sampled per row, from which it pays to pack weights
 PACKED_BYTES = 2 << 30  # of a model's packed weights; a larger one is sampled from as it is
 _SPARING_BYTES = 1 << 30  # the same where activations are checkpointed to save memory
@@ -50,6 +52,7 @@ class Kernels:
         forwards: list[tuple[nn.Module, Forward]] = [
             (layer, _usual_forward(layer, low))
             for layer, low in zip(self._layers, self._low, strict=True)
+            if by_onednn(layer.weight) or may_run_in_bf16(layer.weight)
         ]
         forwards += [(layer, fused_forward(layer)) for layer in self._norms]
         with _replaced(forwards):
@@ -68,15 +71,15 @@ class Kernels:
     def packed(self, rows: int) -> Iterator[None]:
         """Context that is faster still where weights do not change and no gradient is needed.
 
-        oneDNN copies weights into its own layout for each product; here that is done once.  The
-        results are equal.  Under autocast the copies are bfloat16.
+        oneDNN copies weights into its own layout for each product; here that is done once.  Where
+        oneDNN computes all products, results are equal.  Under autocast the copies are bfloat16.
 
         Args:
             rows: of ``x`` in most products.
         """
         low = autocasts_to_bf16()
         plain = not torch.is_autocast_enabled("cpu")
-        layers = [x for x in self._layers if low or (plain and by_onednn(x.weight))]
+        layers = [x for x in self._layers if low or (plain and by_packed_weights(x.weight))]
         layers = [x for x in layers if 2 * rows * x.weight.numel() >= matmul.SMALLEST]
         weights = sum(layer.weight.numel() for layer in layers)
         if not packed_bytes(weights, low=low, checkpointing=self._checkpoints):
@@ -88,15 +91,15 @@ class Kernels:
 def packed_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
     """Memory that ``Kernels.packed`` takes for a model; 0 if it packs nothing.
 
-    The rule does not ask for free memory: a single row of a product has other last bits with packed
-    weights, and a run that resumes, perhaps elsewhere, must repeat them.
+    The rule does not ask for free memory: products with packed weights may have other last bits,
+    and a run that resumes must repeat them.
 
     Args:
         weights: number of weights in its linear layers.
         low: whether they are sampled from in bfloat16, under autocast, or else in float32.
         checkpointing: whether the model's activations are checkpointed.
     """
-    faster = may_run_in_bf16(_FLOAT32) if low else by_onednn(_FLOAT32)
+    faster = may_run_in_bf16(_FLOAT32) if low else by_packed_weights(_FLOAT32)
     size = weights * (2 if low else 4)
     most = _SPARING_BYTES if checkpointing else PACKED_BYTES  # may be more than training takes
     return size if faster and size <= most else 0
@@ -153,7 +156,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
 
 def _gains(weight: Tensor) -> bool:
     """Whether products with a weight may be faster, in float32 or under autocast."""
-    return by_onednn(weight) or may_run_in_bf16(weight)
+    return by_packed_weights(weight) or may_run_in_bf16(weight)
 
 
 def _weight(layer: nn.Linear | Conv1D) -> Tensor:
@@ -179,6 +182,7 @@ def _usual_forward(layer: nn.Linear | Conv1D, low: Bf16Weight) -> Forward:
 def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forward:
     bias: Tensor | None = layer.bias
     weight, smallest = _weight(layer).detach(), matmul.SMALLEST // (2 * layer.weight.numel())
+    largest = math.inf if low or by_onednn(layer.weight) else _MKL_ROWS
     if low:
         weight, smallest = weight.to(torch.bfloat16), 0
         bias = None if bias is None else bias.to(torch.bfloat16)
@@ -190,8 +194,8 @@ def _packed_forward(layer: nn.Linear | Conv1D, rows: int, *, low: bool) -> Forwa
             return usual(x)
         if low and x.is_floating_point():
             x = x.to(torch.bfloat16)
-        few = x.numel() < smallest * x.shape[-1]
-        if few or x.dtype != packed.dtype or torch.is_grad_enabled():
+        few, many = x.numel() < smallest * x.shape[-1], x.numel() > largest * x.shape[-1]
+        if few or many or x.dtype != packed.dtype or torch.is_grad_enabled():
             return usual(x)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return result

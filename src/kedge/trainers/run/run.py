@@ -21,7 +21,7 @@ from kedge.engine.checkpoint.replay import pack
 from kedge.engine.loop import Engine
 from kedge.engine.preflight import FULL_PRECISION, LOW_PRECISION, preflight
 from kedge.errors import ConfigError
-from kedge.ops.cpu.heap import release_free_memory
+from kedge.ops.cpu.heap import kept_between_iterations
 from kedge.trainers.reporting.best_effort import BestEffortWriter
 from kedge.trainers.reporting.token_log import build_token_log
 from kedge.trainers.reporting.trackers import build_trackers, link, log_prompt_lengths
@@ -101,7 +101,8 @@ class Run:
             hooks.evaluate_at_start(always=self.evaluator.initial_scores is not None)
         begin, before = time.perf_counter(), engine.step
         try:
-            engine.run(sizes.iterations)
+            with kept_between_iterations():
+                engine.run(sizes.iterations)
             hooks.end_pass()
             totals = self._totals(time.perf_counter() - begin, engine.step - before)
             if engine.step > before:
@@ -109,7 +110,6 @@ class Run:
             self._load_best()
             self.callbacks.fire("on_train_end")
         finally:
-            release_free_memory()  # also if an optimizer step failed
             self.callbacks.tracker.close()
         if screen is not None and self.args.output_dir:
             root = shlex.quote(str(self.root()))
