@@ -1,5 +1,6 @@
 """Freed memory goes back to the system where the C library keeps it."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from kedge.backends.hf import learner
 from kedge.ops.cpu import heap
+from tests import processes
 from tests.e2e.small import small
 
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
@@ -50,39 +52,46 @@ def test_little_free_memory_stays():
     assert not heap.release_free_memory(sys.maxsize)
 
 
+FRESH = """
+import torch
+from kedge.ops.cpu import heap
+from tests.unit.test_heap import resident
+
 def iteration(megabytes):
-    """Memory of the process after an iteration that needed so much, and before."""
     heap.keep_free_memory()
     before = resident()
     torch.ones(megabytes << 18)
     heap.end_iteration()
-    return resident(), before
+    return before - start >> 20, resident() - start >> 20
+
+start = 0
+iteration(1)
+start = resident()
+print([iteration(300) for _ in range(3)], heap._changed)
+with heap.kept_between_iterations():
+    print([iteration(size) for size in (300, 300, 301, 900, 300)])
+print(resident() - start >> 20, heap._changed)
+"""
 
 
 @linux
 @pytest.mark.skipif(heap._glibc() is None, reason="needs glibc 2.33")
-def test_kept_memory_stays_for_the_next_iteration_until_the_process_grows():
-    heap.release_free_memory(0)
-    before = resident()
-    with heap.kept_between_iterations():
-        assert iteration(300)[0] > before + (280 << 20)  # memory was not yet kept at its start
-        assert iteration(300)[1] > before + (280 << 20)
-        assert iteration(301)[0] > before + (280 << 20)
-        assert iteration(900)[0] < before + (64 << 20)  # has grown
-        assert iteration(300)[0] > before + (280 << 20)  # kept again
-        assert iteration(300)[0] > before + (280 << 20)
-    assert resident() < before + (64 << 20)
-    assert not heap._changed
-
-
-@linux
-@pytest.mark.skipif(heap._glibc() is None, reason="needs glibc 2.33")
-def test_outside_a_run_memory_is_returned_at_the_end_of_an_iteration():
-    heap.release_free_memory(0)
-    for _ in range(3):
-        after, before = iteration(300)
-        assert after < before + (64 << 20)
-        assert not heap._changed
+def test_in_a_run_kept_memory_stays_for_the_next_iteration_until_the_process_grows():
+    done = processes.run("-c", FRESH)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outside, inside, end = done.stdout.splitlines()
+    spent, changed = ast.literal_eval(outside.removesuffix(" set()")), outside[-5:]
+    assert changed == "set()"
+    assert all(before < 64 and after < 64 for before, after in spent)
+    first, *others = ast.literal_eval(inside)
+    assert first[0] < 64
+    assert first[1] > 280
+    full = [(before > 280, after > 280) for before, after in others]
+    # the fourth has grown and returns its memory, which the fifth takes again
+    assert full == [(True, True), (True, True), (True, False), (False, True)]
+    left, changed = end.split(" ", 1)
+    assert int(left) < 64
+    assert changed == "set()"
 
 
 @linux
