@@ -6,7 +6,8 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import AutoModelForCausalLM
 
 from kedge.backends.hf.model import causal_parts, trunk
-from kedge.ops.linear_logprob import TokenConstraints, linear_kl, linear_logprob
+from kedge.ops.linear_logprob import linear_kl, linear_logprob
+from kedge.ops.logit_tiles import TokenConstraints
 
 
 @pytest.fixture(scope="module")

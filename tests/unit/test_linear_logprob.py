@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kedge.ops import linear_logprob as module
-from kedge.ops.linear_logprob import Head, TokenConstraints, linear_kl, linear_logprob
+from kedge.ops.linear_logprob import linear_kl, linear_logprob
+from kedge.ops.logit_tiles import Head, TokenConstraints
 
 N, H, V = 7, 5, 1000
 
@@ -200,8 +201,9 @@ def test_never_holds_the_logits(softcap):
     assert seen.elements == rows * vocab  # the watch sees what it watches for
 
 
+@pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("kept", [0, N * 300, N * V])
-def test_kept_logits_change_no_bit(kept, monkeypatch):
+def test_kept_tiles_save_a_product_and_change_rounding_alone(kept, entropy_grad, monkeypatch):
     hidden, weight, bias, targets = case()
     results, products = [], []
     for most in (0, kept):
@@ -209,12 +211,14 @@ def test_kept_logits_change_no_bit(kept, monkeypatch):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
         with Calls() as calls:
             logp, entropy = linear_logprob(
-                leaves[0], Head(*leaves[1:]), targets, entropy_grad=True, tile=N * 256
+                leaves[0], Head(*leaves[1:]), targets, entropy_grad=entropy_grad, tile=N * 256
             )
-            (logp.sum() + entropy.sum()).backward()
+            (logp.sum() + (entropy.sum() if entropy_grad else 0)).backward()
         results.append([logp, entropy, *(x.grad for x in leaves)])
         products.append(calls.addmm_out)
-    assert all(map(torch.equal, *results))
+    assert all(map(torch.equal, results[0][:2], results[1][:2]))
+    for found, want in zip(results[1][2:], results[0][2:], strict=True):
+        assert torch.allclose(found, want, rtol=1e-12, atol=1e-14)
     blocks = math.ceil(V / 256)
     assert products[0] - products[1] == {0: 0, N * 300: 1, N * V: blocks}[kept]
 

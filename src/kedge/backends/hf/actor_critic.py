@@ -17,7 +17,8 @@ from kedge.backends.hf.shared_base import AdapterValue
 from kedge.backends.hf.value_head import ScalarHead, ScalarModel
 from kedge.errors import ConfigError
 from kedge.ops.cpu.heap import release_free_memory
-from kedge.ops.linear_logprob import TokenConstraints, linear_logprob
+from kedge.ops.linear_logprob import linear_logprob
+from kedge.ops.logit_tiles import TokenConstraints
 
 Value = ScalarModel | AdapterValue | ScalarHead
 

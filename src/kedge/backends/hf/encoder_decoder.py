@@ -13,7 +13,7 @@ from kedge.backends.hf.decode import get_base_model
 from kedge.backends.hf.model import LanguageModelParts, causal_parts, eval_mode, head_weight
 from kedge.backends.hf.packing import Packed
 from kedge.errors import ConfigError
-from kedge.ops.linear_logprob import Head
+from kedge.ops.logit_tiles import Head
 
 
 @dataclass(frozen=True, slots=True)

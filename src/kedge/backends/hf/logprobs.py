@@ -18,7 +18,8 @@ from kedge.backends.hf.model import LanguageModelParts
 from kedge.backends.hf.reference import Reference
 from kedge.backends.hf.settings import LearnerSettings
 from kedge.backends.hf.sharding import call_within, reshard
-from kedge.ops.linear_logprob import Head, linear_kl, linear_logprob
+from kedge.ops.linear_logprob import linear_kl, linear_logprob
+from kedge.ops.logit_tiles import Head
 from kedge.types import Rollout
 
 Models = tuple[ActorCritic, Reference | None, torch.device]

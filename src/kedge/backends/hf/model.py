@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kedge.backends.hf.packing import Packed, pack
 from kedge.backends.hf.trunk import read_trunk, trunk
 from kedge.errors import ConfigError
-from kedge.ops.linear_logprob import Head
+from kedge.ops.logit_tiles import Head
 
 _RATES = ("dropout", "layerdrop", "drop_path")
 

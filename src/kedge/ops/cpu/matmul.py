@@ -1,15 +1,13 @@
-"""Float32 matrix products and exponentials on CPU, with the fastest library bundled with torch.
+"""Float32 matrix products on CPU, with the fastest library bundled with torch.
 
 torch multiplies float32 matrices with Intel MKL, which does not use AVX-512 on processors of other
 vendors.  oneDNN, also part of torch, does: 210 GFLOP/s per core on a fifth-generation AMD EPYC,
-against 95 with MKL.  ``torch.exp`` is MKL's, too; ``torch.exp2`` is SLEEF's: 0.14 against 0.64 ns
-per number there, and 0.8 against 1.4 ns on a third-generation EPYC, which has AVX2 only.  With AVX2
-MKL is the faster one, except for products of a few rows with packed weights.
+against 95 with MKL.  With AVX2 MKL is the faster one, except for products of a few rows with
+packed weights.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from functools import cache
@@ -23,7 +21,6 @@ from torch.nn import functional
 
 SMALLEST = 4_000_000  # operations; below, the overhead of oneDNN cancels the gain
 _WIDE, _MANY_ROWS, _LARGE = 512, 1024, 2 << 20
-_LOG2_E = math.log2(math.e)
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -62,18 +59,6 @@ def by_onednn(x: Tensor) -> bool:
 def by_packed_weights(w: Tensor) -> bool:
     """Whether packing ``w`` for oneDNN makes products of a few rows faster on this machine."""
     return _may_choose(w) and _amd()
-
-
-def exp(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """e^x without gradient, to a relative error of 1e-7 (1 + |x|) in float32.
-
-    Args:
-        x: float, any shape.
-        out: float of this shape; buffer of the result, may be ``x``.
-    """
-    if _may_choose(x) and _amd():
-        return torch.mul(x, _LOG2_E, out=out).exp2_()
-    return torch.exp(x, out=out)
 
 
 def product(
