@@ -57,8 +57,12 @@ def constraint_cases(targets):
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (0.5, 3.0)])
 @pytest.mark.parametrize("name", ["plain", "temperature", "banned", "support", "both"])
-@pytest.mark.parametrize("tile", [256, 2100, None])
-def test_equals_the_definition_with_gradients(tile, name, scale, softcap, entropy_grad):
+@pytest.mark.parametrize(("tile", "most"), [(256, 0), (256, None), (2100, None), (None, None)])
+def test_equals_the_definition_with_gradients(
+    tile, most, name, scale, softcap, entropy_grad, monkeypatch
+):
+    if most is not None:
+        monkeypatch.setattr(module, "_KEPT", most)
     hidden, weight, bias, targets = case()
     constraints = constraint_cases(targets)[name]
     up = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=hidden.dtype)
@@ -99,6 +103,44 @@ def test_by_hand():
     )
     torch.testing.assert_close(logp, torch.tensor([1.0, 0.75]).log())
     assert entropy[0] == 0
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("kept", [0, N * V])
+def test_a_second_backward_pass_gives_the_same_gradients(kept, entropy_grad, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT", kept)
+    hidden, weight, _, targets = case()
+    weight.requires_grad_()
+    logp, entropy = linear_logprob(
+        hidden, Head(weight), targets, entropy_grad=entropy_grad, tile=N * 256
+    )
+    loss = logp.sum() + (entropy.sum() if entropy_grad else 0)
+    first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_bfloat16_states_have_the_scale_and_temperature_too(entropy_grad):
+    hidden, weight, bias, targets = (
+        x.bfloat16() if x.is_floating_point() else x for x in case(torch.float32)
+    )
+    constraints = TokenConstraints(temperature=0.7)
+    found, want = [], []
+    for out, dtype in ((found, torch.bfloat16), (want, torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        head = Head(leaves[1], leaves[2], 0.5)
+        if dtype == torch.bfloat16:
+            logp, entropy = linear_logprob(
+                leaves[0], head, targets, constraints=constraints, entropy_grad=entropy_grad
+            )
+        else:
+            logp, entropy = plain(leaves[0], head, targets, constraints)
+        (logp.sum() + (entropy.sum() if entropy_grad else 0)).backward()
+        out += [logp, entropy, *(x.grad for x in leaves)]
+    for mine, theirs in zip(found[:2], want[:2], strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(found[2:], want[2:], strict=True):
+        assert (mine.double() - theirs).norm() <= 0.02 * theirs.norm()
 
 
 def test_gradcheck():

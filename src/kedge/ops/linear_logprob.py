@@ -1,13 +1,12 @@
 """Log-probabilities, entropy and KL computed from hidden states without storing all logits.
 
-The logits of N rows over a vocabulary of V are computed tile by tile; what the first tiles leave is
-kept for the backward pass, the others are computed again.  A tile is all rows by a block of the
-vocabulary, so that each row of the weight (and of its gradient) is read once per pass.
+The logits of N rows over a vocabulary of V are computed tile by tile; of the first tiles, powers of
+the logits are kept for the backward pass, the others are computed again.  A tile is all rows by a
+block of the vocabulary, so that each row of the weight (and of its gradient) is read once per pass.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,18 +26,17 @@ from kedge.ops.logit_tiles import (
 _CPU_TILE = 1 << 20  # elements; 4 MB of float32 fits in the cache
 _GPU_TILE = 1 << 26
 _KEPT = 1 << 25  # elements kept for the backward pass; 128 MB of float32
-_LN_2 = math.log(2)
-# Of each block: what is kept of its tile, and the maximum of the logits in bits up to it; or None.
-_Kept = list[Tensor | None]
+# Two per block: what is kept of its tile, and the running maximum that the tile is relative to.
+_KeptTiles = list[Tensor | None]
 
 
 def _scan(
-    tiles: LogitTiles, targets: Tensor, kept: _Kept | None = None, *, keep_logits: bool = False
+    tiles: LogitTiles, targets: Tensor, kept: _KeptTiles | None = None, *, keep_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target and entropy in nats, log-sum-exp in bits, each [n].
+    """Log-probability of each target and entropy in nats, log-sum-exp in the tiles' unit, each [n].
 
-    Appends to ``kept`` powers of two of each block, or with ``keep_logits`` their exponents; or
-    None where they would take too much memory.
+    Appends to ``kept`` the powers of each block, or with ``keep_logits`` the logits, relative to
+    the running maximum; or None where they would take too much memory.
     """
     online = OnlineSoftmax(tiles)
     chosen = torch.full_like(online.top, NEVER)
@@ -51,17 +49,16 @@ def _scan(
         before = online.top
         z = online.shift(z)
         online.weighted.add_((before - online.top) * online.sum)  # z is relative to top
-        e = torch.exp2(
-            z, out=tiles.room(high - low, buffer=None if keep and not keep_logits else 1)
-        )
+        room = tiles.room(high - low, buffer=None if keep and not keep_logits else 1)
+        e = tiles.power(z, out=room)
         if kept is not None:
             kept += [z if keep_logits else e, online.top] if keep else [None, None]
         online.sum.add_(e.sum(1, keepdim=True))
         product = e.mul_(z) if keep and keep_logits else z.mul_(e)
         online.weighted.add_(product.sum(1, keepdim=True))
-    entropy = (online.sum.log2() - online.weighted / online.sum) * _LN_2
+    entropy = online.sum.log() - online.weighted / online.sum * tiles.nats
     lse = online.lse
-    return ((chosen - lse) * _LN_2)[:, 0], entropy[:, 0], lse[:, 0]
+    return ((chosen - lse) * tiles.nats)[:, 0], entropy[:, 0], lse[:, 0]
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -73,7 +70,7 @@ class _LinearLogprob(torch.autograd.Function):
         head = head._replace(weight=weight, bias=bias)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
-        kept: _Kept | None = [] if keeps and head.softcap is None else None
+        kept: _KeptTiles | None = [] if keeps and head.softcap is None else None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in row_slices(len(hidden), tile):
                 tiles = LogitTiles(hidden[part], head, constraints.rows(part), tile)
@@ -127,7 +124,7 @@ class _Saved(NamedTuple):
     """Of the forward pass: of n rows, and the kept tiles of the blocks that follow."""
 
     targets: Tensor  # int64 [n]
-    lse: Tensor  # [n], bits
+    lse: Tensor  # [n], in the tiles' unit
     entropy: Tensor  # [n], nats
     kept: Iterator[Tensor | None]
 
@@ -182,19 +179,21 @@ def _grad_of_logits(
     """The gradient without the part of the targets, in a buffer, and the slope of the softcap."""
     lse, slope = saved.lse[:, None], None
     kept, top = next(saved.kept, None), next(saved.kept, None)
-    room = tiles.room(block[1] - block[0], buffer=1)
-    if kept is not None and top is not None and of_entropy is None:
-        return torch.mul(kept, (top - lse).exp2_() * -of_logprob, out=room), None
+    width = block[1] - block[0]
     if kept is not None and top is not None:
-        z = kept + (top - lse)
+        if of_entropy is None:
+            share = tiles.power(top - lse).mul_(-of_logprob)
+            return torch.mul(kept, share, out=tiles.room(width, buffer=0)), None
+        z = torch.add(kept, top - lse, out=tiles.room(width, buffer=0))
     else:
         z, slope = tiles.logits(*block, slope=True)
         z.sub_(lse)
-    p = torch.exp2(z, out=room)
     if of_entropy is None:
-        return p.mul_(-of_logprob), slope
-    above = z.mul_(_LN_2).add_(saved.entropy[:, None])  # log p + entropy
-    return p.mul_(above.mul_(-of_entropy).sub_(of_logprob)), slope
+        return tiles.power(z, out=z).mul_(-of_logprob), slope
+    p = tiles.power(z, out=tiles.room(width, buffer=1))
+    # -(log p + entropy) of_entropy - of_logprob, where log p is z in nats
+    at_zero = -saved.entropy[:, None] * of_entropy - of_logprob
+    return p.mul_(torch.addcmul(at_zero, z, -of_entropy * tiles.nats, out=z)), slope
 
 
 def _tile(hidden: Tensor, tile: int | None) -> int:
@@ -289,10 +288,12 @@ def linear_kl(
             for low, high in policy.blocks():
                 z, _ = policy.logits(low, high)
                 other, _ = reference.logits(low, high)
-                gap = z - other
-                e = p.shift(z).exp2_()
+                gap = torch.sub(z, other, alpha=reference.nats / policy.nats)
+                e = policy.power(p.shift(z), out=z)
                 p.sum.add_(e.sum(1, keepdim=True))
                 p.weighted.add_(e.mul_(gap).sum(1, keepdim=True))
-                q.sum.add_(q.shift(other).exp2_().sum(1, keepdim=True))
-            kl[part] = ((p.weighted / p.sum - p.lse + q.lse) * _LN_2)[:, 0]
+                f = reference.power(q.shift(other), out=other)
+                q.sum.add_(f.sum(1, keepdim=True))
+            log_ratio = p.weighted / p.sum - p.lse
+            kl[part] = (log_ratio * policy.nats + q.lse * reference.nats)[:, 0]
     return kl

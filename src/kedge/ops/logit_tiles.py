@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kedge.ops.cpu.matmul import float32_product
 
-LOG2_E = math.log2(math.e)  # bits per nat
+_LN_2 = math.log(2)
 NEVER = -1e30  # logit of a token that cannot be sampled; finite, to avoid inf - inf
 MIN_COLUMNS = 256
 
@@ -60,15 +61,17 @@ class TokenConstraints:
 
 
 class LogitTiles:
-    """Logits of one head for some rows, in bits (times log2 e), a tile at a time.
+    """Logits of one head for some rows, a tile of all rows by a block of the vocabulary at a time.
 
-    A softmax is then a power of two, which torch computes faster than one of e on most machines.
+    Where hidden states are float32 or wider, they are scaled instead of the logits, and logits are
+    in bits: a softmax is then a power of two, which torch computes faster than one of e on AMD
+    processors.  Elsewhere logits are in nats.
 
     Args:
         hidden: float [N, H].
         head: the head, weight float [V, H].
         constraints: temperature and tokens that each row can sample.
-        tile: elements of a tile of all rows by a block of the vocabulary.
+        tile: elements of a tile.
     """
 
     def __init__(
@@ -76,11 +79,20 @@ class LogitTiles:
     ) -> None:
         self.hidden, self.head, self.constraints = hidden, head, constraints
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        self._in_bits = hidden.dtype == self.exact and head.softcap is None
+        self.nats = _LN_2 if self._in_bits else 1.0  # in a unit of the logits
+        self._scale = head.scale / constraints.temperature / self.nats  # of products
         self._width = min(head.weight.shape[0], max(MIN_COLUMNS, tile // max(len(hidden), 1)))
         self._buffers: dict[int, Tensor] = {}
-        self._scale = head.scale / constraints.temperature * LOG2_E  # of products, without softcap
-        self._scales_rows = hidden.dtype == self.exact and head.softcap is None
-        self._rows = hidden * self._scale if self._scales_rows else hidden
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """The left side of the product."""
+        return self.hidden * self._scale if self._in_bits else self.hidden
+
+    def power(self, z: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """E to the logits, or differences of logits, ``z``."""
+        return torch.exp2(z, out=out) if self._in_bits else torch.exp(z, out=out)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """The blocks [low, high) of the vocabulary."""
@@ -102,7 +114,7 @@ class LogitTiles:
     def logits(
         self, low: int, high: int, *, slope: bool = False, keep: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits in bits, float32+ [N, high-low], and the derivative of the softcap.
+        """Logits float32+ [N, high-low] and, with ``slope``, of a softcap d(nats)/d(product).
 
         They are in buffer 0, or in new memory to ``keep`` them.
         """
@@ -110,14 +122,14 @@ class LogitTiles:
         out = self.room(high - low, buffer=None if keep else 0)
         w = head.weight[low:high].to(self.hidden.dtype)
         bias = None if head.bias is None else head.bias[low:high].to(w.dtype)
-        if bias is not None and self._scales_rows:
+        if bias is not None and self._in_bits:
             bias = bias * self._scale
         z, derivative = float32_product(self._rows, w, bias, room=out), None
         if head.softcap is not None:
             z.mul_(head.scale / head.softcap).tanh_()
             derivative = (1 - z * z) * (head.scale / temperature) if slope else None
-            z.mul_(head.softcap / temperature * LOG2_E)
-        elif not self._scales_rows:
+            z.mul_(head.softcap / temperature)
+        elif not self._in_bits and self._scale != 1:
             z.mul_(self._scale)
         return self._restrict(z, low, high), derivative
 
@@ -141,13 +153,14 @@ class LogitTiles:
 
 
 class OnlineSoftmax:
-    """Log-sum-exp in bits of each row, and a sum weighted by its softmax, block by block.
+    """Log-sum-exp of each row, and a sum weighted by its softmax, block by block.
 
-    Milakov & Gimelshein 2018, arXiv:1805.02867.
+    In the unit of the tiles; Milakov & Gimelshein 2018, arXiv:1805.02867.
     """
 
     def __init__(self, tiles: LogitTiles) -> None:
         shape = (len(tiles.hidden), 1)
+        self._tiles = tiles
         self.top = tiles.hidden.new_full(shape, NEVER, dtype=tiles.exact)
         self.sum = torch.zeros_like(self.top)
         self.weighted = torch.zeros_like(self.top)
@@ -155,7 +168,7 @@ class OnlineSoftmax:
     def shift(self, z: Tensor) -> Tensor:
         """Rescale the sums for a new block, and subtract the running maximum from it in place."""
         top = torch.maximum(self.top, z.amax(1, keepdim=True))
-        rescale = (self.top - top).exp2_()
+        rescale = self._tiles.power(self.top - top)
         self.sum.mul_(rescale)
         self.weighted.mul_(rescale)
         self.top = top
@@ -164,7 +177,7 @@ class OnlineSoftmax:
     @property
     def lse(self) -> Tensor:
         """Float [N, 1]."""
-        return self.top + self.sum.log2()
+        return self.top + self.sum.log() / self._tiles.nats
 
 
 def row_slices(n: int, tile: int) -> Iterator[slice]:
