@@ -1,12 +1,14 @@
 """What a token costs in responses of 64 to 4,096 tokens, and TRL's PPO at 1,024.
 
-    python -m benchmarks.long_responses [--trl-python /path/to/python] [--lengths 64 256 1024 4096]
+    python -m benchmarks.long_responses [--trl-python /path/to/python] [--rounds 3]
+        [--lengths 64 256 1024 4096]
 
 One update of PPO (one pass) on pythia-14m's shape, two rows with prompts of 32 tokens, each length
 in a process of its own, on one thread; the second update counts, of 4,096 tokens the first.  CPU
 seconds of sampling, of log-probabilities and values, and of training; the peak is of the process,
 less what it held before the first update.  ``attention`` is the share of attention in the
-operations of a stage's forward pass.
+operations of a stage's forward pass.  Against TRL both sides run in turn, and medians of the rounds
+are compared.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -23,11 +24,13 @@ import time
 import warnings
 from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from benchmarks.cached_trunk import processor
 from benchmarks.ppo_vs_trl.cases import CASES, Case, models, tokenizer
 from benchmarks.ppo_vs_trl.side import common
 
@@ -164,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", nargs="+", type=int, default=[64, 256, 1024, 4096])
     parser.add_argument("--trl-python", help="of an environment with TRL; none: Kedge alone")
+    parser.add_argument("--rounds", type=int, default=3, help="of both sides, with TRL")
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.side:
@@ -175,17 +179,21 @@ def main() -> None:
     results: dict[str, Any] = {
         "about": {
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "machine": platform.processor() or platform.machine(),
+            "machine": processor(),
             "load": os.getloadavg(),
         },
         "kedge": found,
     }
     if flags.trl_python:
-        theirs = one("trl", AGAINST, flags.trl_python)
-        ours = next(x for x in found if x["length"] == AGAINST)
-        results["trl"] = theirs
+        sides = {"kedge": sys.executable, "trl": flags.trl_python}
+        rounds = [
+            {name: one(name, AGAINST, python) for name, python in sides.items()}
+            for _ in range(flags.rounds)
+        ]
+        results["rounds"] = rounds
         results["against_trl"] = {
-            key: theirs[key] / ours[key] for key in ("cpu_seconds", "wall_seconds", "peak_mib")
+            key: median(x["trl"][key] for x in rounds) / median(x["kedge"][key] for x in rounds)
+            for key in ("cpu_seconds", "wall_seconds", "peak_mib")
         }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results.get("against_trl")))
