@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.cached_trunk import processor
+from benchmarks.ppo_vs_trl.__main__ import processor
 from benchmarks.ppo_vs_trl.cases import CASES, Case, models, tokenizer
 from benchmarks.ppo_vs_trl.side import common
 
