@@ -91,7 +91,7 @@ class LogitTiles:
         return self.hidden * self._scale if self._in_bits else self.hidden
 
     def power(self, z: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """E to the logits, or differences of logits, ``z``."""
+        """Powers of e: of the logits, or differences of logits, ``z``."""
         return torch.exp2(z, out=out) if self._in_bits else torch.exp(z, out=out)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
