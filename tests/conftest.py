@@ -29,6 +29,13 @@ def _no_curves() -> None:
         run.draw_curves = lambda *_: None  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_precision() -> None:
+    """Forget the precision of the last run of another module, which accelerate keeps."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state()
+
+
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this fixture, runs draw their curves."""

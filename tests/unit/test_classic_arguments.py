@@ -86,6 +86,19 @@ def test_mixed_precision() -> None:
     assert a["objective/entropy"] == pytest.approx(b["objective/entropy"], rel=2e-2)
 
 
+def test_the_precision_of_an_earlier_trainer_is_said_to_stay() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    try:
+        Accelerator(cpu=True, mixed_precision="bf16")
+        with pytest.warns(UserWarning, match="an earlier trainer .* mixed_precision='bf16'"):
+            trainer(gpt2())
+    finally:
+        AcceleratorState._reset_state()
+
+
 def test_low_precision_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="bf16 weight swallows an update"):
         trainer(gpt2().to(torch.bfloat16))

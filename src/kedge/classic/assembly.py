@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any, cast
 
@@ -120,6 +121,14 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
             f"accelerator_kwargs={config.options('accelerator_kwargs')!r} or project_kwargs="
             f"{config.options('project_kwargs')!r} was rejected by accelerate: {error}"
         ) from error
+    asked = options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if accelerator.mixed_precision != asked:
+        warnings.warn(
+            f"an earlier trainer or Accelerator of this process has mixed_precision="
+            f"{accelerator.mixed_precision!r}, which accelerate gives to this trainer, too; to "
+            f"train with {asked!r}, start a new process",
+            stacklevel=4,
+        )
     if sharding_strategy(accelerator) != "none":
         raise ConfigError(
             "the launcher requests FSDP or DeepSpeed, but kedge.classic keeps full models on each "
