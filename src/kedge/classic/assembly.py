@@ -122,7 +122,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
             f"{config.options('project_kwargs')!r} was rejected by accelerate: {error}"
         ) from error
     asked = options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if accelerator.mixed_precision != asked:
+    if accelerator.mixed_precision != str(asked).lower():
         warnings.warn(
             f"an earlier trainer or Accelerator of this process has mixed_precision="
             f"{accelerator.mixed_precision!r}, which accelerate gives to this trainer, too; to "
