@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from statistics import median
 from typing import Any
 
 import torch
+
+from benchmarks.ppo_vs_trl.__main__ import processor
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cached_trunk.json"
@@ -124,14 +125,6 @@ def run(side: str, name: str) -> dict[str, Any]:
                 return report
         errors.seek(0)
         raise RuntimeError(f"{side} failed:\n{errors.read()[-3000:]}")
-
-
-def processor() -> str:
-    """Its name, where the system tells."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [x.split(": ")[1] for x in lines if x.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def ratios(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
